@@ -1,0 +1,222 @@
+"""Any Hugging Face encoder as an embedding model of every size.
+
+The encoder returns every wanted layer, so a size (n, d) is a slice of what one pass computed: nothing is patched into
+the backbone, and 2-D objectives compose with gradient caching. V_n^d and v_n^d are Starbucks §3.1, eq. 1.
+Models with a norm after the last layer (ModernBERT) get that same norm on every wanted layer: it is what a copy of the
+model cut to n layers computes, so training, evaluation and export agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
+
+from models.sizes import Ladder, ModelError, Size
+
+log = logging.getLogger(__name__)
+
+Pooling = Literal["cls", "mean"]
+SETTINGS_FILE = "barista.json"
+_FINAL_NORM_NAMES = ("final_norm", "final_layer_norm", "ln_f")
+
+
+@dataclass(frozen=True)
+class EmbeddingSettings:
+    """What turns hidden states into embeddings, kept beside the weights in `barista.json`.
+
+    `temperature` divides the scores in training; lengths are in tokens, special tokens included.
+    """
+
+    pooling: str = "cls"
+    similarity: str = "cosine"
+    ladder: tuple[tuple[int, int], ...] = ()
+    query_max_length: int = 64
+    passage_max_length: int = 256
+    query_prompt: str = ""
+    passage_prompt: str = ""
+    temperature: float = 0.05
+    format: int = field(default=1)
+
+    def __post_init__(self) -> None:
+        if self.pooling not in ("cls", "mean"):
+            raise ModelError(f"pooling {self.pooling!r} is unknown; use 'cls' or 'mean'")
+        if self.similarity not in ("dot", "cosine"):
+            raise ModelError(f"similarity {self.similarity!r} is unknown; use 'dot' or 'cosine'")
+
+    @property
+    def sizes(self) -> Ladder:
+        return Ladder.of(self.ladder)
+
+    def save(self, folder: str | Path) -> None:
+        text = json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        (Path(folder) / SETTINGS_FILE).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> EmbeddingSettings | None:
+        """The settings beside a model, or None where there are none."""
+        path = Path(folder) / SETTINGS_FILE
+        if not path.is_file():
+            return None
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            values["ladder"] = tuple((int(n), int(d)) for n, d in values["ladder"])
+            return cls(**values)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ModelError(
+                f"{path} is not a settings file of this program ({error}); export the model again"
+            ) from None
+
+
+def pool(hidden: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
+    """Token vectors [batch, seq, dim] to text vectors [batch, dim]; the mean runs over non-padding tokens in float32."""
+    if pooling == "cls":
+        return hidden[:, 0]
+    weights = attention_mask.to(torch.float32)
+    total = torch.einsum("bsd,bs->bd", hidden.float(), weights)
+    return (total / weights.sum(1, keepdim=True).clamp(min=1.0)).to(hidden.dtype)
+
+
+class Encoder(nn.Module):
+    """A backbone and its pooling; `forward` gives the embeddings of all wanted sizes from one pass."""
+
+    def __init__(self, backbone: PreTrainedModel, pooling: str = "cls") -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.pooling = pooling
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self.backbone.config
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def word_embeddings(self) -> nn.Embedding:
+        return cast(nn.Embedding, self.backbone.get_input_embeddings())
+
+    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
+        """Layer number -> [batch, seq, hidden]; layer 0 is the embedding layer.
+
+        `input_ids`, `attention_mask`: [batch, seq].
+        """
+        out = self.backbone(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True)
+        final_norm = _final_norm(self.backbone)
+        states = {}
+        for layer in sorted(set(layers)):
+            state = out.hidden_states[layer]
+            # The last state has been through the final norm already.
+            states[layer] = final_norm(state) if final_norm is not None and 0 < layer < self.num_layers else state
+        return states
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, sizes: Sequence[Size]) -> tuple[Tensor, ...]:
+        """One pass for all sizes: a tuple of [batch, size.dim], pooled and cut, not normalised."""
+        states = self.hidden_states(input_ids, attention_mask, [size.layers for size in sizes])
+        pooled = {layer: pool(state, attention_mask, self.pooling) for layer, state in states.items()}
+        return tuple(pooled[size.layers][:, : size.dim] for size in sizes)
+
+
+def _final_norm(backbone: nn.Module) -> nn.Module | None:
+    for name in _FINAL_NORM_NAMES:
+        if isinstance(norm := getattr(backbone, name, None), nn.Module):
+            return norm
+    return None
+
+
+def encoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:
+    """The backbone's own list of transformer layers, whatever its family calls it."""
+    wanted = int(backbone.config.num_hidden_layers)
+    lists = [m for m in backbone.modules() if isinstance(m, nn.ModuleList) and len(m) == wanted]
+    if not lists:
+        raise ModelError(
+            f"{type(backbone).__name__} has no list of its {wanted} layers; use an encoder of the BERT, RoBERTa, "
+            "DistilBERT, MiniLM or ModernBERT kind"
+        )
+    return lists[0]
+
+
+def truncate_layers(backbone: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    """Cut the backbone to its first layers, in place, with the count in its config set to match."""
+    have = int(backbone.config.num_hidden_layers)
+    if not 1 <= num_layers <= have:
+        raise ModelError(f"cannot keep {num_layers} layers of an encoder that has {have}; choose 1 to {have}")
+    layers = encoder_layers(backbone)
+    del layers[num_layers:]
+    backbone.config.num_hidden_layers = num_layers
+    # ModernBERT lists the kind of every layer; a longer list would not load again.
+    if getattr(backbone.config, "layer_types", None):
+        backbone.config.layer_types = list(backbone.config.layer_types)[:num_layers]
+    return backbone
+
+
+def load_encoder(source: str | Path, *, pooling: str | None = None) -> Encoder:
+    """An encoder from a local folder or a hub name. `pooling` None: what `barista.json` says, else CLS."""
+    backbone = _from_pretrained(AutoModel, source)
+    settings = EmbeddingSettings.load(source) if Path(source).is_dir() else None
+    return Encoder(backbone, pooling or (settings.pooling if settings else "cls"))
+
+
+def load_masked_lm(source: str | Path) -> PreTrainedModel:
+    """An encoder together with its MLM head, from a local folder or a hub name."""
+    return _from_pretrained(AutoModelForMaskedLM, source)
+
+
+def build_masked_lm(config: Mapping[str, Any], *, vocab_size: int, pad_token_id: int) -> PreTrainedModel:
+    """An untrained encoder with its MLM head. `config`: a `model_type` and that family's own keys."""
+    values = dict(config)
+    family = values.pop("model_type", None)
+    if family is None:
+        raise ModelError('model.config lacks model_type; name the family, for example model_type = "bert"')
+    try:
+        known = AutoConfig.for_model(family)
+    except ValueError:
+        raise ModelError(
+            f"model.config.model_type {family!r} is unknown to transformers; use for example 'bert'"
+        ) from None
+    for key in values:
+        if not hasattr(known, key):
+            raise ModelError(f"model.config.{key} is not a setting of {family!r} encoders; remove it or mend its name")
+    hf_config = AutoConfig.for_model(family, **values, vocab_size=vocab_size, pad_token_id=pad_token_id)
+    if hf_config.hidden_size % hf_config.num_attention_heads:
+        raise ModelError(
+            f"model.config.hidden_size {hf_config.hidden_size} is not a multiple of num_attention_heads "
+            f"{hf_config.num_attention_heads}; change one of them"
+        )
+    return cast(PreTrainedModel, AutoModelForMaskedLM.from_config(hf_config))
+
+
+def _from_pretrained(auto: Any, source: str | Path) -> PreTrainedModel:
+    path = Path(source)
+    looks_local = path.is_absolute() or str(source).startswith(".") or path.exists()
+    if looks_local and not (path / "config.json").is_file():
+        raise ModelError(f"no model in {path}: config.json is missing; give the folder of a Hugging Face checkpoint")
+    extra = {}
+    try:
+        config = AutoConfig.from_pretrained(source)
+        model_class = auto._model_mapping.get(type(config), None)
+        if model_class is None:
+            raise ModelError(f"{source} is a {config.model_type!r} model, which is not an encoder this program can use")
+        # An unused pooler would still be decayed by the optimizer.
+        if "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
+            extra["add_pooling_layer"] = False
+        return cast(PreTrainedModel, auto.from_pretrained(source, config=config, dtype=torch.float32, **extra))
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(
+            f"cannot load the model {str(source)!r} ({reason}); give a local folder, or a hub name on a machine with network"
+        ) from None
