@@ -1,0 +1,134 @@
+"""What training must know of a tokenizer: its special ids, which tokens continue a word, and its fingerprint.
+
+The fingerprint is the sha256 of the fast tokenizer's JSON without "truncation" and "padding": those two change
+whenever somebody makes one padded call, and they do not change which ids a text gets.
+Whole-word masking (Starbucks §4, after BERT's whole-word masking) needs word boundaries from ids alone, because shards
+hold ids: WordPiece marks continuations with "##", byte-level BPE and SentencePiece mark word starts with a space sign.
+Torch is not needed here; transformers is imported only when a tokenizer is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from data.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# How byte-level BPE writes the white-space bytes: space, newline, tab, carriage return.
+BYTE_LEVEL_SPACES = ("Ġ", "Ċ", "ĉ", "č")
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """Ids and word boundaries of a tokenizer; every id in a shard is below `size`."""
+
+    size: int
+    cls_id: int
+    sep_id: int
+    pad_id: int
+    mask_id: int | None
+    special_ids: tuple[int, ...]
+    continuation: np.ndarray  # bool [size]; True where a token continues a word
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
+    """Read the vocabulary off a fast tokenizer; cls falls back to bos and sep to eos (ModernBERT-like and RoBERTa)."""
+    _require_fast(tokenizer)
+    cls_id = _first(tokenizer.cls_token_id, tokenizer.bos_token_id)
+    sep_id = _first(tokenizer.sep_token_id, tokenizer.eos_token_id)
+    pad_id = _first(tokenizer.pad_token_id, sep_id)
+    if cls_id is None or sep_id is None or pad_id is None:
+        raise DataError(
+            f"tokenizer {tokenizer.name_or_path!r} has no cls/bos or no sep/eos token; "
+            "add cls_token and sep_token to its tokenizer_config.json"
+        )
+    ids = tokenizer.get_vocab()
+    # Ids may have gaps after tokens were added by hand, so the largest id counts as well as the number of tokens.
+    size = max(len(tokenizer), max(ids.values()) + 1)
+    special_ids = tuple(sorted(int(i) for i in tokenizer.all_special_ids))
+    continuation = np.zeros(size, dtype=bool)
+    starts_word = _word_start_rule(json.loads(tokenizer.backend_tokenizer.to_str()))
+    added = set(tokenizer.get_added_vocab().values())
+    for token, index in ids.items():
+        continuation[index] = index not in added and not starts_word(token)
+    continuation[list(special_ids)] = False
+    continuation.setflags(write=False)
+    return Vocabulary(size, cls_id, sep_id, pad_id, tokenizer.mask_token_id, special_ids, continuation)
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
+    """sha256 of everything that decides which ids a text gets; equal after saving and loading."""
+    _require_fast(tokenizer)
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    content.pop("truncation", None)
+    content.pop("padding", None)
+    return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+def load_tokenizer(name_or_folder: str | Path) -> PreTrainedTokenizerFast:
+    """Load a fast tokenizer from a folder or by its name on the hub."""
+    name = str(name_or_folder)
+    folder = Path(name).expanduser()
+    if folder.is_file():
+        raise DataError(f"tokenizer {name} is a file; give the folder that holds its tokenizer.json")
+    if folder.is_dir():
+        if not any((folder / file).is_file() for file in ("tokenizer.json", "vocab.txt", "vocab.json")):
+            raise DataError(
+                f"tokenizer folder {name} holds no tokenizer.json; give a folder written by save_pretrained"
+            )
+    elif isinstance(name_or_folder, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise DataError(f"tokenizer folder {name} does not exist; give an existing folder or a hub name")
+
+    from transformers import AutoTokenizer
+
+    tokenizer: Any
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name)
+    except Exception as error:  # the Rust side raises bare Exceptions for damaged files
+        if folder.is_dir():
+            raise DataError(f"tokenizer folder {name} cannot be read ({_first_line(error)}); save it again") from error
+        raise DataError(
+            f"tokenizer {name!r} is neither a folder nor available from the Hugging Face hub or its local cache; "
+            "give a folder, or download it first on a machine with network access"
+        ) from error
+    _require_fast(tokenizer)
+    return tokenizer
+
+
+def _require_fast(tokenizer: Any) -> None:
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise DataError(
+            f"tokenizer {getattr(tokenizer, 'name_or_path', tokenizer)!r} has no fast (Rust) version; "
+            "convert it to a tokenizer.json"
+        )
+
+
+def _word_start_rule(backend: dict[str, Any]) -> Any:
+    """The test "does this token start a word?" for a tokenizer's JSON."""
+    model = backend["model"]
+    if model["type"] == "WordPiece":
+        prefix = model.get("continuing_subword_prefix") or "##"
+        return lambda token: not (token.startswith(prefix) and len(token) > len(prefix))
+    if model["type"] == "WordLevel":
+        return lambda token: True
+    # Both signs may sit anywhere inside a sequence of pre-tokenizers, or in the normalizer ("Prepend"/"Replace").
+    layout = json.dumps([backend.get("pre_tokenizer"), backend.get("normalizer"), backend.get("decoder")])
+    if '"ByteLevel"' in layout:
+        return lambda token: token.startswith(BYTE_LEVEL_SPACES)
+    return lambda token: token.startswith("▁")
+
+
+def _first(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
