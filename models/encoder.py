@@ -78,7 +78,7 @@ class EmbeddingSettings:
 
 
 def pool(hidden: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
-    """Token vectors [batch, seq, dim] to text vectors [batch, dim]; the mean runs over non-padding tokens in float32."""
+    """Token vectors [batch, seq, dim] to text vectors [batch, dim]; the mean skips padding and runs in float32."""
     if pooling == "cls":
         return hidden[:, 0]
     weights = attention_mask.to(torch.float32)
@@ -218,5 +218,6 @@ def _from_pretrained(auto: Any, source: str | Path) -> PreTrainedModel:
     except OSError as error:
         reason = str(error).splitlines()[0]
         raise ModelError(
-            f"cannot load the model {str(source)!r} ({reason}); give a local folder, or a hub name on a machine with network"
+            f"cannot load the model {str(source)!r} ({reason}); "
+            "give a local folder, or a hub name on a machine with network"
         ) from None

@@ -1,0 +1,103 @@
+"""Linear layer and cross-entropy in one step: the logits of all rows never exist together.
+
+Rows are taken in chunks; each chunk's logits give its losses and, at once, its gradients, so that one chunk of logits
+is all that is ever held. The arithmetic is that of `cross_entropy(rows @ weight.T + bias)` with a weight for each row
+(SPEC: SMAE losses over the tied vocabulary). Making gradients in the forward pass costs no extra product: the two
+backward products run here instead of later, and backward only scales them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BYTES_PER_LOGIT = 12  # the logits as computed, their float32 softmax, and its copy for the products
+
+
+def rows_per_chunk(vocab_size: int, *, memory_mib: float) -> int:
+    """How many rows of logits fit in the budget; at least 16, so that a tiny budget still makes progress."""
+    return max(16, int(memory_mib * 2**20 / (BYTES_PER_LOGIT * vocab_size)))
+
+
+def fused_linear_cross_entropy(
+    rows: Tensor, weight: Tensor, *, bias: Tensor | None, targets: Tensor, row_weights: Tensor, chunk_rows: int
+) -> tuple[Tensor, Tensor]:
+    """Weighted sum of cross-entropies, and each row's own.
+
+    rows: [R, D]; weight: [V, D]; bias: [V] or None; targets: int64 [R] in 0..V-1; row_weights: float32 [R].
+    Returns (sum over rows of row_weight · CE, float32 scalar, differentiable in rows, weight and bias;
+    CE of each row in nats, float32 [R], detached).
+    Under autocast the products run in the autocast dtype; sums and softmax are float32 always.
+    """
+    if rows.shape[0] == 0:
+        # A text may be too short for any mask. The zero keeps every parameter in the graph on this rank.
+        anchor = (rows.sum() + weight.sum() + (bias.sum() if bias is not None else 0.0)).float() * 0.0
+        return anchor, rows.new_zeros(0, dtype=torch.float32)
+    device = rows.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
+    loss, losses = _Chunked.apply(rows, weight, bias, targets, row_weights, chunk_rows, dtype, torch.is_grad_enabled())
+    return loss, losses
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        row_weights: Tensor,
+        chunk_rows: int,
+        dtype: torch.dtype,
+        wants_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        needs_rows, needs_weight, needs_bias = (wants_grad and need for need in ctx.needs_input_grad[:3])
+        count = rows.shape[0]
+        losses = torch.empty(count, dtype=torch.float32, device=rows.device)
+        grad_rows = torch.empty_like(rows) if needs_rows else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias and bias is not None else None
+        with torch.autocast(rows.device.type, enabled=False):
+            table = weight.to(dtype)  # [V, D]
+            offset = None if bias is None else bias.to(dtype)
+            for start in range(0, count, chunk_rows):
+                part = slice(start, min(start + chunk_rows, count))
+                chunk = rows[part].to(dtype)  # [r, D]
+                target = targets[part, None]
+                logits = torch.nn.functional.linear(chunk, table, offset)  # [r, V]
+                top, top_index = logits.max(dim=1, keepdim=True)
+                probabilities = torch.softmax(logits, dim=1, dtype=torch.float32)
+                # The log-sum-exp from the largest term: exact where the target's own probability underflows.
+                log_sum = top.float() - probabilities.gather(1, top_index).log()
+                losses[part] = (log_sum - logits.gather(1, target).float()).squeeze(1)
+                if not (needs_rows or needs_weight or needs_bias):
+                    continue
+                # d CE / d logits = softmax − one-hot. The row's weight scales rows, which are narrower than logits.
+                probabilities.scatter_add_(1, target, torch.full_like(target, -1, dtype=torch.float32))
+                errors = probabilities.to(dtype)
+                scale = row_weights[part, None]
+                if grad_rows is not None:
+                    grad_rows[part] = ((errors @ table).float() * scale).to(grad_rows.dtype)
+                if grad_weight is not None:
+                    scaled = (chunk.float() * scale).to(dtype)
+                    if dtype == torch.float32:
+                        grad_weight.addmm_(errors.t(), scaled)
+                    else:
+                        grad_weight += errors.t() @ scaled
+                if grad_bias is not None:
+                    grad_bias += torch.mv(probabilities.t(), row_weights[part])
+        ctx.save_for_backward(grad_rows, grad_weight, grad_bias)
+        ctx.dtypes = (rows.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.mark_non_differentiable(losses)
+        return torch.dot(losses, row_weights), losses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        scaled = [
+            None if saved is None else (saved * grads[0]).to(dtype)
+            for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes)
+        ]
+        return (*scaled, None, None, None, None, None)

@@ -1,0 +1,157 @@
+"""The bottleneck decoder of masked-autoencoder pre-training, run once for all sizes.
+
+One transformer layer reads [cls_{n,d}, e(x_dec)_1, ..., e(x_dec)_L] and must recover the masked words, most of which
+it can only know from the one vector cls_{n,d} (Starbucks §3.2; RetroMAE). The passes of the |S| sizes differ in
+position 0 alone, and one layer's keys and values are computed position by position. So queries, keys and values of all
+other positions are shared: attention over the common keys runs once and keeps its log-sum-exp, and each size's CLS key
+is merged exactly. With c = q·k_cls/√h, the CLS position holds the share a = sigmoid(c − lse) of the softmax, hence
+out = (1 − a)·out_common + a·v_cls. Only masked positions ask (a query's output is read nowhere else).
+
+The layer has BERT's form (attention, residual, norm, feed-forward, residual, norm). From a BERT-like backbone it starts
+as a copy of its first layer; from other families (ModernBERT's rotary, pre-norm layer) it starts fresh, with position
+vectors of its own where the backbone's embeddings carry none. It is thrown away after pre-training.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from models.encoder import encoder_layers
+
+log = logging.getLogger(__name__)
+
+# Our part -> its path in a first layer: BERT and RoBERTa, then DistilBERT.
+_FIRST_LAYER_PATHS = (
+    {
+        "query": "attention.self.query",
+        "key": "attention.self.key",
+        "value": "attention.self.value",
+        "attention_output": "attention.output.dense",
+        "attention_norm": "attention.output.LayerNorm",
+        "up": "intermediate.dense",
+        "down": "output.dense",
+        "output_norm": "output.LayerNorm",
+    },
+    {
+        "query": "attention.q_lin",
+        "key": "attention.k_lin",
+        "value": "attention.v_lin",
+        "attention_output": "attention.out_lin",
+        "attention_norm": "sa_layer_norm",
+        "up": "ffn.lin1",
+        "down": "ffn.lin2",
+        "output_norm": "output_layer_norm",
+    },
+)
+
+
+class MultiSizeDecoder(nn.Module):
+    """One decoder layer for all sizes' CLS vectors at once."""
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        super().__init__()
+        config = backbone.config
+        hidden = int(config.hidden_size)
+        inner = int(_first(config, "intermediate_size", "hidden_dim"))
+        self.num_heads = int(config.num_attention_heads)
+        self.query = nn.Linear(hidden, hidden)
+        self.key = nn.Linear(hidden, hidden)
+        self.value = nn.Linear(hidden, hidden)
+        self.attention_output = nn.Linear(hidden, hidden)
+        eps = float(_first(config, "layer_norm_eps", "norm_eps", default=1e-12))
+        self.attention_norm = nn.LayerNorm(hidden, eps=eps)
+        self.up = nn.Linear(hidden, inner)
+        self.down = nn.Linear(inner, hidden)
+        self.output_norm = nn.LayerNorm(hidden, eps=eps)
+        self.activation = ACT2FN[_first(config, "hidden_act", "activation", "hidden_activation", default="gelu")]
+        self.dropout = float(_first(config, "hidden_dropout_prob", "dropout", "mlp_dropout", default=0.0))
+        self.attention_dropout = float(
+            _first(config, "attention_probs_dropout_prob", "attention_dropout", default=0.0) or 0.0
+        )
+        std = float(getattr(config, "initializer_range", 0.02))
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=std)
+                nn.init.zeros_(module.bias)
+        has_positions = any("position_embeddings" in name for name, _ in backbone.named_parameters())
+        self.positions: nn.Embedding | None = None
+        if not has_positions:
+            self.positions = nn.Embedding(int(config.max_position_embeddings), hidden)
+            nn.init.normal_(self.positions.weight, std=std)
+        if not self._copy_first_layer(encoder_layers(backbone)[0]):
+            log.info("%s layers are not BERT-like: the decoder starts from fresh weights", type(backbone).__name__)
+
+    def _copy_first_layer(self, layer: nn.Module) -> bool:
+        modules: dict[str, Any] = dict(layer.named_modules())
+        for paths in _FIRST_LAYER_PATHS:
+            if all(path in modules for path in paths.values()):
+                for name, path in paths.items():
+                    getattr(self, name).load_state_dict(modules[path].state_dict())
+                return True
+        return False
+
+    def forward(self, embedded: Tensor, attention_mask: Tensor, cls: Tensor, wanted: Tensor) -> Tensor:
+        """Outputs at the wanted positions, for every size.
+
+        embedded: [B, L, D], the decoder's input embeddings; position 0 is not used.
+        attention_mask: [B, L], 1 for tokens. cls: [S, B, D], each size's vector for position 0.
+        wanted: bool [B, L], the masked positions; never position 0.
+        Returns [S, M, D], M = wanted.sum(), in row-major order of `wanted`.
+        """
+        batch, length, hidden = embedded.shape
+        if self.positions is not None:
+            embedded = embedded + self.positions.weight[:length]
+        # Masked positions of each text side by side, padded to the largest count.  [B, m]
+        counts = wanted.sum(1)
+        most = max(int(counts.max()), 1)
+        slots = torch.argsort(wanted.to(torch.int8), dim=1, descending=True, stable=True)[:, :most]
+        filled = torch.arange(most, device=wanted.device)[None] < counts[:, None]
+        asked = embedded.gather(1, slots[..., None].expand(-1, -1, hidden))  # [B, m, D]
+
+        query = self._split(self.query(asked))  # [B, h, m, D/h]
+        key = self._split(self.key(embedded))  # [B, h, L, D/h]
+        value = self._split(self.value(embedded))
+        scale = 1.0 / math.sqrt(hidden // self.num_heads)
+        hidden_keys = attention_mask.to(torch.bool).logical_not()
+        hidden_keys[:, 0] = True  # every size brings its own position 0
+        scores = (query @ key.transpose(-1, -2)).float() * scale  # [B, h, m, L]
+        scores = scores.masked_fill(hidden_keys[:, None, None, :], torch.finfo(torch.float32).min)
+        log_sum = scores.logsumexp(-1)  # [B, h, m]
+        shares = F.dropout((scores - log_sum[..., None]).exp(), self.attention_dropout, self.training)
+        common = shares.to(value.dtype) @ value  # [B, h, m, D/h]
+
+        cls_key = self._split(self.key(cls)).transpose(1, 2)  # [S, B, h, D/h]
+        cls_value = self._split(self.value(cls)).transpose(1, 2)
+        # [S, B, h, m]: how strongly each query attends to this size's CLS.
+        cls_scores = torch.einsum("bhmk,sbhk->sbhm", query.float(), cls_key.float()) * scale
+        cls_share = torch.sigmoid(cls_scores - log_sum)[..., None]  # [S, B, h, m, 1]
+        kept = F.dropout(cls_share, self.attention_dropout, self.training)
+        merged = (1.0 - cls_share) * common + kept * cls_value[:, :, :, None, :]  # [S, B, h, m, D/h]
+        merged = merged.to(value.dtype).transpose(2, 3).reshape(cls.shape[0], batch, most, hidden)
+
+        rows = merged[:, filled]  # [S, M, D]
+        attended = F.dropout(self.attention_output(rows), self.dropout, self.training)
+        states = self.attention_norm(attended + asked[filled])
+        inner = F.dropout(self.down(self.activation(self.up(states))), self.dropout, self.training)
+        return self.output_norm(inner + states)
+
+    def _split(self, states: Tensor) -> Tensor:
+        """[B, n, D] -> [B, heads, n, D / heads]."""
+        first, second, hidden = states.shape
+        return states.view(first, second, self.num_heads, hidden // self.num_heads).transpose(1, 2)
+
+
+def _first(config: Any, *names: str, default: Any = None) -> Any:
+    """The first of several spellings that families use for one setting."""
+    for name in names:
+        if (value := getattr(config, name, None)) is not None:
+            return value
+    return default

@@ -1,0 +1,92 @@
+"""Masked-language-model and masked-autoencoder pre-training losses for every size in one forward pass.
+
+L = Σ_{(n,d)} w_{n,d} (L_enc(n,d) + L_dec(n,d)) (Starbucks §3.2, eq. 8 and 9), where both terms are means over masked
+tokens. Only masked rows and the CLS rows reach the head; the rows of all sizes are stacked and share one transform and
+one fused linear cross-entropy; the decoder runs once (models/mae_decoder.py). Without a decoder this is MLM at each
+size; with the full size alone, plain MLM or RetroMAE's basic decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from models.encoder import Encoder
+from models.mae_decoder import MultiSizeDecoder
+from models.mlm_head import head_of
+from models.sizes import Size
+
+IGNORED = -100
+
+
+class MaskedAutoencoder(nn.Module):
+    """Encoder, head and (optionally) bottleneck decoder, sharing embeddings and head."""
+
+    def __init__(
+        self, masked_lm: PreTrainedModel, *, pooling: str, with_decoder: bool, logits_memory_mib: float = 256.0
+    ) -> None:
+        super().__init__()
+        # Kept beside the module tree: its parts are registered below, by reference, under the names used here.
+        object.__setattr__(self, "masked_lm", masked_lm)
+        self.encoder = Encoder(masked_lm.base_model, pooling)
+        self.head, self.vocabulary_loss = head_of(masked_lm, logits_memory_mib=logits_memory_mib)
+        self.decoder = MultiSizeDecoder(masked_lm.base_model) if with_decoder else None
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        *,
+        sizes: Sequence[Size],
+        labels: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_labels: Tensor | None = None,
+        size_weights: Sequence[float] = (),
+        encoder_scale: float = 1.0,
+        decoder_scale: float = 1.0,
+    ) -> tuple[Tensor, ...]:
+        """Losses of one micro-batch, or its embeddings.
+
+        input_ids, attention_mask, labels, decoder_input_ids, decoder_labels: int64 [B, L]; labels are -100 where no
+        token is predicted. `encoder_scale`, `decoder_scale`: one over the GLOBAL batch's count of predicted tokens
+        (times the term's weight), so that micro-batches and ranks add up to the batch's mean.
+        Returns (loss, encoder losses [S], decoder losses [S]); the latter two are detached, scaled like the loss but
+        not weighted by size. Without `labels`: the embeddings of every size, as `Encoder.forward`.
+        """
+        if labels is None:
+            return self.encoder(input_ids, attention_mask, sizes)
+        states = self.encoder.hidden_states(input_ids, attention_mask, [size.layers for size in sizes])
+        masked = labels != IGNORED  # [B, L]
+        cut = [states[size.layers][masked][:, : size.dim] for size in sizes]  # S of [M_enc, d]
+        weights = torch.tensor(size_weights, dtype=torch.float32, device=input_ids.device)
+        count = int(masked.sum())
+        targets = labels[masked].repeat(len(sizes))
+        row_weights = (weights * encoder_scale).repeat_interleave(count)
+        if decoder_input_ids is None or decoder_labels is None:
+            loss, row_losses = self.vocabulary_loss(self.head(cut), targets, row_weights)
+            per_size = row_losses.view(len(sizes), count).sum(1) * encoder_scale
+            return loss, per_size, torch.zeros_like(per_size)
+
+        assert self.decoder is not None, "decoder labels were given to a model built without a decoder"
+        cut += [states[size.layers][:, 0, : size.dim] for size in sizes]  # S of [B, d]
+        transformed = self.head(cut)
+        encoder_rows, cls_rows = transformed.split([count * len(sizes), transformed.shape[0] - count * len(sizes)])
+        cls = cls_rows.view(len(sizes), input_ids.shape[0], -1)  # [S, B, D]
+        wanted = decoder_labels != IGNORED
+        embedded = self.encoder.backbone.embeddings(input_ids=decoder_input_ids)
+        decoded = self.decoder(embedded, attention_mask, cls, wanted)  # [S, M_dec, D]
+        decoder_count = decoded.shape[1]
+        loss, row_losses = self.vocabulary_loss(
+            torch.cat([encoder_rows, self.head([decoded.flatten(0, 1)])]),
+            torch.cat([targets, decoder_labels[wanted].repeat(len(sizes))]),
+            torch.cat([row_weights, (weights * decoder_scale).repeat_interleave(decoder_count)]),
+        )
+        encoder_losses, decoder_losses = row_losses.split([count * len(sizes), decoder_count * len(sizes)])
+        return (
+            loss,
+            encoder_losses.view(len(sizes), count).sum(1) * encoder_scale,
+            decoder_losses.view(len(sizes), decoder_count).sum(1) * decoder_scale,
+        )

@@ -1,0 +1,275 @@
+"""The fused pre-training loss against a naive restatement of SPEC's formulas, on real text.
+
+The restatement builds every size on its own from transformers' own BERT modules: full logits at every position, one
+decoder pass a size.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.bert.modeling_bert import BertLayer
+
+from models.encoder import build_masked_lm
+from models.fused_linear_cross_entropy import fused_linear_cross_entropy
+from models.masked_autoencoder import MaskedAutoencoder
+from models.sizes import Size
+
+LADDERS = {
+    1: [Size(3, 48)],
+    2: [Size(1, 16), Size(3, 48)],
+    6: [Size(1, 8), Size(2, 16), Size(3, 24), Size(4, 32), Size(5, 40), Size(6, 48)],
+}
+
+
+def bert(layers: int, vocab_size: int, *, family: str = "bert") -> torch.nn.Module:
+    torch.manual_seed(0)
+    shape = dict(hidden_size=48, num_attention_heads=4, intermediate_size=96, num_hidden_layers=layers)
+    config = dict(model_type=family, **shape, max_position_embeddings=80)
+    config |= dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.15)
+    return build_masked_lm(config, vocab_size=vocab_size, pad_token_id=0)
+
+
+def masked_texts(texts: list[str], tokenizer, *, length: int = 32, unmasked_row: int | None = None):
+    """Padded ids of real texts with simple masks; one row may keep no mask at all."""
+    texts = [" ".join(text.split()[: 6 + 4 * k]) for k, text in enumerate(texts)]  # so that there is padding
+    encoded = tokenizer(texts, truncation=True, max_length=length, padding=True, return_tensors="pt")
+    ids, attention = encoded["input_ids"], encoded["attention_mask"]
+    generator = torch.Generator().manual_seed(1)
+    ordinary = attention.bool() & (ids > 4)
+    draw = torch.rand(ids.shape, generator=generator)
+
+    def mask(ratio: float):
+        chosen = ordinary & (draw < ratio)
+        if unmasked_row is not None:
+            chosen[unmasked_row] = False
+        return ids.masked_fill(chosen, tokenizer.mask_token_id), torch.where(chosen, ids, -100)
+
+    return ids, attention, *mask(0.25), *mask(0.5)
+
+
+def naive_head(masked_lm, rows: torch.Tensor) -> torch.Tensor:
+    """The head on rows of width d, with the first d input features of its dense layer."""
+    transform = masked_lm.cls.predictions.transform
+    projected = rows @ transform.dense.weight[:, : rows.shape[-1]].T + transform.dense.bias
+    return transform.LayerNorm(F.gelu(projected))
+
+
+def naive_loss(masked_lm, layer: BertLayer | None, sizes, weights, inputs) -> tuple[torch.Tensor, list, list]:
+    _, attention, encoder_ids, encoder_labels, decoder_ids, decoder_labels = inputs
+    base = masked_lm.base_model
+    hidden = base(encoder_ids, attention_mask=attention, output_hidden_states=True).hidden_states
+    table, bias = base.embeddings.word_embeddings.weight, masked_lm.cls.predictions.bias
+    bias_mask = (1.0 - attention[:, None, None, :].float()) * torch.finfo(torch.float32).min
+    total, encoder_losses, decoder_losses = torch.zeros(()), [], []
+    for size, weight in zip(sizes, weights):
+        states = naive_head(masked_lm, hidden[size.layers][..., : size.dim])
+        encoder_loss = F.cross_entropy((states @ table.T + bias).flatten(0, 1), encoder_labels.flatten())
+        total = total + weight * encoder_loss
+        encoder_losses.append(encoder_loss.item())
+        if layer is not None:
+            decoder_input = torch.cat([states[:, :1], base.embeddings(decoder_ids)[:, 1:]], dim=1)
+            decoded = naive_head(masked_lm, layer(decoder_input, attention_mask=bias_mask))
+            decoder_loss = F.cross_entropy((decoded @ table.T + bias).flatten(0, 1), decoder_labels.flatten())
+            total = total + weight * decoder_loss
+            decoder_losses.append(decoder_loss.item())
+    return total, encoder_losses, decoder_losses
+
+
+def bert_layer_like(model: MaskedAutoencoder) -> BertLayer:
+    """A transformers layer with the decoder's weights, sharing no memory."""
+    config = model.encoder.config
+    config._attn_implementation = "eager"
+    layer = BertLayer(config)
+    ours = model.decoder
+    pairs = {
+        ours.query: layer.attention.self.query,
+        ours.key: layer.attention.self.key,
+        ours.value: layer.attention.self.value,
+        ours.attention_output: layer.attention.output.dense,
+        ours.attention_norm: layer.attention.output.LayerNorm,
+        ours.up: layer.intermediate.dense,
+        ours.down: layer.output.dense,
+        ours.output_norm: layer.output.LayerNorm,
+    }
+    for source, target in pairs.items():
+        target.load_state_dict(source.state_dict())
+    return layer
+
+
+def fused_loss(model: MaskedAutoencoder, sizes, weights, inputs, *, with_decoder: bool = True):
+    _, attention, encoder_ids, encoder_labels, decoder_ids, decoder_labels = inputs
+    decoder = dict(decoder_input_ids=decoder_ids, decoder_labels=decoder_labels) if with_decoder else {}
+    return model(
+        encoder_ids,
+        attention,
+        sizes=sizes,
+        labels=encoder_labels,
+        size_weights=weights,
+        encoder_scale=1.0 / int((encoder_labels != -100).sum()),
+        decoder_scale=1.0 / int((decoder_labels != -100).sum()),
+        **decoder,
+    )
+
+
+def compare(model, layer, masked_lm, naive, fused) -> tuple[float, float]:
+    """Relative loss difference and the largest gradient difference, relative to that gradient's largest entry."""
+    for module in (masked_lm, model, *([layer] if layer is not None else [])):
+        module.zero_grad()
+    naive.backward()
+    expected = {name: p.grad.clone() for name, p in masked_lm.named_parameters() if p.grad is not None}
+    if layer is not None:
+        expected |= {f"layer.{name}": p.grad.clone() for name, p in layer.named_parameters()}
+    masked_lm.zero_grad()
+    fused.backward()
+    got = {name: p.grad for name, p in masked_lm.named_parameters() if p.grad is not None}
+    if layer is not None:
+        copy = bert_layer_like(model)
+        d = model.decoder
+        by_path = {
+            "attention.self.query": d.query,
+            "attention.self.key": d.key,
+            "attention.self.value": d.value,
+            "attention.output.dense": d.attention_output,
+            "attention.output.LayerNorm": d.attention_norm,
+            "intermediate.dense": d.up,
+            "output.dense": d.down,
+            "output.LayerNorm": d.output_norm,
+        }
+        assert {n.rsplit(".", 1)[0] for n, _ in copy.named_parameters()} == set(by_path)
+        for path, module in by_path.items():
+            got |= {f"layer.{path}.{name}": p.grad for name, p in module.named_parameters()}
+    assert expected.keys() == got.keys()
+    worst = 0.0
+    for name, want in expected.items():
+        # A key's bias shifts all scores of a query alike: its gradient is zero in theory, so compare absolutely.
+        scale = 1.0 if ".key.bias" in name else want.abs().max().clamp(min=1e-8)
+        worst = max(worst, float((got[name] - want).abs().max() / scale))
+    return abs(float(fused.detach() - naive.detach())) / abs(float(naive)), worst
+
+
+@pytest.mark.parametrize("count", [1, 2, 6])
+@pytest.mark.parametrize("with_decoder", [True, False])
+@pytest.mark.parametrize("unmasked_row", [None, 2])
+def test_fused_equals_naive_on_real_text(count, with_decoder, unmasked_row, tiny_tokenizer, docstrings):
+    sizes = LADDERS[count]
+    masked_lm = bert(sizes[-1].layers, len(tiny_tokenizer))
+    model = MaskedAutoencoder(masked_lm, pooling="cls", with_decoder=with_decoder, logits_memory_mib=0.5)
+    inputs = masked_texts(docstrings[:6], tiny_tokenizer, unmasked_row=unmasked_row)
+    assert not bool(inputs[1].all()), "the batch must contain padding"
+    weights = [1.0 / count + 0.1 * k for k in range(count)]
+    layer = bert_layer_like(model) if with_decoder else None
+    naive, encoder_losses, decoder_losses = naive_loss(masked_lm, layer, sizes, weights, inputs)
+    fused, encoder_parts, decoder_parts = fused_loss(model, sizes, weights, inputs, with_decoder=with_decoder)
+    torch.testing.assert_close(encoder_parts, torch.tensor(encoder_losses), rtol=1e-5, atol=1e-6)
+    if with_decoder:
+        torch.testing.assert_close(decoder_parts, torch.tensor(decoder_losses), rtol=1e-5, atol=1e-6)
+    loss_error, gradient_error = compare(model, layer, masked_lm, naive, fused)
+    assert loss_error < 1e-6
+    assert gradient_error < 1e-4
+
+
+def test_a_wrong_merge_is_noticed(tiny_tokenizer, docstrings, monkeypatch):
+    """Negative control: with the CLS share taken against nothing but itself, the comparison above fails."""
+    sizes = LADDERS[2]
+    masked_lm = bert(3, len(tiny_tokenizer))
+    model = MaskedAutoencoder(masked_lm, pooling="cls", with_decoder=True)
+    inputs = masked_texts(docstrings[:6], tiny_tokenizer)
+    layer = bert_layer_like(model)
+    naive, *_ = naive_loss(masked_lm, layer, sizes, [0.5, 0.5], inputs)
+    sigmoid = torch.sigmoid
+    monkeypatch.setattr(torch, "sigmoid", lambda x: sigmoid(x - 1.0))
+    fused, *_ = fused_loss(model, sizes, [0.5, 0.5], inputs)
+    monkeypatch.undo()
+    loss_error, gradient_error = compare(model, layer, masked_lm, naive, fused)
+    assert loss_error > 1e-6 and gradient_error > 1e-4
+
+
+def test_micro_batches_add_up(tiny_tokenizer, docstrings):
+    sizes = LADDERS[2]
+    masked_lm = bert(3, len(tiny_tokenizer))
+    model = MaskedAutoencoder(masked_lm, pooling="cls", with_decoder=True)
+    inputs = masked_texts(docstrings[:6], tiny_tokenizer)
+    whole = float(fused_loss(model, sizes, [0.5, 0.5], inputs)[0])
+    scales = [1.0 / int((inputs[k] != -100).sum()) for k in (3, 5)]
+    parts = 0.0
+    for rows in (slice(0, 2), slice(2, 6)):
+        _, attention, ids, labels, decoder_ids, decoder_labels = (x[rows] for x in inputs)
+        extra = dict(labels=labels, decoder_input_ids=decoder_ids, decoder_labels=decoder_labels)
+        parts += float(
+            model(
+                ids,
+                attention,
+                sizes=sizes,
+                size_weights=[0.5, 0.5],
+                encoder_scale=scales[0],
+                decoder_scale=scales[1],
+                **extra,
+            )[0]
+        )
+    assert parts == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["roberta", "distilbert", "modernbert"])
+def test_other_families_train(family, tiny_tokenizer, docstrings):
+    """Loss and gradients exist for each family, and the full-size encoder loss is the family's own MLM loss."""
+    torch.manual_seed(0)
+    shape: dict = dict(hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96)
+    if family == "distilbert":
+        shape = dict(dim=48, n_layers=3, n_heads=4, hidden_dim=96, dropout=0.0, attention_dropout=0.0)
+    elif family == "roberta":
+        shape |= dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = dict(model_type=family, max_position_embeddings=80, **shape)
+    masked_lm = build_masked_lm(config, vocab_size=len(tiny_tokenizer), pad_token_id=0)
+    model = MaskedAutoencoder(masked_lm, pooling="cls", with_decoder=True)
+    inputs = masked_texts(docstrings[:6], tiny_tokenizer)
+    loss, encoder_losses, _ = fused_loss(model, LADDERS[2], [0.5, 0.5], inputs)
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    own = masked_lm(inputs[2], attention_mask=inputs[1], labels=inputs[3]).loss
+    assert float(encoder_losses[-1]) == pytest.approx(float(own), rel=1e-5)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 64])
+def test_linear_cross_entropy_in_chunks(chunk_rows):
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(23, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(50, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(50, generator=generator, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 50, (23,), generator=generator)
+    weights = torch.rand(23, generator=generator)
+    direct = (F.cross_entropy(rows @ table.T + bias, targets, reduction="none") * weights).sum()
+    expected = torch.autograd.grad(direct * 3.0, (rows, table, bias))
+    floats = [x.detach().float().requires_grad_() for x in (rows, table, bias)]
+    loss, losses = fused_linear_cross_entropy(
+        floats[0], floats[1], bias=floats[2], targets=targets, row_weights=weights, chunk_rows=chunk_rows
+    )
+    got = torch.autograd.grad(loss * 3.0, floats)
+    assert float(loss) == pytest.approx(float(direct), rel=1e-6)
+    assert float((losses * weights).sum()) == pytest.approx(float(direct), rel=1e-6)
+    for ours, theirs in zip(got, expected):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_linear_cross_entropy_of_a_hopeless_target_is_exact():
+    """A target whose probability underflows in float32 still has its true loss."""
+    rows, table = torch.full((1, 1), 300.0), torch.tensor([[1.0], [0.0], [-1.0]])
+    args = dict(bias=None, targets=torch.tensor([2]), row_weights=torch.ones(1), chunk_rows=16)
+    assert float(fused_linear_cross_entropy(rows, table, **args)[0]) == pytest.approx(600.0)
+
+
+def test_linear_cross_entropy_in_bfloat16_stays_within_rounding():
+    """bf16 products, float32 sums: the loss within 1 %, gradients within 2 % of their norm."""
+    generator = torch.Generator().manual_seed(0)
+    rows, table = torch.randn(200, 64, generator=generator), torch.randn(500, 64, generator=generator) * 0.2
+    bias, targets = torch.zeros(500), torch.randint(0, 500, (200,), generator=generator)
+    weights = torch.full((200,), 1 / 200)
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        r, t, b = (x.to(dtype).requires_grad_() for x in (rows, table, bias))
+        loss, _ = fused_linear_cross_entropy(r, t, bias=b, targets=targets, row_weights=weights, chunk_rows=64)
+        results.append((float(loss), [g.float() for g in torch.autograd.grad(loss, (r, t, b))]))
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-2)
+    for low, exact in zip(results[1][1], results[0][1]):
+        assert float((low - exact).norm() / exact.norm()) < 0.02
