@@ -1,0 +1,372 @@
+"""Recipes: what a run is, in one place, checked before any device work.
+
+A recipe is a TOML file with the sections below. Values come from the defaults here, then from the recipe's `base` (a
+file beside it), then the recipe, then the command line (`--section.key=value`). Unknown keys, wrong types and
+impossible combinations are refused with one sentence naming the key, its value and what would be right. Torch-free,
+because login nodes check and submit recipes without a GPU stack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from models.sizes import Ladder, ModelError, Size
+
+
+class ConfigError(ValueError):
+    """A user's mistake in a recipe or on the command line: one sentence that names the thing and the mend."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    output: str = "runs/run"  # the run's folder
+    seed: int = 42
+    resume: str = "never"  # never: refuse a folder that holds a run | auto: go on if there is a checkpoint | required
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    source: str = ""  # folder or hub name of a Hugging Face encoder; empty: from scratch by `config`
+    config: dict[str, Any] = field(default_factory=dict)  # model_type and that family's own keys
+    pooling: str = "cls"  # cls | mean
+    ladder: list[list[int]] = field(
+        default_factory=lambda: [[2, 32], [4, 64], [6, 128], [8, 256], [10, 512], [12, 768]]
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    shards: list[str] = field(default_factory=list)  # folders written by data.prepare
+    weights: list[float] = field(default_factory=list)  # of each folder in the mixture; empty: by its sample count
+    max_length: int = 512  # tokens of a pre-training text, special tokens included
+    query_max_length: int = 64
+    passage_max_length: int = 256
+    num_negatives: int = 0  # hard negatives a query, drawn from those in the shards
+    num_workers: int = 1  # loader processes a rank
+    shuffle: bool = True
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    name: str = ""  # masked | contrastive
+    sizes: str = "ladder"  # ladder | full | one | mrl | adaptive_layers | two_d
+    size: str = ""  # for sizes = "one": LAYERSxDIM; the encoder is cut to its layers
+    reduction: str = "mean"  # over sizes: mean | sum
+    # masked
+    encoder_mask_ratio: float = 0.2
+    decoder_mask_ratio: float = 0.4
+    decoder: bool = True  # False: MLM at each size, no autoencoder
+    nested_masks: bool = True  # the encoder's masked words are a subset of the decoder's
+    loss_scale: float = 1.0  # the paper's released code halves L_enc + L_dec: 0.5
+    # contrastive
+    loss: str = "infonce"  # infonce | cosent
+    similarity: str = "cosine"  # dot | cosine
+    temperature: float = 0.05
+    kl: str = "scores"  # scores | coordinates | none
+    kl_weight: float = 1.0
+    kl_temperature: float = 1.0  # kl = "coordinates": divides the coordinates
+    detach_teacher: bool = True
+    backward: str = "grad_cache"  # grad_cache | direct
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    lr: float = 1e-4
+    weight_decay: float = 0.01  # not on biases and norms
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    schedule: str = "linear"  # linear | cosine | constant
+    warmup_ratio: float = 0.1  # of all steps
+    max_grad_norm: float = 1.0  # 0: no clipping
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 0  # optimizer steps; 0: by epochs
+    epochs: float = 1.0
+    stop_at_step: int = 0  # end this process early, with a checkpoint, the schedule still set by steps; 0: do not
+    global_batch_size: int = 128
+    micro_batch_size: int = 32  # per rank
+    activation_checkpointing: bool = False
+    logits_memory_mib: float = 256.0  # the largest block of vocabulary logits held at once
+    score_memory_mib: float = 256.0  # the largest block of query-passage scores held at once
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    ds_config: str = "ds_configs/zero1.json"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: int = 1000
+    keep: int = 2
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    every_steps: int = 10
+    tensorboard: bool = True
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    every_steps: int = 0  # 0: never during training
+    sts: list[str] = field(default_factory=list)  # STS files
+    beir: list[str] = field(default_factory=list)  # BEIR folders
+    split: str = "test"
+    max_documents: int = 0  # of a BEIR corpus, the judged ones always among them; 0: all
+
+
+@dataclass(frozen=True)
+class Recipe:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    @property
+    def ladder(self) -> Ladder:
+        return Ladder.of(self.model.ladder)
+
+
+_CHOICES = {
+    "run.resume": ("never", "auto", "required"),
+    "model.pooling": ("cls", "mean"),
+    "objective.name": ("masked", "contrastive"),
+    "objective.sizes": ("ladder", "full", "one", "mrl", "adaptive_layers", "two_d"),
+    "objective.reduction": ("mean", "sum"),
+    "objective.loss": ("infonce", "cosent"),
+    "objective.similarity": ("dot", "cosine"),
+    "objective.kl": ("scores", "coordinates", "none"),
+    "objective.backward": ("grad_cache", "direct"),
+    "optim.schedule": ("linear", "cosine", "constant"),
+}
+_AT_LEAST = {
+    "data.max_length": 4,
+    "data.query_max_length": 4,
+    "data.passage_max_length": 4,
+    "data.num_negatives": 0,
+    "data.num_workers": 0,
+    "train.steps": 0,
+    "train.stop_at_step": 0,
+    "train.global_batch_size": 1,
+    "train.micro_batch_size": 1,
+    "checkpoint.every_steps": 1,
+    "checkpoint.keep": 1,
+    "log.every_steps": 1,
+    "evaluation.every_steps": 0,
+    "evaluation.max_documents": 0,
+    "optim.weight_decay": 0,
+    "optim.max_grad_norm": 0,
+    "objective.kl_weight": 0,
+}
+_ABOVE_ZERO = (
+    "optim.lr",
+    "optim.eps",
+    "objective.temperature",
+    "objective.kl_temperature",
+    "objective.loss_scale",
+    "train.logits_memory_mib",
+    "train.score_memory_mib",
+)
+_SHARES = ("objective.encoder_mask_ratio", "objective.decoder_mask_ratio")  # in (0, 1)
+_UNIT = ("optim.warmup_ratio", "optim.beta1", "optim.beta2")  # in [0, 1)
+
+
+def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
+    """Defaults, then the file and its bases, then `section.key=value` strings; checked.
+
+    Raises ConfigError for whatever is not right.
+    """
+    values = read_toml(Path(path)) if path is not None else {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        section, dot, name = key.partition(".")
+        if not (equals and dot and name):
+            raise ConfigError(f"{override!r} is not of the form --section.key=value")
+        hint = _field_type(section, name)
+        values.setdefault(section, {})[name] = _parse(key, text, hint)
+    recipe = build_recipe(values)
+    check(recipe)
+    return recipe
+
+
+def read_toml(path: Path, _seen: tuple[Path, ...] = ()) -> dict[str, dict[str, Any]]:
+    """A recipe file merged over its `base`, which is named relative to it."""
+    if not path.is_file():
+        raise ConfigError(f"recipe {path} does not exist; shipped recipes are in launch/recipes")
+    if path.resolve() in _seen:
+        raise ConfigError(f"recipe {path} is its own base; remove the circle")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {path} is not valid TOML ({error}); mend that line") from None
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise ConfigError(f"recipe {path}: base = {base!r} must be the name of one recipe file")
+    merged = read_toml(path.parent / base, (*_seen, path.resolve()))
+    for section, table in values.items():
+        if isinstance(table, dict) and isinstance(merged.get(section), dict):
+            merged[section].update(table)
+        else:
+            merged[section] = table
+    return merged
+
+
+def build_recipe(values: Mapping[str, Any]) -> Recipe:
+    """Nested tables to a Recipe; strict about names and types."""
+    hints = typing.get_type_hints(Recipe)
+    sections = {}
+    for section, table in values.items():
+        if section not in hints:
+            raise ConfigError(f"unknown section [{section}]; the sections are {', '.join(hints)}")
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{section} = {table!r} must be a section [{section}] with keys")
+        fields = {
+            name: _checked(f"{section}.{name}", value, _field_type(section, name)) for name, value in table.items()
+        }
+        sections[section] = hints[section](**fields)
+    return Recipe(**sections)
+
+
+def check(recipe: Recipe) -> None:
+    """Everything that can be known to be wrong without a device, a model or data."""
+    flat = {f"{s}.{k}": v for s, table in dataclasses.asdict(recipe).items() for k, v in table.items()}
+    for key, choices in _CHOICES.items():
+        if flat[key] not in choices:
+            raise ConfigError(f"{key} = {flat[key]!r} is unknown; choose one of {', '.join(choices)}")
+    for key, least in _AT_LEAST.items():
+        if flat[key] < least:
+            raise ConfigError(f"{key} = {flat[key]} is too small; it must be at least {least}")
+    for key in _ABOVE_ZERO:
+        if not flat[key] > 0:
+            raise ConfigError(f"{key} = {flat[key]} must be above 0")
+    for key in _SHARES:
+        if not 0 < flat[key] < 1:
+            raise ConfigError(f"{key} = {flat[key]} must lie between 0 and 1")
+    for key in _UNIT:
+        if not 0 <= flat[key] < 1:
+            raise ConfigError(f"{key} = {flat[key]} must be at least 0 and below 1")
+    try:
+        ladder = recipe.ladder
+        one = Size.parse(recipe.objective.size) if recipe.objective.sizes == "one" else None
+    except ModelError as error:
+        key = "objective.size" if recipe.objective.sizes == "one" and "form" in str(error) else "model.ladder"
+        raise ConfigError(f"{key}: {error}") from None
+    if one is not None and (one.layers > ladder.full.layers or one.dim > ladder.full.dim):
+        raise ConfigError(f"objective.size = {one} outgrows the ladder's last size {ladder.full}")
+    if not recipe.data.shards:
+        raise ConfigError("data.shards is empty; name at least one folder written by `python -m data.prepare`")
+    if recipe.data.weights and len(recipe.data.weights) != len(recipe.data.shards):
+        raise ConfigError(
+            f"data.weights has {len(recipe.data.weights)} entries for {len(recipe.data.shards)} folders in data.shards; "
+            "give one weight a folder, or none"
+        )
+    if any(not weight > 0 for weight in recipe.data.weights):
+        raise ConfigError(f"data.weights = {recipe.data.weights} must all be above 0")
+    if bool(recipe.model.source) == bool(recipe.model.config):
+        raise ConfigError("give either model.source (a folder or hub name) or [model.config] (from scratch), not both")
+    if recipe.train.steps == 0 and not recipe.train.epochs > 0:
+        raise ConfigError(f"train.epochs = {recipe.train.epochs} must be above 0 when train.steps is 0")
+    objective = recipe.objective
+    if objective.name == "masked" and objective.decoder and objective.nested_masks:
+        if objective.decoder_mask_ratio < objective.encoder_mask_ratio:
+            raise ConfigError(
+                f"objective.decoder_mask_ratio = {objective.decoder_mask_ratio} is below encoder_mask_ratio = "
+                f"{objective.encoder_mask_ratio}; nested masks need the decoder's to be the larger"
+            )
+    if objective.name == "masked" and objective.sizes == "two_d":
+        raise ConfigError('objective.sizes = "two_d" is a fine-tuning schedule; use "ladder" or "full" for masked')
+    if objective.loss == "cosent" and objective.kl == "scores":
+        raise ConfigError(
+            'objective.loss = "cosent" has no score distribution; set objective.kl to "none" or "coordinates"'
+        )
+
+
+def check_world(recipe: Recipe, world_size: int) -> None:
+    """The global batch must split evenly over ranks and micro-batches."""
+    total, micro = recipe.train.global_batch_size, recipe.train.micro_batch_size
+    if total % world_size:
+        raise ConfigError(
+            f"train.global_batch_size = {total} does not divide over {world_size} ranks; "
+            f"use a multiple of {world_size}, such as {max(1, round(total / world_size)) * world_size}"
+        )
+    share = total // world_size
+    if share % micro and share > micro:
+        raise ConfigError(
+            f"each rank's share of {share} samples does not divide by train.micro_batch_size = {micro}; "
+            f"use a divisor of {share}"
+        )
+
+
+def as_toml(recipe: Recipe) -> str:
+    """The resolved recipe, every key written out."""
+    return tomli_w.dumps(dataclasses.asdict(recipe))
+
+
+def _field_type(section: str, name: str) -> Any:
+    sections = typing.get_type_hints(Recipe)
+    if section not in sections:
+        raise ConfigError(f"unknown section {section!r} in {section}.{name}; the sections are {', '.join(sections)}")
+    fields = typing.get_type_hints(sections[section])
+    if name not in fields:
+        raise ConfigError(f"unknown key {section}.{name}; the keys of [{section}] are {', '.join(fields)}")
+    return fields[name]
+
+
+def _parse(key: str, text: str, hint: Any) -> Any:
+    """A command-line value. Strings stand as typed; everything else is written as in TOML, or JSON for tables."""
+    if hint is str:
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        pass
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        pass
+    if typing.get_origin(hint) is list and typing.get_args(hint)[0] is str:
+        return [part for part in text.split(",") if part]
+    raise ConfigError(f"--{key}={text} is not {_describe(hint)}")
+
+
+def _checked(key: str, value: Any, hint: Any) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is list and isinstance(value, list):
+        return [_checked(key, item, args[0]) for item in value]
+    if origin is dict and isinstance(value, Mapping):
+        return dict(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    plain = hint if isinstance(hint, type) and not isinstance(hint, types.GenericAlias) else None
+    if plain is not None and isinstance(value, plain) and not (plain is int and isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{key} = {value!r} must be {_describe(hint)}")
+
+
+def _describe(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    if typing.get_origin(hint) is list:
+        return f"a list, each entry {_describe(typing.get_args(hint)[0])}"
+    return names.get(hint, "a table")
