@@ -1,0 +1,229 @@
+"""What comes next: the order of an epoch, of a mixture, and each rank's share, as pure functions of a few integers.
+
+Position p of an epoch maps to a sample by arithmetic on the chunk tables alone, so a stream can stand anywhere at once:
+shards are permuted by (seed, source, epoch); chunks are permuted within groups of `shuffle_shards` permuted shards;
+samples are permuted exactly within windows of `shuffle_chunks` consecutive chunks. Neighbours in the corpus are thus
+spread over thousands of positions, while reading touches a few shards at a time. The whole is a permutation: every
+sample exactly once an epoch, uneven shards included, and nothing here knows of ranks or workers.
+
+Mixtures repeat one cycle of sum(weights) positions in which source k stands exactly weights[k] times, each of its
+places as near as possible to even spacing (places sorted by (j + 1/2) / weights[k]).
+
+Random numbers are raw Philox words under a key of (seed, domain) and a counter of (source, epoch, item): numpy
+guarantees that stream for good, which it does not for Generator methods (NEP 19), and old checkpoints must find their
+place again. Permutations are stable argsorts of such words.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import gcd
+
+import numpy as np
+
+from data.errors import DataError
+
+SHUFFLE_SHARDS = 16
+SHUFFLE_CHUNKS = 64
+# Cycles longer than this are approximated; the table of one cycle costs 10 bytes a position.
+MAX_EXACT_CYCLE = 2**20
+MAX_DECIMAL_CYCLE = 1_000
+APPROXIMATE_CYCLE = 100_000
+
+_SAMPLE, _SHARDS, _CHUNKS, _WINDOW = range(4)
+_CACHED_EPOCHS = 2
+_CACHED_WINDOWS = 4
+_WORD = 2**64 - 1
+
+
+def sample_rng(seed: int, epoch: int, source: int, sample: int) -> np.random.Generator:
+    """The generator for every draw about one sample in one epoch, whoever reads it."""
+    return np.random.Generator(_philox(_SAMPLE, seed, source=source, epoch=epoch, item=sample))
+
+
+class EpochOrder:
+    """The order of one source in every epoch; `chunk_samples` holds the samples of each chunk of each shard."""
+
+    def __init__(
+        self,
+        chunk_samples: Sequence[Sequence[int]],
+        seed: int,
+        *,
+        source: int = 0,
+        shuffle: bool = True,
+        shuffle_shards: int = SHUFFLE_SHARDS,
+        shuffle_chunks: int = SHUFFLE_CHUNKS,
+    ) -> None:
+        if shuffle_shards < 1 or shuffle_chunks < 1:
+            raise DataError(
+                f"shuffle_shards={shuffle_shards} and shuffle_chunks={shuffle_chunks} must be at least 1; "
+                "use shuffle=False for the order on disk"
+            )
+        self.seed = seed
+        self.source = source
+        self.shuffle = shuffle
+        self.shuffle_shards = shuffle_shards
+        self.shuffle_chunks = shuffle_chunks
+        self._chunks_of_shard = np.asarray([len(chunks) for chunks in chunk_samples], dtype=np.int64)  # [shards]
+        counts = [samples for chunks in chunk_samples for samples in chunks]
+        self._chunk_samples = np.asarray(counts, dtype=np.int64)  # [chunks]
+        self._chunk_starts = _starts(self._chunk_samples)  # [chunks + 1]
+        self.num_samples = int(self._chunk_starts[-1])
+        if not self.num_samples:
+            raise DataError("an order of no samples was asked for; give shards that hold samples")
+        self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
+        self._windows: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
+
+    def locate(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """Global sample indices, int64 [n], of positions int64 [n] within an epoch."""
+        positions = np.asarray(positions, dtype=np.int64)
+        assert epoch >= 0 and (not len(positions) or (positions.min() >= 0 and positions.max() < self.num_samples))
+        if not self.shuffle:
+            return positions.copy()
+        plan = self._epoch(epoch)
+        windows = np.searchsorted(plan.window_starts, positions, side="right") - 1
+        # Where each position's sample stands before the shuffle within its window.
+        unshuffled = np.empty_like(positions)
+        for window in np.unique(windows).tolist():
+            chosen = windows == window
+            start = int(plan.window_starts[window])
+            unshuffled[chosen] = start + self._window(epoch, window, plan)[positions[chosen] - start]
+        places = np.searchsorted(plan.starts, unshuffled, side="right") - 1
+        return self._chunk_starts[plan.chunks[places]] + unshuffled - plan.starts[places]
+
+    def _epoch(self, epoch: int) -> _Epoch:
+        plan = self._epochs.get(epoch)
+        if plan is None:
+            plan = self._make_epoch(epoch)
+            _remember(self._epochs, epoch, plan, limit=_CACHED_EPOCHS)
+        return plan
+
+    def _make_epoch(self, epoch: int) -> _Epoch:
+        num_shards, num_chunks = len(self._chunks_of_shard), len(self._chunk_samples)
+        shards = np.argsort(self._words(_SHARDS, epoch, 0, num_shards), kind="stable")
+        group_of_shard = np.empty(num_shards, dtype=np.int64)
+        group_of_shard[shards] = np.arange(num_shards) // self.shuffle_shards
+        group_of_chunk = np.repeat(group_of_shard, self._chunks_of_shard)
+        chunks = np.lexsort((self._words(_CHUNKS, epoch, 0, num_chunks), group_of_chunk))
+        starts = _starts(self._chunk_samples[chunks])
+        return _Epoch(chunks, starts[:-1], np.append(starts[: -1 : self.shuffle_chunks], starts[-1]))
+
+    def _window(self, epoch: int, window: int, plan: _Epoch) -> np.ndarray:
+        permutation = self._windows.get((epoch, window))
+        if permutation is None:
+            length = int(plan.window_starts[window + 1] - plan.window_starts[window])
+            permutation = np.argsort(self._words(_WINDOW, epoch, window, length), kind="stable")
+            _remember(self._windows, (epoch, window), permutation, limit=_CACHED_WINDOWS)
+        return permutation
+
+    def _words(self, domain: int, epoch: int, item: int, count: int) -> np.ndarray:
+        return _philox(domain, self.seed, source=self.source, epoch=epoch, item=item).random_raw(count)
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    chunks: np.ndarray  # [chunks]; the chunk at each place of this epoch
+    starts: np.ndarray  # [chunks]; the position at which each place starts
+    window_starts: np.ndarray  # [windows + 1]
+
+
+class Mixture:
+    """Which source each position of an endless mixture comes from, and how many of that source came before."""
+
+    def __init__(self, weights: Sequence[int]) -> None:
+        self.weights = tuple(int(weight) for weight in weights)
+        self.pattern = interleave(self.weights)  # [cycle]
+        counts = np.asarray(self.weights, dtype=np.int64)
+        # Within its source, the rank of each position of the cycle.
+        self._before = np.empty(len(self.pattern), dtype=np.int64)
+        for source, count in enumerate(self.weights):
+            self._before[self.pattern == source] = np.arange(count)
+        self._counts = counts
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(source [n], index within that source's own endless sequence [n]) of positions [n] of the mixture."""
+        cycles, places = np.divmod(np.asarray(positions, dtype=np.int64), len(self.pattern))
+        sources = self.pattern[places]
+        return sources, cycles * self._counts[sources] + self._before[places]
+
+
+def interleave(weights: Sequence[int]) -> np.ndarray:
+    """The source at each position of one cycle, int16 [sum(weights)]: source k weights[k] times, evenly spread."""
+    times = np.concatenate([(np.arange(weight) + 0.5) / weight for weight in weights])
+    sources = np.repeat(np.arange(len(weights), dtype=np.int16), weights)
+    return sources[np.lexsort((sources, times))]
+
+
+def integer_weights(weights: Sequence[float]) -> list[int]:
+    """Mixture weights as the integers of one cycle.
+
+    Whole numbers are kept, divided by their greatest common divisor. Fractions become the shortest cycle of at most
+    1,000 positions that meets every proportion to 1e-9 ([0.7, 0.3] -> [7, 3]). What fits neither, counts beyond 2^20 in
+    sum included, is rounded to a cycle of 100,000 by largest remainders, each source at least once.
+    """
+    for weight in weights:
+        if not 0 < weight < float("inf"):
+            raise DataError(f"mixture weight {weight} is not a positive number; give one above zero or drop the source")
+    fractions = [Fraction(weight) for weight in weights]
+    total = sum(fractions)
+    if all(fraction.denominator == 1 for fraction in fractions):
+        whole = [int(fraction) for fraction in fractions]
+        divisor = gcd(*whole)
+        if sum(whole) // divisor <= MAX_EXACT_CYCLE:
+            return [weight // divisor for weight in whole]
+    shares = np.asarray([float(fraction / total) for fraction in fractions])
+    for cycle in range(len(shares), MAX_DECIMAL_CYCLE + 1):
+        counts = np.rint(shares * cycle)
+        if counts.min() >= 1 and counts.sum() == cycle and np.abs(counts / cycle - shares).max() < 1e-9:
+            return [int(count) for count in counts]
+    wanted = shares * APPROXIMATE_CYCLE
+    counts = np.maximum(np.floor(wanted), 1)
+    spare = APPROXIMATE_CYCLE - int(counts.sum())
+    if spare > 0:
+        counts[np.argsort(counts - wanted, kind="stable")[:spare]] += 1
+    divisor = gcd(*(int(count) for count in counts))
+    return [int(count) // divisor for count in counts]
+
+
+def rank_share(first: int, *, global_batch_size: int, rank: int, world_size: int) -> np.ndarray:
+    """The positions, int64 [global_batch_size / world_size], that a rank takes of the batch that starts at `first`.
+
+    The shares are contiguous: joined in the order of the ranks, they are the same global batch for every world size.
+    """
+    if global_batch_size < 1 or global_batch_size % world_size:
+        raise DataError(
+            f"global_batch_size {global_batch_size} does not divide over {world_size} ranks; "
+            f"use a multiple of {world_size}"
+        )
+    if not 0 <= rank < world_size:
+        raise DataError(f"rank {rank} is not below world_size {world_size}; check the launcher's environment")
+    share = global_batch_size // world_size
+    return np.arange(first + rank * share, first + (rank + 1) * share, dtype=np.int64)
+
+
+def check_seed(seed: int) -> int:
+    """Seeds are words of 64 bits."""
+    if not 0 <= seed <= _WORD:
+        raise DataError(f"seed {seed} is not between 0 and 2^64 - 1; choose another")
+    return seed
+
+
+def _philox(domain: int, seed: int, *, source: int, epoch: int, item: int) -> np.random.Philox:
+    # Draws advance the counter's lowest word, so streams that differ in a higher word or in the key never meet.
+    counter = np.array([0, item, epoch, source], dtype=np.uint64)
+    return np.random.Philox(key=np.array([check_seed(seed), domain], dtype=np.uint64), counter=counter)
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    starts = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
+
+
+def _remember(cache: OrderedDict, key: object, value: object, *, limit: int) -> None:
+    cache[key] = value
+    if len(cache) > limit:
+        cache.popitem(last=False)
