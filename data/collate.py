@@ -1,0 +1,301 @@
+"""Samples -> typed flat batches.
+
+What is decided here:
+- Batches are flat: all tokens in one tensor plus offsets, never padded. Transport between a loader's process and the
+  trainer costs by the byte, and the trainer cuts micro-batches by length, so padding comes last (`pad_flat`).
+- Special tokens are added here, for shards hold ids without them. A document longer than the model reads is cut to a
+  random window, drawn anew each epoch (Starbucks §4: "long documents cut to a random window"); queries and passages
+  are cut at their end, as retrieval models are served.
+- All draws are keyed by (seed, epoch, source, sample), see `data.masking`: a sample's batch entry does not depend on
+  the batch it is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+
+import numpy as np
+import torch
+
+from data.errors import DataError
+from data.masking import (
+    MaskingTables,
+    Purpose,
+    check_ratios,
+    corrupt,
+    draws,
+    integers,
+    mix64,
+    purpose_keys,
+    sample_keys,
+    whole_word_masks,
+)
+from data.shards import Tuple
+from data.stream import Sample
+from data.tokens import Vocabulary
+
+# Sample ids of a mixture carry the source above the sample's number, which stays below 2^40.
+SOURCE_STRIDE = 2**40
+
+
+def pad_flat(values: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor, *, fill: float) -> torch.Tensor:
+    """Cut `rows` (int64 [k]) out of flat `values` [T] and pad them at the right with `fill`: [k, longest]."""
+    starts = offsets[rows]  # [k]
+    lengths = offsets[rows + 1] - starts
+    longest = int(lengths.max()) if len(rows) else 0
+    columns = torch.arange(longest, device=values.device)
+    inside = columns < lengths[:, None]  # [k, longest]
+    padded = torch.full((len(rows), longest), fill, dtype=values.dtype, device=values.device)
+    padded[inside] = values[(starts[:, None] + columns)[inside]]
+    return padded
+
+
+@dataclass(frozen=True)
+class Texts:
+    """n texts, special tokens included."""
+
+    tokens: torch.Tensor  # int32 [T]
+    offsets: torch.Tensor  # int64 [n + 1]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Tokens of each text, int64 [n]."""
+        return self.offsets.diff()
+
+    def pad(self, rows: torch.Tensor, *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(input_ids, attention_mask) of the texts `rows`, both int64 [k, longest of them]."""
+        input_ids = pad_flat(self.tokens, self.offsets, rows, fill=pad_id).long()
+        lengths = self.lengths[rows]
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+        return input_ids, (columns < lengths[:, None]).long()
+
+
+@dataclass(frozen=True)
+class MaskedBatch:
+    """B texts masked for the encoder and, where there is one, for the decoder."""
+
+    offsets: torch.Tensor  # int64 [B + 1]
+    encoder_input_ids: torch.Tensor  # int32 [T]
+    encoder_labels: torch.Tensor  # int32 [T], -100 = ignored
+    decoder_input_ids: torch.Tensor | None  # int32 [T]
+    decoder_labels: torch.Tensor | None  # int32 [T], -100 = ignored
+    sample_ids: torch.Tensor  # int64 [B]
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.encoder_input_ids)
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """n queries and their m passages in the order: query 0's positive, query 0's negatives, query 1's positive, ..."""
+
+    queries: Texts  # n
+    passages: Texts  # m
+    targets: torch.Tensor  # int64 [n]: where in `passages` a query's positive is
+    passage_query: torch.Tensor  # int64 [m]: which query a passage belongs to
+    scores: torch.Tensor | None  # float32 [n], graded pairs only
+    query_hashes: torch.Tensor  # int64 [n], equal for equal texts
+    passage_hashes: torch.Tensor  # int64 [m], equal for equal texts
+    sample_ids: torch.Tensor  # int64 [n]
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.queries.tokens) + len(self.passages.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedCollator:
+    """Documents -> MaskedBatch. A `decoder_mask_ratio` of None makes no decoder side."""
+
+    vocabulary: Vocabulary
+    _: KW_ONLY
+    max_length: int  # tokens, special ones included
+    encoder_mask_ratio: float
+    decoder_mask_ratio: float | None
+    nested: bool
+    seed: int
+    mask_probability: float = 0.8
+    random_probability: float = 0.1
+    tables: MaskingTables = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_length("max_length", self.max_length)
+        check_ratios(self.ratios, nested=self.nested)
+        shares = (self.mask_probability, self.random_probability)
+        if min(shares) < 0 or sum(shares) > 1 + 1e-9:
+            raise DataError(
+                f"mask_probability {shares[0]} and random_probability {shares[1]} must be shares of the masked tokens "
+                "that together make at most 1"
+            )
+        object.__setattr__(self, "tables", MaskingTables.of(self.vocabulary))
+
+    @property
+    def ratios(self) -> list[float]:
+        return [ratio for ratio in (self.encoder_mask_ratio, self.decoder_mask_ratio) if ratio is not None]
+
+    def __call__(self, samples: Sequence[Sample]) -> MaskedBatch:
+        keys = _keys(samples, self.seed)  # [B]
+        lengths = np.asarray([len(sample.payload) for sample in samples], dtype=np.int64)
+        room = self.max_length - 2
+        window_bits = draws(purpose_keys(keys, Purpose.WINDOW), np.zeros(len(samples), dtype=np.uint64))
+        starts = integers(window_bits, np.maximum(lengths - room, 0) + 1)
+        windows = [sample.payload[start : start + room] for sample, start in zip(samples, starts.tolist())]
+        tokens, offsets = _with_specials(windows, self.vocabulary)
+        masks = whole_word_masks(tokens, offsets, tables=self.tables, keys=keys, ratios=self.ratios, nested=self.nested)
+        sides: list[torch.Tensor | None] = []
+        for mask, purpose in zip(masks, (Purpose.ENCODER_TOKENS, Purpose.DECODER_TOKENS)):
+            inputs, labels = corrupt(
+                tokens,
+                offsets,
+                mask=mask,
+                tables=self.tables,
+                keys=purpose_keys(keys, purpose),
+                mask_probability=self.mask_probability,
+                random_probability=self.random_probability,
+            )
+            sides += [torch.from_numpy(inputs), torch.from_numpy(labels)]
+        encoder_input_ids, encoder_labels, decoder_input_ids, decoder_labels = (*sides, None, None)[:4]
+        assert encoder_input_ids is not None and encoder_labels is not None
+        return MaskedBatch(
+            offsets=torch.from_numpy(offsets),
+            encoder_input_ids=encoder_input_ids,
+            encoder_labels=encoder_labels,
+            decoder_input_ids=decoder_input_ids,
+            decoder_labels=decoder_labels,
+            sample_ids=_sample_ids(samples),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PairCollator:
+    """Tuples -> PairBatch: one of a query's positives, and up to `num_negatives` of its negatives (ragged allowed)."""
+
+    vocabulary: Vocabulary
+    _: KW_ONLY
+    query_max_length: int  # tokens, special ones included
+    passage_max_length: int
+    num_negatives: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        _check_length("query_max_length", self.query_max_length)
+        _check_length("passage_max_length", self.passage_max_length)
+        if self.num_negatives < 0:
+            raise DataError(f"num_negatives is {self.num_negatives}; give 0 or more")
+
+    def __call__(self, samples: Sequence[Sample]) -> PairBatch:
+        keys = _keys(samples, self.seed)  # [n]
+        tuples = [sample.payload for sample in samples]
+        num_positives = np.asarray([item.num_positives for item in tuples], dtype=np.int64)
+        num_passages = np.asarray([len(item.passages) for item in tuples], dtype=np.int64)
+        positive_bits = draws(purpose_keys(keys, Purpose.POSITIVE), np.zeros(len(samples), dtype=np.uint64))
+        positives = integers(positive_bits, num_positives).tolist()
+        negatives = self._draw_negatives(keys, num_passages - num_positives)
+
+        room = self.passage_max_length - 2
+        passages = []
+        for item, positive, chosen in zip(tuples, positives, negatives):
+            passages.append(item.passages[positive][:room])
+            passages += [item.passages[item.num_positives + index][:room] for index in chosen]
+        queries = [item.query[: self.query_max_length - 2] for item in tuples]
+        passages_per_query = np.asarray([1 + len(chosen) for chosen in negatives], dtype=np.int64)
+        targets = np.cumsum(passages_per_query) - passages_per_query
+        return PairBatch(
+            queries=_texts(queries, self.vocabulary),
+            passages=_texts(passages, self.vocabulary),
+            targets=torch.from_numpy(targets),
+            passage_query=torch.from_numpy(np.repeat(np.arange(len(samples)), passages_per_query)),
+            scores=_scores(tuples),
+            query_hashes=torch.from_numpy(text_hashes(queries)),
+            passage_hashes=torch.from_numpy(text_hashes(passages)),
+            sample_ids=_sample_ids(samples),
+        )
+
+    def _draw_negatives(self, keys: np.ndarray, num_available: np.ndarray) -> list[list[int]]:
+        """Which of each query's negatives are taken, without replacement: those with the smallest draws."""
+        streams = purpose_keys(keys, Purpose.NEGATIVES)
+        chosen = []
+        for index, available in enumerate(num_available.tolist()):
+            if available <= self.num_negatives:
+                chosen.append(list(range(available)))
+            else:
+                order = np.argsort(draws(streams[index : index + 1], np.arange(available)), kind="stable")
+                chosen.append(order[: self.num_negatives].tolist())
+        return chosen
+
+
+def text_hashes(texts: Sequence[np.ndarray]) -> np.ndarray:
+    """One int64 a text, equal for equal ids and else different but for a chance of 2^-64: int64 [n].
+
+    The sum over positions of a hash of (position, id), hashed again with the length.
+    """
+    lengths = np.asarray([len(text) for text in texts], dtype=np.int64)
+    offsets = np.concatenate(([0], np.cumsum(lengths)))
+    tokens = np.concatenate([np.empty(0, dtype=np.uint64), *texts]).astype(np.uint64)
+    positions = (np.arange(len(tokens)) - np.repeat(offsets[:-1], lengths)).astype(np.uint64)
+    parts = mix64(mix64(tokens + np.uint64(1)) + positions * np.uint64(0x9E3779B97F4A7C15))
+    # Sums modulo 2^64 from a running total, for reduceat has no notion of an empty text.
+    totals = np.concatenate((np.zeros(1, dtype=np.uint64), np.cumsum(parts, dtype=np.uint64)))
+    return mix64((totals[offsets[1:]] - totals[offsets[:-1]]) ^ mix64(lengths.astype(np.uint64))).view(np.int64)
+
+
+def _check_length(name: str, value: int) -> None:
+    if value < 3:
+        raise DataError(
+            f"{name} is {value}, which leaves no room for text beside the two special tokens; give 3 or more"
+        )
+
+
+def _keys(samples: Sequence[Sample], seed: int) -> np.ndarray:
+    return sample_keys(
+        seed,
+        epochs=np.asarray([sample.epoch for sample in samples], dtype=np.int64),
+        sources=np.asarray([sample.source for sample in samples], dtype=np.int64),
+        samples=np.asarray([sample.index for sample in samples], dtype=np.int64),
+    )
+
+
+def _sample_ids(samples: Sequence[Sample]) -> torch.Tensor:
+    return torch.tensor([sample.source * SOURCE_STRIDE + sample.index for sample in samples], dtype=torch.int64)
+
+
+def _with_specials(texts: Sequence[np.ndarray], vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
+    """(int32 tokens [T] with cls before and sep after each text, int64 offsets [n + 1])."""
+    offsets = np.zeros(len(texts) + 1, dtype=np.int64)
+    np.cumsum([len(text) + 2 for text in texts], out=offsets[1:])
+    tokens = np.empty(int(offsets[-1]), dtype=np.int32)
+    inside = np.ones(len(tokens), dtype=bool)
+    for border, special_id in ((offsets[:-1], vocabulary.cls_id), (offsets[1:] - 1, vocabulary.sep_id)):
+        tokens[border] = special_id
+        inside[border] = False
+    if texts:
+        tokens[inside] = np.concatenate(texts)
+    return tokens, offsets
+
+
+def _texts(texts: Sequence[np.ndarray], vocabulary: Vocabulary) -> Texts:
+    tokens, offsets = _with_specials(texts, vocabulary)
+    return Texts(torch.from_numpy(tokens), torch.from_numpy(offsets))
+
+
+def _scores(tuples: Sequence[Tuple]) -> torch.Tensor | None:
+    scores = [item.score for item in tuples]
+    graded = [score for score in scores if score is not None]
+    if graded and len(graded) < len(scores):
+        raise DataError(
+            "a batch mixes graded and ungraded pairs, for which there is no common loss; train on them in separate runs"
+        )
+    return torch.tensor(graded, dtype=torch.float32) if graded else None

@@ -1,0 +1,264 @@
+"""Whole-word masks for masked-language modelling, made for a whole batch of flat tokens at once.
+
+What is decided here:
+- A text of L tokens (special tokens counted) has a budget of round(L·ratio) masked tokens, never exceeded. Its words
+  are visited in random order; a word that no longer fits is skipped, so that words are masked whole or not at all.
+- Encoder and decoder masks (Starbucks §3.2, p_dec > p_enc) are nested, the decoder's set being grown from the
+  encoder's in the same word order (the authors' code), or drawn apart.
+- A masked token becomes [MASK], a random ordinary token or itself (BERT: 80/10/10). Special tokens are never masked.
+- Every draw is a pure function of (seed, epoch, source, sample, purpose, index): a text gets the same mask whatever
+  batch, rank or worker it meets. A generator object per text would cost more than the masking, so the draws come from
+  SplitMix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2714064.2660195) used as a counter-based hash: output i
+  of the stream that starts at `key` is finalise(key + (i + 1)·gamma), which numpy computes for millions of (key, i).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from data.errors import DataError
+from data.tokens import Vocabulary
+
+IGNORED = -100
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
+_HALF = np.uint64(32)
+_LOW_HALF = np.uint64(0xFFFFFFFF)
+
+
+class Purpose(IntEnum):
+    """What a draw is for; draws of different purposes are independent. The numbers are part of a run's identity."""
+
+    WINDOW = 1
+    ENCODER_WORDS = 2
+    DECODER_WORDS = 3
+    ENCODER_TOKENS = 4
+    DECODER_TOKENS = 5
+    POSITIVE = 6
+    NEGATIVES = 7
+
+
+def mix64(values: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser: a bijection of 64 bits in which every input bit reaches every output bit."""
+    mixed = values ^ (values >> np.uint64(30))
+    mixed *= _MULTIPLIER_1
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= _MULTIPLIER_2
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def sample_keys(seed: int, *, epochs: np.ndarray, sources: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """One 64-bit key a sample, all three arrays [n] of whole numbers from 0; returns uint64 [n]."""
+    keys = np.full(len(samples), seed & 0xFFFFFFFFFFFFFFFF, dtype=np.uint64)
+    for part in (epochs, sources, samples):
+        # Mixing the part first keeps neighbouring numbers from meeting neighbouring keys.
+        keys = mix64((keys + _GAMMA) ^ mix64(np.asarray(part).astype(np.uint64) + _GAMMA))
+    return keys
+
+
+def purpose_keys(keys: np.ndarray, purpose: Purpose) -> np.ndarray:
+    """The streams of one purpose: uint64 [n] -> uint64 [n]."""
+    return mix64(keys ^ mix64(np.asarray([int(purpose)], dtype=np.uint64) * _GAMMA))
+
+
+def draws(keys: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Draw number indices[i] of the stream keys[i]: 64 uniform bits each; shapes broadcast."""
+    return mix64(keys + (indices.astype(np.uint64) + np.uint64(1)) * _GAMMA)
+
+
+def integers(bits: np.ndarray, below: np.ndarray | int) -> np.ndarray:
+    """Uniform whole numbers in [0, below) from the lower 32 bits of draws; off by at most below / 2^32."""
+    return (((bits & _LOW_HALF) * np.asarray(below, dtype=np.uint64)) >> _HALF).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class MaskingTables:
+    """What masking asks of a vocabulary, by token id."""
+
+    special: np.ndarray  # bool [V]: never masked
+    continues: np.ndarray  # bool [V]: joins the word of the token before it
+    replacements: np.ndarray  # int32 [V - specials]: the ids a random replacement is drawn from
+    mask_id: int
+
+    @classmethod
+    def of(cls, vocabulary: Vocabulary) -> MaskingTables:
+        if vocabulary.mask_id is None:
+            raise DataError(
+                "this tokenizer has no mask token, which masked-language modelling needs; "
+                "take one that has, or add one with tokenizer.add_special_tokens({'mask_token': '[MASK]'})"
+            )
+        special = np.zeros(vocabulary.size, dtype=bool)
+        special[list(vocabulary.special_ids)] = True
+        replacements = np.flatnonzero(~special).astype(np.int32)
+        if not len(replacements):
+            raise DataError("this tokenizer has special tokens only, so nothing can be masked; train it on text")
+        return cls(special, np.asarray(vocabulary.continuation, dtype=bool), replacements, vocabulary.mask_id)
+
+
+@dataclass(frozen=True)
+class _Words:
+    """The words of a batch in text order; a word is a run of tokens that are masked together."""
+
+    ordinary: np.ndarray  # bool [T]: the tokens that belong to words, which tile them in order
+    sizes: np.ndarray  # int64 [W] tokens a word
+    first: np.ndarray  # int64 [n + 1] offsets of each text's words
+    counts: np.ndarray  # int64 [n] words a text
+
+
+def _find_words(tokens: np.ndarray, offsets: np.ndarray, tables: MaskingTables) -> _Words:
+    special = tables.special[tokens]  # [T]
+    starts = ~tables.continues[tokens]
+    # A window may open in mid-word, and what follows a special token cannot continue it.
+    starts[offsets[:-1][offsets[1:] > offsets[:-1]]] = True
+    starts[1:] |= special[:-1]
+    borders = np.flatnonzero(starts | special)
+    starts &= ~special
+    opens_word = starts[borders]
+    sizes = np.diff(borders, append=len(tokens))[opens_word]
+    first = np.searchsorted(borders[opens_word], offsets)
+    return _Words(~special, sizes, first, np.diff(first))
+
+
+def _random_order(words: _Words, keys: np.ndarray) -> np.ndarray:
+    """A permutation of the words that shuffles them within each text: int64 [W].
+
+    One sort of (text, draw, word) packed into 64 bits: 32 for the draw, so that the order does not depend on the
+    batch, and as many for the other two. The word breaks ties between draws.
+    """
+    num_texts = len(words.counts)
+    text_starts = np.repeat(words.first[:-1], words.counts)  # [W]
+    within = np.arange(len(words.sizes)) - text_starts
+    texts = np.repeat(np.arange(num_texts), words.counts)
+    bits = draws(keys[texts], within) >> _HALF
+    word_bits = int(words.counts.max(initial=1) - 1).bit_length()
+    if word_bits + max(num_texts - 1, 0).bit_length() > 32:
+        return np.lexsort((within, bits, texts))
+    shift = np.uint64(word_bits)
+    packed = (texts.astype(np.uint64) << (_HALF + shift)) | (bits << shift) | within.astype(np.uint64)
+    packed.sort()
+    # A text's words fill the same stretch before and after the shuffle.
+    return (packed & ((np.uint64(1) << shift) - np.uint64(1))).astype(np.int64) + text_starts
+
+
+def _fill(sizes: np.ndarray, first: np.ndarray, budgets: np.ndarray) -> np.ndarray:
+    """Visit words in order and take each that fits what is left of its text's budget: bool [W].
+
+    sizes: tokens a word, grouped by text, in visiting order; first: [n + 1] offsets of the texts; budgets: [n].
+    A word skipped once never fits later, for budgets only shrink. So each round takes, in every text at once, the
+    longest run that fits, then drops the words that have become too large; a few rounds exhaust every budget.
+    """
+    positions = np.arange(len(sizes))
+    totals = np.concatenate(([0], np.cumsum(sizes)))  # [W + 1]
+    before = totals[first[:-1]]
+    # Totals rise across the whole batch, so that the end of a text's first run is one binary search.
+    ends = np.minimum(np.searchsorted(totals, before + budgets, side="right") - 1, first[1:])
+    left = budgets - (totals[ends] - before)
+    counts = np.diff(first)
+    taken = positions < np.repeat(ends, counts)
+    if not left.any():
+        return taken
+    texts = np.repeat(np.arange(len(counts)), counts)
+    candidates = np.flatnonzero((sizes <= left[texts]) & ~taken)
+    while len(candidates):
+        size, text = sizes[candidates], texts[candidates]
+        total = np.cumsum(size)
+        heads = np.flatnonzero(np.diff(text, prepend=-1))
+        spent = np.repeat((total - size)[heads], np.diff(heads, append=len(text)))
+        fits = total - spent <= left[text]
+        taken[candidates[fits]] = True
+        left -= np.bincount(text[fits], weights=size[fits], minlength=len(left)).astype(np.int64)
+        candidates = candidates[~fits & (size <= left[text])]
+    return taken
+
+
+def whole_word_masks(
+    tokens: np.ndarray,
+    offsets: np.ndarray,
+    *,
+    tables: MaskingTables,
+    keys: np.ndarray,
+    ratios: Sequence[float],
+    nested: bool = True,
+) -> list[np.ndarray]:
+    """Which tokens are masked, one mask a ratio: the encoder's, then (if there is one) the decoder's.
+
+    tokens: ids [T] of n texts, special tokens included; offsets: int64 [n + 1]; keys: uint64 [n] from `sample_keys`.
+    Nested masks need a second ratio not below the first: the second mask contains the first. Returns bool [T] arrays.
+    """
+    check_ratios(ratios, nested=nested)
+    words = _find_words(tokens, offsets, tables)
+    lengths = np.diff(offsets)
+    budgets = [np.rint(lengths * ratio).astype(np.int64) for ratio in ratios]  # [n] tokens
+
+    order = _random_order(words, purpose_keys(keys, Purpose.ENCODER_WORDS))
+    sizes = words.sizes[order]
+    taken = _fill(sizes, words.first, budgets[0])
+    masks = [_token_mask(words, order[taken])]
+    if len(ratios) == 2 and nested:
+        # The encoder's words are in the set already, so they cost nothing more.
+        texts = np.repeat(np.arange(len(lengths)), words.counts)
+        spent = np.bincount(texts[taken], weights=sizes[taken], minlength=len(lengths)).astype(np.int64)
+        taken = taken | _fill(np.where(taken, 0, sizes), words.first, budgets[1] - spent)
+        masks.append(_token_mask(words, order[taken]))
+    elif len(ratios) == 2:
+        order = _random_order(words, purpose_keys(keys, Purpose.DECODER_WORDS))
+        taken = _fill(words.sizes[order], words.first, budgets[1])
+        masks.append(_token_mask(words, order[taken]))
+    return masks
+
+
+def _token_mask(words: _Words, chosen: np.ndarray) -> np.ndarray:
+    """The tokens of the chosen words: indices [k] -> bool [T]."""
+    masked = np.zeros(len(words.sizes), dtype=bool)
+    masked[chosen] = True
+    mask = np.zeros(len(words.ordinary), dtype=bool)
+    mask[words.ordinary] = np.repeat(masked, words.sizes)
+    return mask
+
+
+def check_ratios(ratios: Sequence[float], *, nested: bool) -> None:
+    """Refuse ratios that no mask can have."""
+    if not 1 <= len(ratios) <= 2 or not all(0.0 <= ratio <= 1.0 for ratio in ratios):
+        raise DataError(f"mask ratios {list(ratios)} must be one or two numbers between 0 and 1")
+    if nested and ratios[-1] < ratios[0]:
+        raise DataError(
+            f"decoder mask ratio {ratios[-1]} is below the encoder's {ratios[0]}, but nested masks grow from the "
+            "encoder's; raise the decoder's ratio or choose independent masks"
+        )
+
+
+def corrupt(
+    tokens: np.ndarray,
+    offsets: np.ndarray,
+    *,
+    mask: np.ndarray,
+    tables: MaskingTables,
+    keys: np.ndarray,
+    mask_probability: float = 0.8,
+    random_probability: float = 0.1,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Replace the masked tokens: (input ids [T], labels [T] with -100 where nothing is masked), both int32.
+
+    keys: uint64 [n], one stream a text (`purpose_keys`); the draw of a token is the one of its position in its text.
+    """
+    inputs = tokens.astype(np.int32)
+    labels = np.full(len(tokens), IGNORED, dtype=np.int32)
+    positions = np.flatnonzero(mask)  # [M]
+    labels[positions] = inputs[positions]
+    masked_per_text = np.diff(np.searchsorted(positions, offsets))
+    index_in_text = positions - np.repeat(offsets[:-1], masked_per_text)
+    bits = draws(np.repeat(keys, masked_per_text), index_in_text)
+    # The upper half decides what happens to the token, the lower half which token replaces it.
+    action = bits >> _HALF
+    random_from = np.uint64(round(mask_probability * 2**32))
+    kept_from = np.uint64(min(round((mask_probability + random_probability) * 2**32), 2**32))
+    inputs[positions[action < random_from]] = tables.mask_id
+    randomised = (action >= random_from) & (action < kept_from)
+    inputs[positions[randomised]] = tables.replacements[integers(bits[randomised], len(tables.replacements))]
+    return inputs, labels
