@@ -1,0 +1,89 @@
+"""Shared fixtures: real English that every installation holds, a small tokenizer trained on it, and shared test data.
+
+The environment is set before anything imports torch: one thread a process, since tests start ranks and workers of their
+own, no accelerator, and no network.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    DS_ACCELERATOR="cpu",
+    TOKENIZERS_PARALLELISM="false",
+    HF_HUB_OFFLINE="1",
+)
+
+import pytest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_DOCSTRINGS = 3000
+# Other people's packages, tests, and modules whose docstrings are tables of codes.
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real data sets beside the checkout; tests that need them are skipped elsewhere."""
+    folder = ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"needs the data sets of {folder}, which is absent")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def docstrings() -> list[str]:
+    """A few thousand texts of the standard library's documentation, in a fixed order, found by parsing."""
+    texts: dict[str, None] = {}
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(library.rglob("*.py")):
+        if SKIPPED_FOLDERS & set(path.relative_to(library).parts):
+            continue
+        try:
+            tree = ast.parse(path.read_text("utf-8"))
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        texts.update(dict.fromkeys(_docstrings_of(tree)))
+        if len(texts) >= NUM_DOCSTRINGS:
+            break
+    return list(texts)[:NUM_DOCSTRINGS]
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer_path(docstrings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a lower-case WordPiece tokenizer of 2,000 tokens with BERT's special tokens."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import BertTokenizerFast
+
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(prefix="##")
+    trainer = trainers.WordPieceTrainer(vocab_size=2000, special_tokens=specials, show_progress=False)
+    backend.train_from_iterator(docstrings, trainer)
+    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    folder = tmp_path_factory.mktemp("tokenizer")
+    BertTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tiny_tokenizer_path: Path) -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_tokenizer_path)
+
+
+def _docstrings_of(tree: ast.Module) -> list[str]:
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, owners))
+    return [text for text in found if text and len(text.split()) >= 5]

@@ -1,0 +1,153 @@
+"""Vocabularies, word boundaries and fingerprints of tokenizers of every family we train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
+
+from data.errors import DataError
+from data.tokens import load_tokenizer, tokenizer_fingerprint, vocabulary_of
+
+
+def words_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[str]:
+    """Group a text's ids into words by the continuation flags alone."""
+    continuation = vocabulary_of(tokenizer).continuation
+    words: list[list[int]] = []
+    for index in tokenizer(text, add_special_tokens=False).input_ids:
+        if continuation[index] and words:
+            words[-1].append(index)
+        else:
+            words.append([index])
+    return [tokenizer.decode(word).strip() for word in words]
+
+
+def byte_level_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    from tokenizers import decoders
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<s>", "</s>", "<pad>", "<mask>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    # No cls or sep token: both fall back to bos and eos.
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", mask_token="<mask>"
+    )
+
+
+def sentencepiece_like_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    from tokenizers import decoders
+
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<s>", "</s>", "<unk>", "<pad>"], show_progress=False)
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, cls_token="<s>", sep_token="</s>", unk_token="<unk>", pad_token="<pad>"
+    )
+
+
+def test_wordpiece_vocabulary(tiny_tokenizer):
+    vocabulary = vocabulary_of(tiny_tokenizer)
+    assert vocabulary.size == len(tiny_tokenizer) == len(vocabulary.continuation)
+    ids = [vocabulary.pad_id, vocabulary.cls_id, vocabulary.sep_id, vocabulary.mask_id]
+    assert tiny_tokenizer.convert_ids_to_tokens(ids) == ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
+    assert vocabulary.special_ids == (0, 1, 2, 3, 4)
+    for token, index in tiny_tokenizer.get_vocab().items():
+        assert vocabulary.continuation[index] == token.startswith("##"), token
+    assert 0 < vocabulary.continuation.sum() < vocabulary.size
+
+
+def test_words_are_whole_in_every_tokenizer_family(tiny_tokenizer, docstrings):
+    text = "return unquestionably interchangeable iterators"
+    for tokenizer in (
+        tiny_tokenizer,
+        byte_level_tokenizer(docstrings[:300]),
+        sentencepiece_like_tokenizer(docstrings[:300]),
+    ):
+        pieces = tokenizer(text, add_special_tokens=False).input_ids
+        assert len(pieces) > len(text.split()), "the text must be cut into pieces, or nothing is shown"
+        assert words_of(tokenizer, text) == text.split()
+
+
+def test_cls_and_sep_fall_back_to_bos_and_eos(docstrings):
+    tokenizer = byte_level_tokenizer(docstrings[:50])
+    vocabulary = vocabulary_of(tokenizer)
+    assert (vocabulary.cls_id, vocabulary.sep_id) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    assert vocabulary_of(sentencepiece_like_tokenizer(docstrings[:50])).mask_id is None
+
+
+def test_a_tokenizer_without_cls_is_refused(docstrings):
+    bare = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(docstrings[:50]).backend_tokenizer)
+    with pytest.raises(DataError, match="cls"):
+        vocabulary_of(bare)
+
+
+def test_added_tokens_count_and_start_words(tiny_tokenizer_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_path)
+    before = vocabulary_of(tokenizer).size
+    tokenizer.add_tokens(["##latte"])
+    after = vocabulary_of(tokenizer)
+    assert after.size == before + 1
+    assert not after.continuation[tokenizer.convert_tokens_to_ids("##latte")]
+
+
+def test_fingerprint_ignores_padding_and_truncation_but_not_the_vocabulary(tiny_tokenizer_path, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_path)
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    raw = tokenizer.backend_tokenizer.to_str()
+    tokenizer("a text", padding="max_length", truncation=True, max_length=9)
+    assert tokenizer.backend_tokenizer.to_str() != raw, "the call must have changed the raw JSON, or nothing is shown"
+    assert tokenizer_fingerprint(tokenizer) == fingerprint
+    tokenizer.save_pretrained(tmp_path)
+    assert tokenizer_fingerprint(load_tokenizer(tmp_path)) == fingerprint
+    tokenizer.add_tokens(["latte"])
+    assert tokenizer_fingerprint(tokenizer) != fingerprint
+
+
+def test_bert_base_uncased(shared_data):
+    tokenizer = BertTokenizerFast(vocab=str(shared_data / "vocab" / "bert-base-uncased-vocab.txt"))
+    vocabulary = vocabulary_of(tokenizer)
+    assert (vocabulary.size, vocabulary.pad_id, vocabulary.cls_id) == (30522, 0, 101)
+    assert (vocabulary.sep_id, vocabulary.mask_id, vocabulary.special_ids) == (102, 103, (0, 100, 101, 102, 103))
+    assert words_of(tokenizer, "embeddings of baristas") == ["embeddings", "of", "baristas"]
+    assert int(vocabulary.continuation.sum()) == sum(token.startswith("##") for token in tokenizer.get_vocab()) - sum(
+        token == "##" for token in tokenizer.get_vocab()
+    )
+
+
+@pytest.mark.parametrize("name", ["./absent", "/absent/folder", "a/b/c", Path("absent")])
+def test_a_missing_folder_is_one_sentence(name):
+    with pytest.raises(DataError, match="does not exist"):
+        load_tokenizer(name)
+
+
+def test_other_bad_names_are_one_sentence(tmp_path, tiny_tokenizer_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    (tmp_path / "broken" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    for name, words in (
+        ("no-such-tokenizer-on-the-hub", "network"),
+        (tmp_path / "empty", "tokenizer.json"),
+        (tmp_path / "broken", "save it again"),
+        (tiny_tokenizer_path / "tokenizer.json", "is a file"),
+    ):
+        with pytest.raises(DataError, match=words) as caught:
+            load_tokenizer(name)
+        assert "\n" not in str(caught.value)
+
+
+def test_vocabulary_arrays_are_read_only(tiny_tokenizer):
+    with pytest.raises(ValueError, match="read-only"):
+        vocabulary_of(tiny_tokenizer).continuation[0] = np.True_
