@@ -1,0 +1,351 @@
+"""Streams: the same global batches for every topology, exact resume, mixtures, and errors that stay one sentence."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from data import shards
+from data.errors import DataError
+from data.shards import ShardFolder, UnitWriter, finish_folder, read_manifest
+from data.stream import Sample, Stream, sample_rng
+
+# Three workers on two cores are what some of these tests are about.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+B = 12
+SEED = 17
+
+
+@pytest.fixture(scope="module")
+def texts(tiny_tokenizer, docstrings) -> list[list[int]]:
+    return [ids[:40] for ids in tiny_tokenizer(docstrings[:300], add_special_tokens=False).input_ids]
+
+
+def make_folder(folder: Path, texts: list[list[int]], tokenizer) -> ShardFolder:
+    """Two uneven units, chunks of 8, shards of a few chunks."""
+    for unit, part in enumerate((texts[: len(texts) // 3], texts[len(texts) // 3 :])):
+        with UnitWriter(
+            folder, unit, kind="documents", vocabulary_size=len(tokenizer), chunk_samples=8, shard_bytes=14_336
+        ) as writer:
+            for ids in part:
+                writer.add_document(ids)
+    finish_folder(folder, 2, tokenizer=tokenizer)
+    return ShardFolder(folder)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory, tiny_tokenizer, texts) -> ShardFolder:
+    return make_folder(tmp_path_factory.mktemp("small"), texts[:101], tiny_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory, tiny_tokenizer, texts) -> ShardFolder:
+    return make_folder(tmp_path_factory.mktemp("large"), texts, tiny_tokenizer)
+
+
+def as_list(samples: list[Sample]) -> list[tuple]:
+    """A collator that keeps everything and makes a draw of its own for each sample."""
+    return [
+        (s.source, s.index, s.epoch, s.position, s.payload.tolist(), draw(s.epoch, s.source, s.index)) for s in samples
+    ]
+
+
+def draw(epoch: int, source: int, index: int) -> int:
+    return int(sample_rng(SEED, epoch, source, index).integers(2**40))
+
+
+def as_tensors(samples: list[Sample]) -> torch.Tensor:
+    return torch.tensor([[s.source, s.index] for s in samples])
+
+
+def broken_collator(samples: list[Sample]) -> list[Sample]:
+    raise RuntimeError("a fault of ours")
+
+
+def stream(*sources: ShardFolder, **options) -> Stream:
+    return Stream(sources, **{"collate": as_list, "seed": SEED, "global_batch_size": B, **options})
+
+
+def global_batches(steps: int, *sources: ShardFolder, world_size: int = 1, state: dict | None = None, **options):
+    """The batches of all ranks, joined."""
+    ranks = [stream(*sources, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+    for one in ranks:
+        if state is not None:
+            one.load_state_dict(state)
+    batches = [list(itertools.chain.from_iterable(next(one) for one in ranks)) for _ in range(steps)]
+    assert len({json.dumps(one.state_dict()) for one in ranks}) == 1, "the state must be equal on all ranks"
+    for one in ranks:
+        one.close()
+    return batches
+
+
+TOPOLOGIES = [(1, 0), (2, 0), (3, 0), (12, 0), (1, 1), (1, 3), (2, 2), (4, 1)]
+
+
+@pytest.mark.parametrize(("world_size", "num_workers"), TOPOLOGIES)
+def test_global_batches_are_the_same_for_every_topology(small, large, world_size, num_workers):
+    expected = global_batches(20, small, large, weights=[2, 1])
+    batches = global_batches(20, small, large, weights=[2, 1], world_size=world_size, num_workers=num_workers)
+    assert batches == expected
+    assert [sample[3] for batch in batches for sample in batch] == list(range(20 * B))
+    assert global_batches(20, small, large, weights=[2, 1], seed=SEED + 1) != expected
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_every_sample_once_an_epoch_though_batches_straddle_its_end(small, texts, world_size):
+    n = small.num_samples
+    assert n % B, "batches must straddle the end of an epoch"
+    read = list(itertools.chain.from_iterable(global_batches(3 * n // B + 1, small, world_size=world_size)))
+    orders = []
+    for epoch in range(3):
+        chosen = read[epoch * n : (epoch + 1) * n]
+        assert {sample[2] for sample in chosen} == {epoch}
+        assert sorted(sample[1] for sample in chosen) == list(range(n))
+        assert all(sample[4] == texts[sample[1]] for sample in chosen)
+        orders.append([sample[1] for sample in chosen])
+    assert orders[0] != orders[1] != orders[2], "every epoch has an order of its own"
+
+
+def test_a_batch_may_span_several_epochs(small):
+    (batch,) = global_batches(1, small, global_batch_size=300)
+    assert np.bincount([sample[2] for sample in batch]).tolist() == [101, 101, 98]
+    for epoch in range(2):
+        assert sorted(sample[1] for sample in batch if sample[2] == epoch) == list(range(101))
+
+
+def test_draws_about_a_sample_do_not_depend_on_who_reads_it(small):
+    for sample in global_batches(3, small, world_size=2, num_workers=1)[2]:
+        assert sample[5] == draw(sample[2], sample[0], sample[1])
+        assert sample[5] != draw(sample[2] + 1, sample[0], sample[1])
+
+
+def test_without_shuffling_samples_come_in_order(small):
+    batches = global_batches(10, small, shuffle=False)
+    assert [sample[1] for batch in batches for sample in batch] == [i % 101 for i in range(120)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((1, 0), (1, 0)), ((2, 0), (3, 1)), ((1, 2), (4, 0)), ((3, 1), (1, 3)), ((2, 2), (2, 2))]
+)
+def test_resume_under_another_topology(small, large, before, after):
+    undisturbed = global_batches(24, small, large)
+    first = stream(small, large, rank=before[0] - 1, world_size=before[0], num_workers=before[1])
+    for _ in range(11):
+        next(first)
+    # Through JSON, as checkpoints keep it. Workers have prefetched beyond step 11: only what was delivered counts.
+    state = json.loads(json.dumps(first.state_dict()))
+    first.close()
+    assert state["samples"] == 11 * B
+    resumed = global_batches(13, small, large, state=state, world_size=after[0], num_workers=after[1])
+    assert resumed == undisturbed[11:]
+    assert resumed != undisturbed[10:-1]
+
+
+def test_a_running_stream_can_be_set_back(small):
+    one = stream(small, num_workers=2)
+    batches = [next(one) for _ in range(3)]
+    start = {**one.state_dict(), "samples": B}
+    one.load_state_dict(start)
+    assert [next(one) for _ in range(2)] == batches[1:]
+    one.close()
+    assert next(one) == global_batches(4, small)[3]
+    one.close()
+
+
+def test_a_seek_reads_nothing_forward(large, monkeypatch):
+    touched: list[int] = []
+    original = ShardFolder._columns
+    monkeypatch.setattr(ShardFolder, "_columns", lambda self, chunk: (touched.append(chunk), original(self, chunk))[1])
+    one = stream(large)
+    one.load_state_dict({**one.state_dict(), "samples": 10**15})
+    batch = next(one)
+    assert len(touched) == len(batch) == B
+    assert batch[0][2] == 10**15 // large.num_samples
+
+
+def test_another_global_batch_size_goes_on_at_the_same_sample(small, caplog):
+    one = stream(small)
+    for _ in range(4):
+        next(one)
+    other = stream(small, global_batch_size=B // 2)
+    other.load_state_dict(one.state_dict())
+    assert next(other) + next(other) == next(one)
+    assert "global_batch_size changes" in caplog.text
+
+
+def test_progress_is_counted_in_epochs(small, large):
+    one = stream(small, large)
+    assert one.samples_per_epoch == small.num_samples + large.num_samples
+    assert one.epoch == 0
+    next(one)
+    assert one.epoch == B / one.samples_per_epoch
+    assert one.samples == B
+
+
+@pytest.mark.parametrize("weights", [[3, 1], [0.25, 0.75]])
+def test_mixtures_hold_their_proportions_in_every_cycle(small, large, weights):
+    batches = global_batches(30, small, large, weights=weights)
+    expected = np.array(weights) / sum(weights) * B
+    for batch in batches:
+        assert (np.bincount([sample[0] for sample in batch], minlength=2) == expected).all()
+
+
+def test_sources_of_a_mixture_keep_their_own_epochs(small, large):
+    read = list(itertools.chain.from_iterable(global_batches(60, small, large, weights=[3, 1])))
+    for source, folder in enumerate((small, large)):
+        mine = [sample for sample in read if sample[0] == source]
+        for epoch in range(len(mine) // folder.num_samples):
+            chosen = mine[epoch * folder.num_samples : (epoch + 1) * folder.num_samples]
+            assert {sample[2] for sample in chosen} == {epoch}
+            assert sorted(sample[1] for sample in chosen) == list(range(folder.num_samples))
+    assert max(sample[2] for sample in read if sample[0] == 0) > max(sample[2] for sample in read if sample[0] == 1)
+
+
+def test_without_weights_all_sources_end_their_epochs_together(small, large):
+    one = stream(small, large, global_batch_size=small.num_samples + large.num_samples)
+    for epoch in range(2):
+        batch = next(one)
+        assert {sample[2] for sample in batch} == {epoch}
+        assert len({sample[:2] for sample in batch}) == len(batch)
+
+
+def test_the_same_folder_twice_is_read_in_two_orders(small):
+    read = list(itertools.chain.from_iterable(global_batches(10, small, small, weights=[1, 1])))
+    assert [s[1] for s in read if s[0] == 0] != [s[1] for s in read if s[0] == 1]
+
+
+def test_tensors_travel_from_workers(small):
+    with_workers = stream(small, collate=as_tensors, num_workers=2)
+    alone = stream(small, collate=as_tensors)
+    for _ in range(5):
+        batch = next(with_workers)
+        assert torch.is_tensor(batch) and torch.equal(batch, next(alone))
+    with_workers.close()
+
+
+def test_workers_leave_the_global_generators_alone(small):
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    one = stream(small, num_workers=2)
+    next(one)
+    one.close()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_tuples_stream_too(tmp_path, tiny_tokenizer, texts):
+    with UnitWriter(tmp_path, 0, kind="tuples", vocabulary_size=len(tiny_tokenizer), chunk_samples=8) as writer:
+        for index in range(50):
+            writer.add_tuple(texts[index], texts[index + 1 : index + 4], num_positives=1)
+    finish_folder(tmp_path, 1, tokenizer=tiny_tokenizer)
+    for num_workers in (0, 2):
+        one = stream(ShardFolder(tmp_path), collate=list, num_workers=num_workers)
+        for sample in next(one):
+            assert sample.payload.query.tolist() == texts[sample.index]
+            assert [ids.tolist() for ids in sample.payload.passages] == texts[sample.index + 1 : sample.index + 4]
+        one.close()
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_damaged_shard_is_one_sentence_after_the_batches_before_it(tmp_path, tiny_tokenizer, texts, num_workers):
+    folder = make_folder(tmp_path, texts, tiny_tokenizer)
+    entry = read_manifest(tmp_path).shards[-1]
+    offset, length = entry.chunks[0].members["tok"]
+    with (tmp_path / entry.name).open("r+b") as file:
+        file.seek(offset + length - 1)
+        file.write(b"\xff")
+    first_damaged = folder.num_samples - entry.samples
+    one = stream(folder, shuffle=False, num_workers=num_workers)
+    sound = first_damaged // B
+    for _ in range(sound):
+        next(one)
+    for _ in range(2):  # whoever tries again is told again
+        with pytest.raises(DataError, match=r"is damaged: chunk .* holds id") as caught:
+            next(one)
+        assert "\n" not in str(caught.value)
+        assert str(tmp_path / entry.name) in str(caught.value)
+        assert one.state_dict()["samples"] == sound * B
+    one.close()
+
+
+def test_our_own_faults_keep_their_traceback(small):
+    one = stream(small, collate=broken_collator, num_workers=1)
+    with pytest.raises(RuntimeError, match="Traceback"):
+        next(one)
+    with pytest.raises(RuntimeError, match=r"^a fault of ours$"):
+        next(stream(small, collate=broken_collator))
+
+
+def test_states_of_other_data_or_another_order_are_refused(small, large):
+    one = stream(small, large, weights=[1, 2])
+    state = one.state_dict()
+    one.load_state_dict(state)
+    for other, words in (
+        (stream(small, large, weights=[1, 2], seed=SEED + 1), "seed"),
+        (stream(large, small, weights=[1, 2]), "fingerprints"),
+        (stream(small, large, weights=[2, 1]), "weights"),
+        (stream(small, large, weights=[1, 2], shuffle=False), "shuffle"),
+    ):
+        with pytest.raises(DataError, match=f"stream's {words}") as caught:
+            other.load_state_dict(state)
+        assert "\n" not in str(caught.value)
+
+
+def test_streams_that_cannot_be_made(small, tmp_path, tiny_tokenizer, texts):
+    with UnitWriter(tmp_path / "t", 0, kind="tuples", vocabulary_size=len(tiny_tokenizer)) as writer:
+        writer.add_tuple([5], [[6]])
+    finish_folder(tmp_path / "t", 1, tokenizer=tiny_tokenizer)
+    other_tokenizer = AutoTokenizer.from_pretrained(small.tokenizer_path)
+    other_tokenizer.add_tokens(["latte"])
+    other = make_folder(tmp_path / "o", texts[:30], other_tokenizer)
+    for make, words in (
+        (lambda: stream(), "at least one"),
+        (lambda: stream(small, ShardFolder(tmp_path / "t")), "differ in kind"),
+        (lambda: stream(small, other), "differ in tokenizer"),
+        (lambda: stream(small, global_batch_size=10, world_size=4), "multiple of 4"),
+        (lambda: stream(small, weights=[1, 2]), "2 weights"),
+        (lambda: stream(small, weights=[0]), "positive number"),
+        (lambda: stream(small, seed=-1), "seed -1"),
+        (lambda: stream(small, num_workers=-1), "num_workers"),
+        (lambda: stream(small, rank=1), "rank 1"),
+    ):
+        with pytest.raises(DataError, match=words):
+            make()
+
+
+def test_a_shard_lost_during_a_run_is_named(tmp_path, tiny_tokenizer, texts, monkeypatch):
+    monkeypatch.setattr(shards, "MAX_OPEN_SHARDS", 1)
+    folder = make_folder(tmp_path, texts, tiny_tokenizer)
+    one = stream(folder)
+    next(one)
+    lost = tmp_path / folder.manifest.shards[0].name
+    lost.unlink()
+    with pytest.raises(DataError, match="is missing") as caught:
+        for _ in range(100):
+            next(one)
+    assert str(lost) in str(caught.value)
+
+
+def test_what_workers_are_given_pickles(small):
+    """Where processes are not forked, workers get the source of batches by pickle."""
+    one = stream(small)
+    expected = next(one)
+    again = pickle.loads(pickle.dumps(one._source))
+    assert next(iter(again)) == expected
+
+
+def test_samples_pickle(small):
+    sample = Sample(0, 1, 2, 3, small.document(1))
+    again = pickle.loads(pickle.dumps(sample))
+    assert (again.source, again.index, again.epoch, again.position) == (0, 1, 2, 3)
+    assert (again.payload == sample.payload).all()
