@@ -279,8 +279,8 @@ def check(recipe: Recipe) -> None:
         raise ConfigError("data.shards is empty; name at least one folder written by `python -m data.prepare`")
     if recipe.data.weights and len(recipe.data.weights) != len(recipe.data.shards):
         raise ConfigError(
-            f"data.weights has {len(recipe.data.weights)} entries for {len(recipe.data.shards)} folders in data.shards; "
-            "give one weight a folder, or none"
+            f"data.weights has {len(recipe.data.weights)} entries for {len(recipe.data.shards)} folders in "
+            "data.shards; give one weight a folder, or none"
         )
     if any(not weight > 0 for weight in recipe.data.weights):
         raise ConfigError(f"data.weights = {recipe.data.weights} must all be above 0")
@@ -289,12 +289,12 @@ def check(recipe: Recipe) -> None:
     if recipe.train.steps == 0 and not recipe.train.epochs > 0:
         raise ConfigError(f"train.epochs = {recipe.train.epochs} must be above 0 when train.steps is 0")
     objective = recipe.objective
-    if objective.name == "masked" and objective.decoder and objective.nested_masks:
-        if objective.decoder_mask_ratio < objective.encoder_mask_ratio:
-            raise ConfigError(
-                f"objective.decoder_mask_ratio = {objective.decoder_mask_ratio} is below encoder_mask_ratio = "
-                f"{objective.encoder_mask_ratio}; nested masks need the decoder's to be the larger"
-            )
+    nested = objective.name == "masked" and objective.decoder and objective.nested_masks
+    if nested and objective.decoder_mask_ratio < objective.encoder_mask_ratio:
+        raise ConfigError(
+            f"objective.decoder_mask_ratio = {objective.decoder_mask_ratio} is below encoder_mask_ratio = "
+            f"{objective.encoder_mask_ratio}; nested masks need the decoder's to be the larger"
+        )
     if objective.name == "masked" and objective.sizes == "two_d":
         raise ConfigError('objective.sizes = "two_d" is a fine-tuning schedule; use "ladder" or "full" for masked')
     if objective.loss == "cosent" and objective.kl == "scores":

@@ -1,0 +1,123 @@
+"""Ranks: starting them, small collectives, and the seeds of a step.
+
+Losses never see this module. A gather is always visible where it is called.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def start() -> World:
+    """Join the process group that the launcher describes in the environment; alone where there is none."""
+    import deepspeed
+    import deepspeed.ops
+
+    cuda = torch.cuda.is_available()
+    if not cuda:
+        # An inference-only op that DeepSpeed would compile at start (a minute, or a crash without a compiler).
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if cuda:
+        torch.cuda.set_device(local_rank)
+    if not dist.is_initialized():
+        deepspeed.init_distributed("nccl" if cuda else "gloo", verbose=False)
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    return World(dist.get_rank(), local_rank, dist.get_world_size(), device)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def derive_seed(*keys: int) -> int:
+    """A 63-bit seed from whole numbers; different keys give unrelated seeds."""
+    return int(np.random.SeedSequence([key & 0xFFFFFFFFFFFFFFFF for key in keys]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed the global generators, which dropout draws from, by (seed, step, rank): a resume repeats the draws."""
+    value = derive_seed(seed, step, rank)
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value % 2**32)
+
+
+def sum_over_ranks(values: Sequence[float] | Tensor, device: torch.device) -> Tensor:
+    """Element-wise sum over ranks, float64 so that counts stay exact."""
+    total = torch.as_tensor(values, dtype=torch.float64, device=device).clone()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def max_over_ranks(value: int, device: torch.device) -> int:
+    largest = torch.tensor(value, dtype=torch.int64, device=device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def gather_counts(count: int, device: torch.device) -> list[int]:
+    """Every rank's count, by rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [count]
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor([count], dtype=torch.int64, device=device))
+    return [int(each) for each in counts]
+
+
+def gather_rows(rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """Every rank's rows [n_r, ...], rank by rank. No gradient flows: send it home with `scatter_gradients`."""
+    if len(counts) == 1:
+        return rows
+    largest = max(counts)
+    padded = rows.new_zeros((largest, *rows.shape[1:]))
+    padded[: rows.shape[0]] = rows
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:count] for part, count in zip(parts, counts)])
+
+
+def scatter_gradients(gradients: Tensor, counts: Sequence[int]) -> Tensor:
+    """The sum over ranks of the gradients of gathered rows; each rank keeps those of its own rows.
+
+    gradients: [sum of counts, d]. Returns [counts[rank], d].
+    """
+    if len(counts) == 1:
+        return gradients
+    rank, largest = dist.get_rank(), max(counts)
+    blocks = gradients.new_zeros((len(counts), largest, *gradients.shape[1:]))
+    for block, part in zip(blocks, gradients.split(list(counts))):
+        block[: part.shape[0]] = part
+    mine = torch.empty_like(blocks[0])
+    dist.reduce_scatter(mine, [block.contiguous() for block in blocks])
+    return mine[: counts[rank]]

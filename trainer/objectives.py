@@ -1,0 +1,263 @@
+"""Objectives: task × size schedule × inner loss × backward strategy.
+
+An objective turns this rank's share of a global batch into gradients in the engine and says what it saw. All it
+returns adds up over ranks: losses are parts of the global batch's means. The registry maps a recipe's
+`objective.name` to its class; a new idea is one class and one line there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data.collate import MaskedBatch, PairBatch, Texts, pad_flat
+from models.sizes import Size
+from trainer.backward import accumulate, grad_cache, length_sorted_chunks
+from trainer.config import Recipe
+from trainer.distributed import derive_seed, gather_counts, gather_rows, scatter_gradients, sum_over_ranks
+from trainer.engine import Engine
+from trainer.flops import FORWARD_AND_BACKWARD, Shape, encoder_flops, masked_flops
+from trainer.losses import coordinate_divergence, cosent, multi_size_contrastive
+from trainer.size_schedules import Schedule, SizePlan
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one rank did in a step. `losses` add up over ranks to the global batch's values (0-d tensors)."""
+
+    losses: dict[str, Tensor]
+    tokens: int  # without padding
+    padded_tokens: int  # with it
+    flops: float
+
+
+class Objective(Protocol):
+    def forward_backward(self, engine: Engine, batch: Any, step: int) -> StepReport: ...
+
+
+@dataclass(frozen=True)
+class MaskedObjective:
+    """SMAE, its ablations and plain MLM (Starbucks §3.2)."""
+
+    schedule: Schedule
+    shape: Shape
+    micro_batch_size: int
+    pad_id: int
+    loss_scale: float
+
+    def forward_backward(self, engine: Engine, batch: MaskedBatch, step: int) -> StepReport:
+        plan = self.schedule(step)
+        device = engine.device
+        lengths = batch.offsets.diff()
+        sides = [batch.encoder_labels] + ([] if batch.decoder_labels is None else [batch.decoder_labels])
+        local_counts = [int((labels != IGNORED).sum()) for labels in sides]
+        counts = sum_over_ranks([float(count) for count in local_counts], device).clamp(min=1).tolist()
+        scales = [self.loss_scale / count for count in counts]
+        names = [f"encoder/{name}" for name in plan.names]
+        if batch.decoder_labels is not None:
+            names += [f"decoder/{name}" for name in plan.names]
+        totals = torch.zeros(1 + len(names), device=device)
+        padded = 0
+
+        def loss_of(rows: Tensor) -> Tensor:
+            nonlocal totals, padded
+
+            def cut(values: Tensor, fill: int) -> Tensor:
+                return pad_flat(values, batch.offsets, rows, fill=fill).long().to(device)
+
+            columns = torch.arange(int(lengths[rows].max()))
+            attention_mask = (columns < lengths[rows, None]).long().to(device)
+            padded += attention_mask.numel()
+            decoder = {}
+            if batch.decoder_input_ids is not None and batch.decoder_labels is not None:
+                decoder = {
+                    "decoder_input_ids": cut(batch.decoder_input_ids, self.pad_id),
+                    "decoder_labels": cut(batch.decoder_labels, IGNORED),
+                    "decoder_scale": scales[1],
+                }
+            loss, encoder_losses, decoder_losses = engine(
+                cut(batch.encoder_input_ids, self.pad_id),
+                attention_mask,
+                sizes=plan.sizes,
+                labels=cut(batch.encoder_labels, IGNORED),
+                size_weights=plan.loss_weights,
+                encoder_scale=scales[0],
+                **decoder,
+            )
+            per_size = torch.cat([encoder_losses, decoder_losses])[: len(names)]
+            totals = totals + torch.cat([loss.detach().view(1), per_size])
+            return loss
+
+        accumulate(engine, length_sorted_chunks(lengths, self.micro_batch_size), loss_of=loss_of)
+        decoder_rows = local_counts[1] if len(local_counts) > 1 else 0
+        flops = masked_flops(
+            self.shape, lengths, encoder_rows=local_counts[0], decoder_rows=decoder_rows, sizes=plan.sizes
+        )
+        losses = dict(zip(["loss", *names], totals.unbind()))
+        return StepReport(losses, batch.num_tokens, padded, FORWARD_AND_BACKWARD * flops)
+
+
+@dataclass(frozen=True)
+class ContrastiveObjective:
+    """SRL and its relatives (Starbucks §3.1): InfoNCE or CoSENT at the plan's sizes, KL to the full one."""
+
+    schedule: Schedule
+    shape: Shape
+    micro_batch_size: int
+    pad_id: int
+    loss: str
+    similarity: str
+    temperature: float
+    kl: str
+    kl_weight: float
+    kl_temperature: float
+    detach_teacher: bool
+    cached: bool
+    score_memory_mib: float
+    seed: int
+
+    def forward_backward(self, engine: Engine, batch: PairBatch, step: int) -> StepReport:
+        plan = self.schedule(step)
+        texts = _concatenate(batch.queries, batch.passages)
+        lengths = texts.lengths
+        chunks = length_sorted_chunks(lengths, self.micro_batch_size if self.cached else len(texts))
+        padded = sum(len(rows) * int(lengths[rows].max()) for rows in chunks)
+
+        def embed(rows: Tensor) -> tuple[Tensor, ...]:
+            input_ids, attention_mask = texts.pad(rows, pad_id=self.pad_id)
+            return engine(input_ids.to(engine.device), attention_mask.to(engine.device), sizes=plan.sizes)
+
+        losses = grad_cache(
+            engine,
+            chunks,
+            embed=embed,
+            loss_and_gradients=lambda embeddings: self._loss_and_gradients(embeddings, batch, plan, engine.world.rank),
+            seed=derive_seed(self.seed, step, engine.world.rank),
+            cached=self.cached,
+        )
+        flops = FORWARD_AND_BACKWARD * encoder_flops(self.shape, lengths)
+        return StepReport(losses, batch.num_tokens, padded, flops)
+
+    def _loss_and_gradients(
+        self, embeddings: list[Tensor], batch: PairBatch, plan: SizePlan, rank: int
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """The global batch's loss (this rank's part) and its gradient with respect to this rank's embeddings.
+
+        embeddings: a size's [queries + passages, d], queries first.
+        """
+        leaves = [each.requires_grad_() for each in embeddings]
+        vectors = [F.normalize(each, dim=1) for each in leaves] if self.similarity == "cosine" else leaves
+        inner = self._cosent if self.loss == "cosent" else self._infonce
+        losses = inner(vectors, batch, plan, rank)
+        if self.kl == "coordinates" and self.kl_weight:
+            losses |= self._coordinate_kl(leaves, plan, losses["loss"])
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in leaves]
+        return losses, gradients
+
+    def _infonce(self, vectors: list[Tensor], batch: PairBatch, plan: SizePlan, rank: int) -> dict[str, Tensor]:
+        device = vectors[0].device
+        num_queries = len(batch.queries)
+        widths = [each.shape[1] for each in vectors]
+        local = torch.cat([each[num_queries:] for each in vectors], dim=1)  # [m, sum of widths]
+        counts = gather_counts(local.shape[0], device)
+        passages = gather_rows(local.detach(), counts).requires_grad_()  # [M, sum of widths]
+        total = int(sum_over_ranks([float(num_queries)], device)[0])
+        kl = self.kl_weight if self.kl == "scores" else 0.0
+        loss, nce, divergence = multi_size_contrastive(
+            [each[:num_queries] for each in vectors],
+            [part.contiguous() for part in passages.split(widths, dim=1)],
+            targets=batch.targets.to(device) + sum(counts[:rank]),
+            loss_weights=plan.loss_weights,
+            kl_weights=[weight * kl for weight in plan.kl_weights],
+            temperature=self.temperature,
+            num_queries=total,
+            detach_teacher=self.detach_teacher,
+            score_memory_mib=self.score_memory_mib,
+        )
+        # First to the queries here and to all passages; then each passage's gradient goes home.
+        loss.backward(retain_graph=True)
+        assert passages.grad is not None
+        local.backward(scatter_gradients(passages.grad, counts))
+        losses = {"loss": loss.detach()} | {f"loss/{name}": value for name, value in zip(plan.names, nce)}
+        if kl:
+            used = [(name, value) for name, value, w in zip(plan.names, divergence, plan.kl_weights) if w]
+            losses |= {f"kl/{name}": value for name, value in used}
+        return losses
+
+    def _cosent(self, vectors: list[Tensor], batch: PairBatch, plan: SizePlan, rank: int) -> dict[str, Tensor]:
+        assert batch.scores is not None
+        device = vectors[0].device
+        num_pairs = len(batch.queries)
+        partner = batch.targets.to(device) + num_pairs
+        local = torch.stack([(each[:num_pairs] * each[partner]).sum(1) for each in vectors], dim=1)  # [n, K]
+        counts = gather_counts(num_pairs, device)
+        start = sum(counts[:rank])
+        similarities = gather_rows(local.detach(), counts).requires_grad_()
+        gold = gather_rows(batch.scores.to(device), counts)
+        per_size = torch.stack([cosent(each, gold, temperature=self.temperature) for each in similarities.unbind(1)])
+        loss = (per_size * per_size.new_tensor(plan.loss_weights)).sum()
+        loss.backward()
+        assert similarities.grad is not None
+        # Every rank computed the whole loss, so its own rows' gradient is complete; the value is shared out.
+        local.backward(similarities.grad[start : start + num_pairs])
+        share = 1.0 / len(counts)
+        losses = {"loss": loss.detach() * share}
+        return losses | {f"loss/{name}": value.detach() * share for name, value in zip(plan.names, per_size)}
+
+    def _coordinate_kl(self, leaves: list[Tensor], plan: SizePlan, loss: Tensor) -> dict[str, Tensor]:
+        teacher = leaves[plan.full].detach() if self.detach_teacher else leaves[plan.full]
+        total = sum_over_ranks([float(teacher.shape[0])], teacher.device)[0].to(teacher.dtype)
+        losses = {"loss": loss}
+        for name, leaf, weight in zip(plan.names, leaves, plan.kl_weights):
+            if weight:
+                value = coordinate_divergence(leaf, teacher, temperature=self.kl_temperature) / total
+                (value * weight * self.kl_weight).backward()
+                losses[f"kl/{name}"] = value.detach()
+                losses["loss"] = losses["loss"] + value.detach() * weight * self.kl_weight
+        return losses
+
+
+def _concatenate(first: Texts, second: Texts) -> Texts:
+    offsets = torch.cat([first.offsets, second.offsets[1:] + first.offsets[-1]])
+    return Texts(torch.cat([first.tokens, second.tokens]), offsets)
+
+
+def masked(recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int) -> MaskedObjective:
+    return MaskedObjective(
+        schedule, shape, recipe.train.micro_batch_size, pad_id=pad_id, loss_scale=recipe.objective.loss_scale
+    )
+
+
+def contrastive(recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int) -> ContrastiveObjective:
+    chosen = recipe.objective
+    return ContrastiveObjective(
+        schedule,
+        shape,
+        recipe.train.micro_batch_size,
+        pad_id=pad_id,
+        loss=chosen.loss,
+        similarity=chosen.similarity,
+        temperature=chosen.temperature,
+        kl=chosen.kl,
+        kl_weight=chosen.kl_weight,
+        kl_temperature=chosen.kl_temperature,
+        detach_teacher=chosen.detach_teacher,
+        cached=chosen.backward == "grad_cache",
+        score_memory_mib=recipe.train.score_memory_mib,
+        seed=recipe.run.seed,
+    )
+
+
+REGISTRY: dict[str, Callable[..., Objective]] = {"masked": masked, "contrastive": contrastive}
+
+
+def wanted_layers(recipe: Recipe) -> int:
+    """How many layers the encoder keeps: all, but for a size trained on its own."""
+    return Size.parse(recipe.objective.size).layers if recipe.objective.sizes == "one" else recipe.ladder.full.layers

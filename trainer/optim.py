@@ -1,0 +1,46 @@
+"""AdamW with no decay on biases and norms, and learning rates as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+
+def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float) -> list[dict]:
+    """Two groups: matrices with decay; biases and norms (all that has one dimension) without.
+
+    Call before ZeRO-3 partitions parameters and hides their shapes. A tied parameter is taken once.
+    """
+    seen: set[int] = set()
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for _, parameter in named:
+        if not parameter.requires_grad or id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        (decayed if parameter.ndim > 1 else plain).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def adamw(module: nn.Module, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float):
+    """Fused AdamW: as fast on CPU as a compiled one, and without its minute of compiling."""
+    groups = parameter_groups(module.named_parameters(), weight_decay=weight_decay)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def learning_rate(step: int, *, peak: float, total_steps: int, warmup_ratio: float, schedule: str) -> float:
+    """The rate of optimizer step `step` (0-based): linear warm-up, then linear or cosine decay to 0, or constant."""
+    warmup_steps = math.ceil(warmup_ratio * total_steps)
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return peak
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    if schedule == "linear":
+        return peak * max(0.0, 1.0 - progress)
+    assert schedule == "cosine", schedule
+    return peak * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
