@@ -47,7 +47,7 @@ from trainer.evaluation.retrieval import (
     score_run,
     write_run,
 )
-from trainer.evaluation.sts import STSTask, read_sts
+from trainer.evaluation.sts import read_sts
 
 log = logging.getLogger(__name__)
 
@@ -137,9 +137,10 @@ def _sizes(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(args.model)
     settings = _settings(args, encoder)
     sizes = choose_sizes(args.sizes, settings.sizes, encoder)
-    if len(tokenizer) > encoder.word_embeddings.num_embeddings:
+    rows = encoder.word_embeddings.num_embeddings
+    if len(tokenizer) > rows:
         raise ConfigError(
-            f"the tokenizer of {args.model} has {len(tokenizer)} tokens and the model {encoder.word_embeddings.num_embeddings}; "
+            f"the tokenizer of {args.model} has {len(tokenizer)} tokens and the model's table {rows}; "
             "give a folder whose tokenizer is the model's own"
         )
 
@@ -197,9 +198,9 @@ def bm25_records(data: RetrievalData, *, top_k: int = DEFAULT_TOP_K) -> list[Rec
 
 
 def _settings(args: argparse.Namespace, encoder: Encoder) -> EmbeddingSettings:
-    """The model's own settings where it has them, the command line's in their place, lengths that the model can take."""
-    folder = Path(args.model)
-    found = EmbeddingSettings.load(folder) if folder.is_dir() else None
+    """The model's own settings, the command line's in their place; default lengths shrink to what the model takes."""
+    own = EmbeddingSettings.load(args.model) if Path(args.model).is_dir() else None
+    found = own
     full = Size(encoder.num_layers, encoder.hidden_size)
     if found is None and STARBUCKS_LADDER.full == full:
         found = EmbeddingSettings(ladder=tuple((size.layers, size.dim) for size in STARBUCKS_LADDER))
@@ -213,7 +214,7 @@ def _settings(args: argparse.Namespace, encoder: Encoder) -> EmbeddingSettings:
     for key in ("query_max_length", "passage_max_length"):
         length = args.max_length or getattr(settings, key)
         if limit is not None and length > limit:
-            if args.max_length or folder.is_dir() and EmbeddingSettings.load(folder):
+            if args.max_length or own:
                 raise ConfigError(
                     f"{key} {length} is more than the {limit} tokens the model can take; give --max-length"
                 )
@@ -281,7 +282,6 @@ def _parser() -> argparse.ArgumentParser:
         "sizes",
         help="score a model at many sizes, all from one pass over the texts",
         description="Score a model at many sizes, all from one pass over the texts, and print a table per task.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     sizes.set_defaults(command=_sizes)
     add = sizes.add_argument
@@ -289,10 +289,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--sts", nargs="+", default=[], type=Path, metavar="FILE", help="TSV (score, sentence, sentence) or jsonl")
     add("--sts-subsets", type=Path, metavar="FILE", help="TSV of dataset, subset, first row, rows (with a header)")
     add("--beir", nargs="+", default=[], type=Path, metavar="FOLDER", help="BEIR folders")
-    add("--split", default="test", help="which qrels of the BEIR folders")
-    add("--sizes", default="ladder", help="ladder, grid (the ladder's layers × its dims), or a list: demi,3x48")
+    add("--split", default="test", help="which qrels of the BEIR folders (%(default)s)")
+    add(
+        "--sizes",
+        default="ladder",
+        help="ladder, grid (the ladder's layers × its dims), or a list: demi,3x48 (%(default)s)",
+    )
     add("--random-init", action="store_true", help="score the same architecture with fresh weights too, as the control")
-    add("--seed", type=int, default=0, help="of the fresh weights")
+    add("--seed", type=int, default=0, help="of the fresh weights (%(default)s)")
     add("--bm25", action="store_true", help="score BM25 too (needs the package bm25s)")
     add("--output", type=Path, metavar="FOLDER", help="write results.json, table.md and figures/ here")
     add("--json", type=Path, metavar="FILE", help="write the content of results.json to this file")
@@ -300,25 +304,45 @@ def _parser() -> argparse.ArgumentParser:
     add("--pooling", choices=("cls", "mean"), help="in place of the model's own")
     add("--similarity", choices=("dot", "cosine"), help="of retrieval, in place of the model's own (STS takes cosine)")
     add("--max-length", type=_positive, metavar="TOKENS", help="of queries and documents, in place of the model's own")
-    add("--top-k", type=_positive, default=DEFAULT_TOP_K, help="documents kept a query")
-    add("--max-documents", type=int, default=0, help="of each corpus, judged ones first (0: all); scores then rise")
+    add("--top-k", type=_positive, default=DEFAULT_TOP_K, help="documents kept a query (%(default)s)")
+    add("--max-documents", type=int, default=0, help="of each corpus, judged ones first; scores then rise (0: all)")
     add("--ignore-identical-ids", action="store_true", help="drop the document with the query's id (ArguAna, Quora)")
-    add("--batch-tokens", type=_positive, default=DEFAULT_BATCH_TOKENS, help="tokens a batch, padding included")
-    add("--passages-per-block", type=_positive, default=DEFAULT_PASSAGES_PER_BLOCK, help="documents held as vectors")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the encoder's matrix products")
+    add(
+        "--batch-tokens",
+        type=_positive,
+        default=DEFAULT_BATCH_TOKENS,
+        help="tokens a batch, padding included (%(default)s)",
+    )
+    add(
+        "--passages-per-block",
+        type=_positive,
+        default=DEFAULT_PASSAGES_PER_BLOCK,
+        help="documents held as vectors at a time (%(default)s)",
+    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one (%(default)s)")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the encoder's matrix products (%(default)s)",
+    )
 
     score = commands.add_parser(
         "score",
         help="score a run file under trec_eval's names",
         description="Score a TREC run file; the numbers are trec_eval's.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     score.set_defaults(command=_score)
     add = score.add_argument
     add("--qrels", required=True, type=Path, help="judgements: TREC's four columns, or BEIR's three with a header")
     add("--run", required=True, type=Path, help="a run in TREC's six columns")
-    add("-l", "--relevance-level", type=_positive, default=1, help="lowest grade that is relevant (not for nDCG)")
+    add(
+        "-l",
+        "--relevance-level",
+        type=_positive,
+        default=1,
+        help="lowest grade that is relevant; nDCG takes the grades themselves (%(default)s)",
+    )
     add("-c", "--complete", action="store_true", help="judged queries that the run lacks count 0 instead of nothing")
     add("-M", "--max-documents", type=_positive, metavar="N", help="cut rankings at N documents")
     add("-q", "--per-query", action="store_true", help="print every query's values too")

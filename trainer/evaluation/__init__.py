@@ -1,0 +1,109 @@
+"""Evaluation of every size from one pass: `evaluate_tasks` for the trainer and the command alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from models.encoder import EmbeddingSettings
+from models.sizes import Size
+from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS, Forward, encode
+from trainer.evaluation.report import Record
+from trainer.evaluation.retrieval import (
+    DEFAULT_PASSAGES_PER_BLOCK,
+    DEFAULT_TOP_K,
+    RetrievalData,
+    Run,
+    RunScores,
+    evaluate_retrieval,
+)
+from trainer.evaluation.sts import STSTask, evaluate_sts
+
+
+def evaluate_tasks(
+    forward: Forward,
+    tokenizer: PreTrainedTokenizerBase,
+    sizes: Sequence[Size],
+    settings: EmbeddingSettings,
+    *,
+    sts: Sequence[STSTask] = (),
+    retrieval: Sequence[RetrievalData] = (),
+    device: torch.device | str,
+    method: str = "model",
+    top_k: int = DEFAULT_TOP_K,
+    batch_tokens: int = DEFAULT_BATCH_TOKENS,
+    passages_per_block: int = DEFAULT_PASSAGES_PER_BLOCK,
+    ignore_identical_ids: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+    progress: bool = False,
+    on_run: Callable[[str, Size, Run], None] | None = None,
+) -> list[Record]:
+    """Every task at every size. All ranks call this alike; every rank gets the STS records, rank 0 the retrieval ones.
+
+    `sizes`: those that `forward` returns, in its order. Similarity, lengths and prompts are the settings' own; STS
+    texts take the query prompt and the longer of the two lengths. The caller puts the model into eval mode.
+    `on_run(task name, size, run)` sees every ranking.
+    """
+    ladder = settings.sizes if settings.ladder else None
+    encode_texts = partial(
+        encode,
+        forward,
+        tokenizer,
+        sizes=sizes,
+        device=device,
+        batch_tokens=batch_tokens,
+        rank=rank,
+        world_size=world_size,
+        progress=progress,
+    )
+
+    def records(task: str, kind: str, size: Size, metrics: dict[str, float]) -> list[Record]:
+        name = ladder.name(size) if ladder else str(size)
+        return [Record(method, task, kind, name, size.layers, size.dim, metric, v) for metric, v in metrics.items()]
+
+    results: list[Record] = []
+    if sts:
+        longest = max(settings.query_max_length, settings.passage_max_length)
+        # The similarity of STS is cosine whatever the model's, so vectors need not be normalised here.
+        encode_sts = partial(encode_texts, similarity="dot", max_length=longest, prompt=settings.query_prompt)
+        for task, by_size in evaluate_sts(encode_sts, sts).items():
+            for size, metrics in by_size.items():
+                results += records(task, "sts", size, metrics)
+    for data in retrieval:
+        encode_queries = partial(
+            encode_texts,
+            similarity=settings.similarity,
+            max_length=settings.query_max_length,
+            prompt=settings.query_prompt,
+        )
+        encode_documents = partial(
+            encode_texts,
+            similarity=settings.similarity,
+            max_length=settings.passage_max_length,
+            prompt=settings.passage_prompt,
+        )
+        scores = evaluate_retrieval(
+            encode_queries,
+            encode_documents,
+            data,
+            top_k=top_k,
+            device=device,
+            passages_per_block=passages_per_block,
+            ignore_identical_ids=ignore_identical_ids,
+            primary=rank == 0,
+            on_run=partial(on_run, data.name) if on_run else None,
+        )
+        for size, of_size in scores.items():
+            results += records(data.name, "retrieval", size, known_metrics(of_size, data, top_k))
+    return results
+
+
+def known_metrics(scores: RunScores, data: RetrievalData, top_k: int) -> dict[str, float]:
+    """The means, without recalls that reach deeper than the ranking was cut."""
+    reach = top_k if top_k < len(data.documents) else 10**9
+    depth = {"recall_100": 100, "recall_1000": 1_000}
+    return {name: value for name, value in scores.means.items() if depth.get(name, 0) <= reach}

@@ -1,0 +1,224 @@
+"""Texts to embeddings of every wanted size, from one pass over the texts.
+
+`forward` is a callable, so that the same code serves a bare `Encoder`, a DeepSpeed engine in the middle of training
+(whose parameters may be partitioned, so that every rank must make the same number of calls) and a test's stub.
+A size's vector is cut first and normalised after (SPEC.md, SRL): the cosine of TRUNCATED vectors.
+
+Memory: the texts' ids (4 bytes a token of this rank's share), one batch on the device, and the result,
+4 bytes × texts × the sum of the sizes' dimensions (twice that while ranks gather). Corpora that are larger than that
+are encoded block by block: see `trainer.evaluation.retrieval.retrieve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from models.encoder import Encoder
+from models.sizes import Size
+from trainer.config import ConfigError
+
+Forward = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+"""(input_ids, attention_mask), both int64 [batch, seq], to one [batch, size.dim] a size, not normalised."""
+
+DEFAULT_BATCH_TOKENS = 16_384
+_TEXTS_PER_TOKENIZER_CALL = 8_192
+_ROWS_PER_GATHER = 16_384
+
+
+def encoder_forward(encoder: Encoder, sizes: Sequence[Size], *, dtype: torch.dtype = torch.float32) -> Forward:
+    """An encoder as `encode` wants it; any other dtype than float32 runs under autocast."""
+
+    def forward(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast(input_ids.device.type, dtype=dtype, enabled=dtype != torch.float32):
+            return encoder(input_ids, attention_mask, sizes)
+
+    return forward
+
+
+@dataclass(frozen=True)
+class _Ids:
+    """Token ids of many texts, flat: int32 [T] with offsets int64 [n + 1]."""
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+
+def encode(
+    forward: Forward,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    sizes: Sequence[Size],
+    *,
+    similarity: str,
+    max_length: int,
+    device: torch.device | str,
+    prompt: str = "",
+    batch_tokens: int = DEFAULT_BATCH_TOKENS,
+    rank: int = 0,
+    world_size: int = 1,
+    progress: bool = False,
+) -> dict[Size, np.ndarray]:
+    """Size -> float32 [len(texts), size.dim], rows in the order of `texts`, on every rank.
+
+    `sizes`: those that `forward` returns, in its order. `similarity` "cosine" gives unit vectors, "dot" leaves them.
+    `max_length`: tokens, special tokens included. `batch_tokens`: rows × longest row of a batch, padding included.
+    The caller switches the model to eval mode and back; gradients are off here.
+    With `world_size` > 1 every rank passes the same texts, encodes its share and receives everything.
+    Equal texts are encoded once, so that they get equal vectors whatever their neighbours.
+    """
+    sizes = list(dict.fromkeys(sizes))
+    if similarity not in ("dot", "cosine"):
+        raise ConfigError(f"similarity {similarity!r} is unknown; use 'dot' or 'cosine'")
+    if batch_tokens < 1:
+        raise ConfigError(f"batch_tokens {batch_tokens} is below 1; give the tokens that one batch may hold")
+    if not len(texts):
+        return {size: np.empty((0, size.dim), np.float32) for size in sizes}
+
+    unique = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+    rows_of_texts = np.fromiter((unique[text] for text in texts), np.int64, len(texts))
+    distinct = list(unique)
+
+    # Sorted by characters, dealt out in turn: ranks get like lengths, and each tokenizes only what it encodes.
+    by_length = np.argsort([-len(text) for text in distinct], kind="stable")
+    share = by_length[rank::world_size]
+    ids = _tokenize(tokenizer, [prompt + distinct[row] for row in share], max_length)
+    vectors = _encode_share(
+        forward,
+        ids,
+        pad_id=_pad_id(tokenizer),
+        sizes=sizes,
+        normalise=similarity == "cosine",
+        device=torch.device(device),
+        batch_tokens=batch_tokens,
+        filler=None if len(share) else _tokenize(tokenizer, [prompt + distinct[0]], max_length),
+        world_size=world_size,
+        progress=progress and rank == 0,
+    )  # [len(share), Σ dims]
+
+    everything = np.empty((len(distinct), vectors.shape[1]), np.float32)
+    if world_size == 1:
+        everything[share] = vectors
+    else:
+        shares = [by_length[other::world_size] for other in range(world_size)]
+        _gather_rows(vectors, everything, shares, device=torch.device(device))
+    ends = np.cumsum([size.dim for size in sizes])
+    return {
+        size: np.ascontiguousarray(everything[rows_of_texts, end - size.dim : end]) for size, end in zip(sizes, ends)
+    }
+
+
+def token_batches(lengths: np.ndarray, batch_tokens: int) -> list[np.ndarray]:
+    """Rows in batches, longest first, each of at most `batch_tokens` tokens with padding (or one row)."""
+    order = np.argsort(-lengths, kind="stable")
+    batches = []
+    start = 0
+    while start < len(order):
+        rows = max(1, batch_tokens // max(1, int(lengths[order[start]])))
+        batches.append(order[start : start + rows])
+        start += rows
+    return batches
+
+
+def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    if tokenizer.pad_token_id is None:
+        raise ConfigError(f"the tokenizer {tokenizer.name_or_path!r} has no padding token; set its pad_token")
+    return int(tokenizer.pad_token_id)
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int) -> _Ids:
+    chunks: list[np.ndarray] = []
+    lengths: list[int] = []
+    for start in range(0, len(texts), _TEXTS_PER_TOKENIZER_CALL):
+        rows = tokenizer(
+            list(texts[start : start + _TEXTS_PER_TOKENIZER_CALL]),
+            truncation=True,
+            max_length=max_length,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )["input_ids"]
+        lengths += [len(row) for row in rows]
+        chunks.append(np.fromiter((token for row in rows for token in row), np.int32))
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return _Ids(np.concatenate(chunks) if chunks else np.empty(0, np.int32), offsets)
+
+
+def _padded(ids: _Ids, rows: np.ndarray, pad_id: int) -> tuple[Tensor, Tensor]:
+    """input_ids and attention_mask, int64 [len(rows), longest]."""
+    lengths = ids.lengths[rows]
+    columns = np.arange(max(1, int(lengths.max())))
+    mask = columns < lengths[:, None]
+    input_ids = np.full(mask.shape, pad_id, np.int64)
+    input_ids[mask] = ids.tokens[(ids.offsets[rows][:, None] + columns)[mask]]
+    return torch.from_numpy(input_ids), torch.from_numpy(mask.astype(np.int64))
+
+
+@torch.no_grad()
+def _encode_share(
+    forward: Forward,
+    ids: _Ids,
+    *,
+    pad_id: int,
+    sizes: Sequence[Size],
+    normalise: bool,
+    device: torch.device,
+    batch_tokens: int,
+    filler: _Ids | None,
+    world_size: int,
+    progress: bool,
+) -> np.ndarray:
+    """This rank's vectors, float32 [n, Σ dims], with as many calls of `forward` as the busiest rank makes."""
+    out = np.empty((len(ids.lengths), sum(size.dim for size in sizes)), np.float32)
+    batches = token_batches(ids.lengths, batch_tokens)
+    calls = _max_over_ranks(len(batches), device) if world_size > 1 else len(batches)
+    for call in tqdm(range(calls), desc="encoding", unit="batch", disable=not progress, leave=False):
+        rows = batches[min(call, len(batches) - 1)] if batches else np.zeros(1, np.int64)
+        input_ids, attention_mask = _padded(ids if batches else filler or ids, rows, pad_id)
+        outputs = forward(input_ids.to(device), attention_mask.to(device))
+        assert len(outputs) == len(sizes), f"forward gave {len(outputs)} sizes, {len(sizes)} were asked for"
+        if call >= len(batches):
+            continue
+        vectors = [vector.float() for vector in outputs]
+        if normalise:
+            vectors = [torch.nn.functional.normalize(vector, dim=-1) for vector in vectors]
+        out[rows] = torch.cat(vectors, dim=1).cpu().numpy()
+    return out
+
+
+def _collective_device(device: torch.device) -> torch.device:
+    # gloo gathers in host memory, nccl only on the device.
+    return device if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _max_over_ranks(value: int, device: torch.device) -> int:
+    count = torch.tensor([value], dtype=torch.int64, device=_collective_device(device))
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    return int(count.item())
+
+
+def _gather_rows(mine: np.ndarray, out: np.ndarray, shares: Sequence[np.ndarray], *, device: torch.device) -> None:
+    """Fill `out` [n, width] with every rank's rows, `shares[r]` naming the places of rank r's."""
+    device = _collective_device(device)
+    longest = max(len(share) for share in shares)
+    for start in range(0, longest, _ROWS_PER_GATHER):
+        rows = min(_ROWS_PER_GATHER, longest - start)
+        piece = torch.zeros(rows, out.shape[1], device=device)
+        own = torch.from_numpy(mine[start : start + rows])
+        piece[: len(own)] = own.to(device)
+        pieces = [torch.empty_like(piece) for _ in shares]
+        dist.all_gather(pieces, piece)
+        for share, received in zip(shares, pieces):
+            places = share[start : start + rows]
+            out[places] = received[: len(places)].cpu().numpy()

@@ -1,0 +1,213 @@
+"""Results as records, and records as tables and figures.
+
+One record is one number: tidy data, so that later tables (studies, significance) select and pivot instead of walking
+nested dictionaries. Figures follow SPEC.md, Evaluation: score by size per method, and layers × dimensions heat maps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models.sizes import Size
+
+METRIC_LABELS = {
+    "ndcg_cut_10": "nDCG@10",
+    "recip_rank": "MRR",
+    "recip_rank_10": "MRR@10",
+    "map": "MAP",
+    "recall_100": "Recall@100",
+    "recall_1000": "Recall@1000",
+    "spearman": "Spearman",
+    "spearman_mean": "Spearman, mean of subsets",
+    "pearson": "Pearson",
+}
+HEADLINE_METRICS = {"sts": "spearman", "retrieval": "ndcg_cut_10"}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One number. A method without sizes (BM25) has size "", layers 0 and dim 0."""
+
+    method: str
+    task: str
+    kind: str  # "sts" | "retrieval"
+    size: str  # the size's name in its ladder
+    layers: int
+    dim: int
+    metric: str
+    value: float
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON has no NaN: an undefined value is null."""
+        return {**dataclasses.asdict(self), "value": None if math.isnan(self.value) else self.value}
+
+
+def flat(records: Iterable[Record]) -> dict[str, float]:
+    """One dictionary for logs: "task/metric/size" -> value (of one method)."""
+    return {f"{r.task}/{r.metric}/{r.size}" if r.size else f"{r.task}/{r.metric}": r.value for r in records}
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns: int = 1) -> str:
+    """A table that reads as well in a terminal as rendered: padded, numbers to the right."""
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(header))]
+
+    def render(cells: Sequence[str]) -> str:
+        padded = [c.ljust(w) if i < text_columns else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths))]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = ["-" * w if i < text_columns else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    return "\n".join([render(lines[0]), render(rule), *(render(line) for line in lines[1:])]) + "\n"
+
+
+def results_markdown(records: Sequence[Record]) -> str:
+    """A heading and a table a task: methods and sizes down, metrics across."""
+    parts = []
+    for task in _in_order(record.task for record in records):
+        of_task = [record for record in records if record.task == task]
+        metrics = [m for m in _in_order(record.metric for record in of_task) if "/" not in m]
+        values = {(r.method, r.size, r.layers, r.dim, r.metric): r.value for r in of_task}
+        rows = []
+        for method, size, layers, dim in _in_order((r.method, r.size, r.layers, r.dim) for r in of_task):
+            numbers = [_number(values.get((method, size, layers, dim, metric))) for metric in metrics]
+            shape = [str(layers), str(dim)] if layers else ["", ""]
+            rows.append([method, size or "–", *shape, *numbers])
+        header = ["method", "size", "layers", "dim", *(METRIC_LABELS.get(metric, metric) for metric in metrics)]
+        parts.append(f"### {task}\n\n{markdown_table(header, rows, text_columns=2)}")
+    return "\n".join(parts)
+
+
+def size_scores(records: Iterable[Record], *, task: str, metric: str, method: str) -> dict[Size, float]:
+    """Size -> value of one method on one task."""
+    return {
+        Size(r.layers, r.dim): r.value
+        for r in records
+        if r.layers and (r.task, r.metric, r.method) == (task, metric, method)
+    }
+
+
+def plot_score_by_size(
+    curves: Mapping[str, Mapping[Size, float]],
+    path: str | Path,
+    *,
+    title: str,
+    ylabel: str,
+    names: Mapping[Size, str] | None = None,
+    levels: Mapping[str, float] | None = None,
+) -> Path:
+    """A line a method over the sizes (equal steps: sizes are ordered categories); `levels`: dashed reference lines."""
+    plt = _pyplot()
+    sizes = sorted({size for curve in curves.values() for size in curve})
+    figure, axes = plt.subplots(figsize=(max(5.0, 1.0 + 0.9 * len(sizes)), 3.8), layout="constrained")
+    for (method, curve), marker in zip(curves.items(), "osD^vPX*" * len(curves)):
+        places = [place for place, size in enumerate(sizes) if size in curve]
+        axes.plot(places, [curve[sizes[place]] for place in places], marker=marker, markersize=5, label=method)
+    for number, (method, value) in enumerate((levels or {}).items()):
+        axes.axhline(value, linestyle=("--", ":", "-.")[number % 3], linewidth=1.2, color="0.35", label=method)
+    labels = [
+        f"{name}\n{size}" if (name := (names or {}).get(size, str(size))) != str(size) else name for size in sizes
+    ]
+    axes.set_xticks(range(len(sizes)), [label.replace("x", "×") for label in labels])
+    axes.set_xlabel("size (layers × dimensions)")
+    axes.set_ylabel(ylabel)
+    axes.set_title(title)
+    axes.grid(axis="y", linewidth=0.5, alpha=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(curves) + len(levels or {}) > 1:
+        axes.legend(frameon=False)
+    return _save(figure, path)
+
+
+def plot_heat_map(
+    values: Mapping[Size, float], path: str | Path, *, title: str, label: str, difference: bool = False
+) -> Path:
+    """Layers up, dimensions across, the number in each cell. `difference`: colours centred on zero."""
+    plt = _pyplot()
+    layers = sorted({size.layers for size in values})
+    dims = sorted({size.dim for size in values})
+    grid = np.full((len(layers), len(dims)), np.nan)
+    for size, value in values.items():
+        grid[layers.index(size.layers), dims.index(size.dim)] = value
+    finite = grid[np.isfinite(grid)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    if difference:
+        high = max(abs(low), abs(high)) or 1.0
+        low = -high
+    figure, axes = plt.subplots(figsize=(2.4 + 0.75 * len(dims), 1.6 + 0.5 * len(layers)), layout="constrained")
+    image = axes.imshow(
+        grid, origin="lower", aspect="auto", cmap="RdBu" if difference else "viridis", vmin=low, vmax=high
+    )
+    for row, column in np.ndindex(grid.shape):
+        value = float(grid[row, column])
+        if math.isfinite(value):
+            shade = (value - low) / ((high - low) or 1.0)
+            dark = 0.25 < shade < 0.75 if difference else shade > 0.6
+            text = f"{value:+.3f}" if difference else f"{value:.3f}"
+            axes.text(column, row, text, ha="center", va="center", fontsize=8, color="black" if dark else "white")
+    axes.set_xticks(range(len(dims)), [str(dim) for dim in dims])
+    axes.set_yticks(range(len(layers)), [str(layer) for layer in layers])
+    axes.set_xlabel("dimensions")
+    axes.set_ylabel("layers")
+    axes.set_title(title)
+    figure.colorbar(image, ax=axes, label=label)
+    return _save(figure, path)
+
+
+def plot_records(records: Sequence[Record], folder: str | Path) -> list[Path]:
+    """The headline metric of every task: a line figure, and a heat map a method where the sizes make a grid."""
+    folder = Path(folder)
+    written = []
+    for task in _in_order(record.task for record in records):
+        of_task = [record for record in records if record.task == task]
+        metric = HEADLINE_METRICS[of_task[0].kind]
+        label = METRIC_LABELS[metric]
+        methods = _in_order(record.method for record in of_task)
+        curves = {method: size_scores(of_task, task=task, metric=metric, method=method) for method in methods}
+        levels = {r.method: r.value for r in of_task if not r.layers and r.metric == metric}
+        curves = {method: curve for method, curve in curves.items() if curve}
+        names = {Size(r.layers, r.dim): r.size for r in of_task if r.layers}
+        stem = f"{_file_name(task)}_{metric}"
+        if any(len(curve) > len({size.layers for size in curve}) for curve in curves.values()):
+            for method, curve in curves.items():
+                path = folder / f"{stem}_{_file_name(method)}_grid.png"
+                written.append(plot_heat_map(curve, path, title=f"{task}: {method}", label=label))
+        else:
+            path = folder / f"{stem}.png"
+            written.append(plot_score_by_size(curves, path, title=task, ylabel=label, names=names, levels=levels))
+    return written
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None or math.isnan(value) else f"{value:.4f}"
+
+
+def _in_order(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+def _file_name(text: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in text)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")  # figures are files; a login node has no display
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: str | Path) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    _pyplot().close(figure)
+    return path

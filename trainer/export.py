@@ -1,0 +1,268 @@
+"""Command: one folder a size that `SentenceTransformer(path)` loads as it stands, and the whole encoder.
+
+    python -m trainer.export --model runs/x/model --output runs/x/export
+
+The folders keep sentence-transformers' long-standing layout, because its newest one is mis-read by other servers
+(FIELD_NOTES.md): Transformer, Pooling, then Dense where dimensions are cut, then Normalize where similarity is cosine.
+- Layers are cut out of the checkpoint and out of its config: a config that keeps the old count reloads RANDOM layers.
+- Width is cut by a Dense module of the selection matrix [d, D] (ones on the diagonal, no bias, identity activation).
+  `truncate_dim` would act behind Normalize and leave vectors that are not of unit length.
+- Families with a pooler (BERT, RoBERTa) get one of zeros: it takes no part in the embedding, and a checkpoint without
+  it makes every loader report newly initialised weights.
+One maximal length has to serve queries and documents in that layout: it is the longer of the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import json
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as hf_logging
+
+from data.errors import DataError
+from data.tokens import load_tokenizer
+from models.encoder import EmbeddingSettings, load_encoder, truncate_layers
+from models.sizes import Ladder, ModelError, Size
+from trainer.config import ConfigError
+
+log = logging.getLogger(__name__)
+
+ENCODER_FOLDER = "encoder"
+RECEIPT_FILE = "export.json"
+_MODULES = "sentence_transformers.models"
+
+
+def export_sizes(
+    model_folder: str | Path, output: str | Path, *, sizes: Sequence[str | Size] | None = None
+) -> dict[str, Path]:
+    """Write a folder per size and `encoder/` into `output`; returns size name -> folder.
+
+    `model_folder`: a trained folder (Hugging Face files and barista.json). `sizes`: names of its ladder, or any
+    LAYERSxDIM; None: the whole ladder. `output` appears whole or not at all; an earlier export there is replaced,
+    anything else refused.
+    """
+    model_folder, output = Path(model_folder), Path(output)
+    settings = EmbeddingSettings.load(model_folder)
+    if settings is None or not settings.ladder:
+        raise ConfigError(f"{model_folder} has no barista.json with a ladder; give the model folder of a trained run")
+    _check_output(output)
+    encoder = load_encoder(model_folder)
+    tokenizer = load_tokenizer(model_folder)
+    chosen = _chosen_sizes(sizes, settings.sizes)
+    for size in chosen.values():
+        if size.layers > encoder.num_layers or size.dim > encoder.hidden_size:
+            raise ConfigError(
+                f"size {size} outgrows the encoder of {encoder.num_layers} layers and {encoder.hidden_size} "
+                "dimensions; choose a smaller one"
+            )
+
+    tokenizer.model_max_length = max(settings.query_max_length, settings.passage_max_length)
+    # A padded or truncated call leaves its settings in the tokenizer's file, where other programs obey them.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
+    try:
+        backbone = _with_idle_pooler(encoder.backbone.float())
+        _save_checkpoint(backbone, tokenizer, partial / ENCODER_FOLDER)
+        settings.save(partial / ENCODER_FOLDER)
+        # From the deepest size on, so that one copy in memory can be cut step by step.
+        for name, size in sorted(chosen.items(), key=lambda item: item[1], reverse=True):
+            truncate_layers(backbone, size.layers)
+            _write_sentence_transformer(backbone, tokenizer, settings, name, size, partial / name)
+        receipt = {"format": 1, "sizes": {name: [size.layers, size.dim] for name, size in chosen.items()}}
+        (partial / RECEIPT_FILE).write_text(json.dumps(receipt, indent=2) + "\n", encoding="utf-8")
+        partial.chmod(0o755)  # mkdtemp's folders are private
+        _put_in_place(partial, output)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    log.info("exported %s to %s", ", ".join(chosen), output)
+    return {name: output / name for name in chosen}
+
+
+def _chosen_sizes(sizes: Sequence[str | Size] | None, ladder: Ladder) -> dict[str, Size]:
+    wanted = list(ladder) if sizes is None else [s if isinstance(s, Size) else ladder.find(s) for s in sizes]
+    if not wanted:
+        raise ConfigError("no size to export; name some of the ladder's, or leave the choice out for all of them")
+    return {ladder.name(size): size for size in wanted}
+
+
+def _check_output(output: Path) -> None:
+    """Refuse to touch what no export wrote."""
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise ConfigError(f"output {output} is a file; give a new folder")
+    present = {entry.name for entry in output.iterdir()}
+    if not present:
+        return
+    try:
+        ours = {RECEIPT_FILE, ENCODER_FOLDER, *json.loads((output / RECEIPT_FILE).read_text(encoding="utf-8"))["sizes"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = set()
+    if strangers := sorted(present - ours):
+        raise ConfigError(f"output {output} holds something else ({strangers[0]}); give a new or an empty folder")
+
+
+def _put_in_place(partial: Path, output: Path) -> None:
+    if output.exists() and any(output.iterdir()):
+        old = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".old", dir=output.parent))
+        output.replace(old)
+        partial.replace(output)
+        shutil.rmtree(old)
+    else:
+        partial.replace(output)
+
+
+def _with_idle_pooler(backbone: PreTrainedModel) -> PreTrainedModel:
+    takes_pooler = "add_pooling_layer" in inspect.signature(type(backbone).__init__).parameters
+    if takes_pooler and getattr(backbone, "pooler", None) is None:
+        with torch.device("meta"):
+            pooler: Any = type(backbone)(copy.deepcopy(backbone.config)).pooler
+        pooler.to_empty(device="cpu")
+        for parameter in pooler.parameters():
+            torch.nn.init.zeros_(parameter)
+        backbone.pooler = pooler
+    return backbone
+
+
+def _save_checkpoint(backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    backbone.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _write_sentence_transformer(
+    backbone: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: EmbeddingSettings,
+    name: str,
+    size: Size,
+    folder: Path,
+) -> None:
+    """One size in the long-standing layout; `backbone` is cut to its layers already."""
+    width = int(backbone.config.hidden_size)
+    _save_checkpoint(backbone, tokenizer, folder)
+    _write_json(
+        folder / "sentence_bert_config.json", {"max_seq_length": tokenizer.model_max_length, "do_lower_case": False}
+    )
+    modules = ["Transformer", "Pooling"]
+    _write_json(
+        folder / "1_Pooling" / "config.json",
+        {
+            "word_embedding_dimension": width,
+            "pooling_mode_cls_token": settings.pooling == "cls",
+            "pooling_mode_mean_tokens": settings.pooling == "mean",
+            "pooling_mode_max_tokens": False,
+            "pooling_mode_mean_sqrt_len_tokens": False,
+        },
+    )
+    if size.dim < width:
+        modules.append("Dense")
+        dense = folder / f"{len(modules) - 1}_Dense"
+        _write_json(
+            dense / "config.json",
+            {
+                "in_features": width,
+                "out_features": size.dim,
+                "bias": False,
+                "activation_function": "torch.nn.modules.linear.Identity",
+            },
+        )
+        save_file({"linear.weight": torch.eye(size.dim, width)}, dense / "model.safetensors", metadata={"format": "pt"})
+    if settings.similarity == "cosine":
+        modules.append("Normalize")
+        (folder / f"{len(modules) - 1}_Normalize").mkdir()
+    listed = [
+        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"{_MODULES}.{kind}"}
+        for i, kind in enumerate(modules)
+    ]
+    _write_json(folder / "modules.json", listed)
+    _write_json(
+        folder / "config_sentence_transformers.json",
+        {
+            "prompts": {"query": settings.query_prompt, "document": settings.passage_prompt},
+            "default_prompt_name": None,
+            "similarity_fn_name": settings.similarity,
+        },
+    )
+    (folder / "README.md").write_text(_card(backbone, settings, name, size), encoding="utf-8")
+
+
+def _card(backbone: PreTrainedModel, settings: EmbeddingSettings, name: str, size: Size) -> str:
+    parameters = sum(p.numel() for key, p in backbone.named_parameters() if not key.startswith("pooler."))
+    length = max(settings.query_max_length, settings.passage_max_length)
+    title = f"{name} ({size})" if name != str(size) else name
+    family = backbone.config.model_type
+    kind = "unit vectors, compared by cosine" if settings.similarity == "cosine" else "compared by dot product"
+    return f"""---
+library_name: sentence-transformers
+pipeline_tag: sentence-similarity
+tags: [sentence-transformers, feature-extraction, starbucks, matryoshka]
+---
+# Text embeddings, size {title}
+
+One of the sizes of a two-dimensional Matryoshka ("Starbucks") embedding model: the first {size.layers} layers and
+the first {size.dim} dimensions of one encoder that was trained to work at every size.
+
+| | |
+| --- | --- |
+| layers | {size.layers} |
+| embedding dimensions | {size.dim} ({kind}) |
+| parameters | {parameters:,} |
+| architecture | {family}, {settings.pooling} pooling |
+| longest text | {length} tokens |
+| trained with | queries of {settings.query_max_length} tokens, passages of {settings.passage_max_length} |
+
+```python
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("path/to/this/folder")
+queries = model.encode_query(["what is an espresso?"])
+documents = model.encode_document(["Espresso is coffee brewed under pressure."])
+print(model.similarity(queries, documents))
+```
+"""
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.export",
+        description="Write one folder a size that SentenceTransformer(path) loads, and encoder/, the whole encoder.",
+    )
+    parser.add_argument("--model", required=True, type=Path, help="the model folder of a trained run")
+    parser.add_argument("--output", required=True, type=Path, help="a new folder, or an earlier export to replace")
+    parser.add_argument("--sizes", default="all", help='"all" of the ladder, or names: demi,short,3x48 (%(default)s)')
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    sizes = None if args.sizes == "all" else [name.strip() for name in args.sizes.split(",") if name.strip()]
+    try:
+        folders = export_sizes(args.model, args.output, sizes=sizes)
+    except (ConfigError, DataError, ModelError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    sys.stdout.write("".join(f"{name}\t{folder}\n" for name, folder in folders.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
