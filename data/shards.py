@@ -23,13 +23,13 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import logging
 import mmap
 import os
 import re
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -45,8 +45,6 @@ from data.tokens import Vocabulary, load_tokenizer, tokenizer_fingerprint, vocab
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-logger = logging.getLogger(__name__)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -233,8 +231,12 @@ class UnitWriter:
 
     def close(self) -> UnitReceipt:
         """Make the last shard durable and write the receipt; from then on the unit counts as finished."""
-        self._flush_chunk()
-        self._finish_shard()
+        try:
+            self._flush_chunk()
+            self._finish_shard()
+        except BaseException:
+            self.abort()
+            raise
         receipt = UnitReceipt(
             self.unit, self.kind, self.columns, self.vocabulary_size, self.settings, tuple(self._shards)
         )
@@ -244,7 +246,9 @@ class UnitWriter:
     def abort(self) -> None:
         """Drop the unit; finished shards of it stay behind without a receipt and are removed by the next attempt."""
         if self._tar is not None:
-            self._tar.file.close()
+            # On a full disk, what is still buffered cannot be written here either, and is not wanted.
+            with suppress(OSError):
+                self._tar.file.close()
             self._tar = None
         self._remove_leftovers()
 
@@ -453,9 +457,10 @@ class _TarFile:
         """End the archive and make it durable; returns (bytes, sha256)."""
         self._write(NUL * (2 * BLOCKSIZE))
         self._write(NUL * (-self.bytes % RECORDSIZE))
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
+        with _naming_the_file(self.path):
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            self.file.close()
         return self.bytes, self._sha256.hexdigest()
 
     @staticmethod
@@ -463,9 +468,20 @@ class _TarFile:
         return BLOCKSIZE + len(payload) + -len(payload) % BLOCKSIZE
 
     def _write(self, content: bytes) -> None:
-        self.file.write(content)
+        with _naming_the_file(self.path):
+            self.file.write(content)
         self._sha256.update(content)
         self.bytes += len(content)
+
+
+@contextmanager
+def _naming_the_file(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"shard {path} cannot be written ({error.strerror}); free space or choose another folder"
+        ) from error
 
 
 def _offsets(lengths: Sequence[int]) -> np.ndarray:

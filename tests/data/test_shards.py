@@ -338,6 +338,25 @@ def test_samples_that_cannot_be_written(tmp_path, texts):
     refused("kind 'images'", lambda: UnitWriter(tmp_path, 0, kind="images", vocabulary_size=5))  # type: ignore[arg-type]
 
 
+def test_a_full_disk_and_an_unwritable_folder_are_named(tmp_path, monkeypatch):
+    def on_full_disk(writer: shards._TarFile, path: Path) -> None:
+        original(writer, path)
+        writer.file.close()
+        writer.file = Path("/dev/full").open("wb")  # noqa: SIM115
+
+    original = shards._TarFile.__init__
+    monkeypatch.setattr(shards._TarFile, "__init__", on_full_disk)
+
+    def write() -> None:
+        with UnitWriter(tmp_path / "full", 0, kind="documents", vocabulary_size=9) as writer:
+            writer.add_document([1])
+
+    refused("No space left", write, name="shard-00000-000.tar")
+    assert not contents(tmp_path / "full")
+    (tmp_path / "file").touch()
+    refused("cannot be made", lambda: UnitWriter(tmp_path / "file" / "x", 0, kind="documents", vocabulary_size=9))
+
+
 def test_an_error_inside_a_unit_leaves_nothing_behind(tmp_path, texts):
     with (
         pytest.raises(RuntimeError, match="the source broke"),
