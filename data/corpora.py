@@ -1,0 +1,941 @@
+"""Readers of what users hold: text and query/passage files -> records.
+
+What is decided here:
+- A record is {"text"} or {"query", "positives", "negatives", "score"}; every reader is lazy.
+- Inputs are cut into `Unit`s: a byte range of a jsonl or TSV file, row groups of a parquet file, a whole compressed
+  file, a shard of a hub data set. A unit is small enough to pickle, and one process reads it from start to end.
+  Byte ranges need no scan of the file: a line belongs to the unit in which its first byte lies.
+- Whatever is wrong with the user's data is a DataError that names file and line. Line numbers are counted when an
+  error needs them, not while reading.
+- Passages named by id (MS MARCO, BEIR) are fetched through an index of byte offsets, so that no process holds the
+  collection in memory.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import hashlib
+import io
+import itertools
+import json
+import logging
+import math
+import mmap
+import re
+import socket
+import urllib.request
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, TypedDict, cast
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from data.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+SMALLEST_UNIT_BYTES = 4 * 2**20
+LARGEST_UNIT_BYTES = 256 * 2**20
+UNITS_WANTED = 16
+TEXT_SPLITS = ("blank-lines", "lines", "file")
+TUPLE_FORMATS = ("auto", "columns", "nli", "sts", "msmarco", "beir")
+
+FileKind = Literal["jsonl", "tsv", "txt", "parquet", "hub", "ids"]
+_SUFFIXES: dict[str, FileKind] = {
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".ndjson": "jsonl",
+    ".tsv": "tsv",
+    ".txt": "txt",
+    ".parquet": "parquet",
+}
+_COMPRESSIONS = (".gz", ".zst")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_QUERY_NAMES = ("query", "anchor", "question", "sentence1")
+_POSITIVE_NAMES = ("positive", "positives", "pos", "positive_passages", "answer", "entailed", "sentence2")
+_NEGATIVE_NAME = re.compile(r"(hard_?)?neg(ative)?s?(_passages)?(_?\d+)?|contradicted")
+_SCORE_NAMES = ("score",)
+
+
+class Document(TypedDict):
+    text: str
+
+
+class TupleRecord(TypedDict):
+    query: str
+    positives: list[str]
+    negatives: list[str]
+    score: float | None
+
+
+@dataclass(frozen=True)
+class DocumentLayout:
+    """Where a row's text is, and how a plain text file falls into documents."""
+
+    text_column: str = "text"
+    text_split: str = "blank-lines"
+
+
+@dataclass(frozen=True)
+class TupleLayout:
+    """Which columns of a row are what; a column may hold one text, a list, or {"title", "text"} passages."""
+
+    query: str
+    positives: tuple[str, ...]
+    negatives: tuple[str, ...] = ()
+    score: str | None = None
+
+
+@dataclass(frozen=True)
+class IdLayout:
+    """Rows name passages by id; `index` is the folder of a saved TextIndex."""
+
+    index: str
+    names: str  # what the ids come from, for error messages
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of the input that one process reads from start to end."""
+
+    source: str  # what people call it
+    path: str  # of the file, or the hub data set's name
+    kind: FileKind
+    layout: DocumentLayout | TupleLayout | IdLayout
+    size: int  # bytes to read, 0 if unknown: for progress only
+    start: int = 0  # plain lines: byte; compressed: lines to skip; parquet: row group; hub: shard
+    stop: int | None = None  # exclusive; hub: number of shards
+    columns: tuple[str, ...] = ()  # of a TSV file
+    skip_rows: tuple[int, ...] = ()  # 0-based data rows, whole-file units only
+    skip_empty: bool = False
+    limit: int | None = None  # records
+    subset: str | None = None  # hub
+    split: str = "train"  # hub
+
+    @property
+    def graded(self) -> bool:
+        return isinstance(self.layout, TupleLayout) and self.layout.score is not None
+
+
+@dataclass
+class Tally:
+    """How far a reader has come, in bytes of its unit's `size`."""
+
+    bytes_read: int = 0
+
+
+# ------------------------------------------------------------------------------------------------------------ planning
+
+
+def plan_documents(
+    inputs: Sequence[str],
+    *,
+    text_column: str = "text",
+    text_split: str = "blank-lines",
+    skip_empty: bool = False,
+    subset: str | None = None,
+    split: str = "train",
+    limit: int | None = None,
+) -> list[Unit]:
+    """Cut files, globs, folders and hub data sets into units of documents."""
+    if text_split not in TEXT_SPLITS:
+        raise DataError(f"text split {text_split!r} is unknown; use one of {', '.join(TEXT_SPLITS)}")
+    layout = DocumentLayout(text_column, text_split)
+    units: list[Unit] = []
+    paths = _resolve(inputs)
+    unit_bytes = _unit_bytes(paths)
+    for path in paths:
+        if isinstance(path, str):
+            units += _hub_units(path, layout, subset=subset, split=split)
+        elif (kind := _kind_of(path)) == "tsv":
+            columns, header_size = _header(path)
+            _require_columns(path, columns, [text_column])
+            units += _line_units(path, kind, layout, start=header_size, columns=columns, unit_bytes=unit_bytes)
+        elif kind == "parquet":
+            _require_columns(path, _parquet_columns(path), [text_column])
+            units += _parquet_units(path, layout, unit_bytes=unit_bytes)
+        else:
+            whole = kind == "txt" and text_split != "lines"
+            units += _line_units(path, kind, layout, unit_bytes=None if whole else unit_bytes)
+    return _limited([replace(unit, skip_empty=skip_empty) for unit in units], limit)
+
+
+def plan_tuples(
+    inputs: Sequence[str],
+    *,
+    scratch: Path | None = None,
+    format: str = "auto",
+    query_column: str | None = None,
+    positive_columns: Sequence[str] = (),
+    negative_columns: Sequence[str] = (),
+    score_column: str | None = None,
+    columns: Sequence[str] = (),
+    negatives_file: str | None = None,
+    max_negatives: int = 50,
+    skip_rows: str | None = None,
+    skip_empty: bool = False,
+    subset: str | None = None,
+    split: str = "train",
+    limit: int | None = None,
+) -> list[Unit]:
+    """Cut pairs, triplets, n-tuples and graded pairs into units.
+
+    Formats: "columns" reads jsonl, TSV and parquet by column name (`columns` names those of a TSV file without a
+    header); "nli" a TSV with a header whose columns are anchor, entailed, contradicted; "sts" a TSV without a header of
+    score, sentence1, sentence2; "msmarco" and "beir" folders. "auto" tells these folders from the rest by their files.
+    `scratch` is an empty folder where MS MARCO and BEIR keep an index until the units have been read.
+    """
+    if format not in TUPLE_FORMATS:
+        raise DataError(f"format {format!r} is unknown; use one of {', '.join(TUPLE_FORMATS)}")
+    wanted = TupleLayout(query_column or "", tuple(positive_columns), tuple(negative_columns), score_column)
+    skipped = _read_row_numbers(skip_rows) if skip_rows else ()
+    if skipped and len(inputs) > 1:
+        raise DataError("rows to skip are counted within one file; prepare one input at a time")
+    units: list[Unit] = []
+    files: list[str] = []
+    for number, name in enumerate(inputs):
+        found = format if format != "auto" else _folder_format(Path(name))
+        if found not in ("msmarco", "beir"):
+            files.append(name)
+            continue
+        if scratch is None:
+            raise DataError(f"folder {name} names passages by id, which takes a scratch folder for their index")
+        target = scratch / f"{number:03d}"
+        target.mkdir(parents=True)
+        units += _id_units(Path(name), target, found, split=split, negatives=negatives_file, most=max_negatives)
+    if negatives_file and files:
+        raise DataError(f"{files[0]} is no MS MARCO or BEIR folder, so the hard negatives file does not apply to it")
+    paths = _resolve(files)
+    unit_bytes = None if skipped else _unit_bytes(paths)
+    if skipped and len(paths) > 1:
+        raise DataError("rows to skip are counted within one file; prepare one input at a time")
+    for path in paths:
+        if isinstance(path, str):
+            units += _hub_units(path, wanted, subset=subset, split=split)
+        elif format in ("nli", "sts") and _kind_of(path) != "tsv":
+            raise DataError(f"{path} is not a .tsv file, which format {format} needs; use --format columns")
+        elif (kind := _kind_of(path)) == "tsv":
+            names, header_size = (tuple(columns), 0) if columns else _header(path)
+            layout = wanted
+            if format == "sts":
+                names, header_size = ("score", "sentence1", "sentence2"), 0
+            elif format == "nli":
+                if len(names) < 3:
+                    raise DataError(
+                        f"{path} has {len(names)} columns, but NLI triplets are anchor, entailed, contradicted"
+                    )
+                layout = TupleLayout(names[0], (names[1],), (names[2],))
+            layout = _tuple_layout(path, names, layout)
+            units += _line_units(path, kind, layout, start=header_size, columns=names, unit_bytes=unit_bytes)
+        elif kind == "parquet":
+            layout = _tuple_layout(path, _parquet_columns(path), wanted)
+            units += _parquet_units(path, layout, unit_bytes=unit_bytes)
+        elif kind == "jsonl":
+            layout = _tuple_layout(path, _first_keys(path), wanted)
+            units += _line_units(path, kind, layout, unit_bytes=unit_bytes)
+        else:
+            raise DataError(f"{path} is plain text, which has no queries; give jsonl, TSV or parquet")
+    if len({unit.graded for unit in units}) > 1:
+        raise DataError("some inputs have scores and others have none; prepare graded pairs into a folder of their own")
+    return _limited([replace(unit, skip_empty=skip_empty, skip_rows=skipped) for unit in units], limit)
+
+
+def _resolve(inputs: Sequence[str]) -> list[Path | str]:
+    """Files of paths, globs and folders, in a fixed order; names that can only be the hub's stay text."""
+    found: list[Path | str] = []
+    for name in inputs:
+        path = Path(name).expanduser()
+        if path.is_file():
+            found.append(path)
+        elif path.is_dir():
+            files = [file for file in sorted(path.rglob("*")) if file.is_file() and _is_known(file)]
+            if not files:
+                raise DataError(f"folder {name} holds no {_known_suffixes()} files")
+            found += files
+        elif glob.has_magic(name):
+            names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
+            matches = [Path(match) for match in names if Path(match).is_file()]
+            if not matches:
+                raise DataError(f"no file matches {name}; check the pattern and the folder you run in")
+            found += matches
+        elif _HUB_NAME.fullmatch(name) and not _is_known(path):
+            found.append(name)
+        else:
+            raise DataError(f"file {name} does not exist; check the path and the folder you run in")
+    return found
+
+
+def _is_known(path: Path) -> bool:
+    suffixes = path.suffixes
+    if suffixes and suffixes[-1] in _COMPRESSIONS:
+        suffixes.pop()
+    return bool(suffixes) and suffixes[-1] in _SUFFIXES and not path.name.startswith(".")
+
+
+def _known_suffixes() -> str:
+    return "/".join(_SUFFIXES) + " (or .gz/.zst of them)"
+
+
+def _kind_of(path: Path) -> FileKind:
+    if not _is_known(path):
+        raise DataError(f"{path} is of an unknown format; give {_known_suffixes()}")
+    kind = _SUFFIXES[path.suffixes[-2] if path.suffix in _COMPRESSIONS else path.suffix]
+    if kind == "parquet" and path.suffix in _COMPRESSIONS:
+        raise DataError(f"{path} is a compressed parquet file; decompress it, for parquet needs random access")
+    return kind
+
+
+def _unit_bytes(paths: Sequence[Path | str]) -> int:
+    """A size that depends on the inputs alone, never on the number of processes: it decides what is written."""
+    total = sum(path.stat().st_size for path in paths if isinstance(path, Path))
+    return min(max(total // UNITS_WANTED, SMALLEST_UNIT_BYTES), LARGEST_UNIT_BYTES)
+
+
+def _line_units(
+    path: Path,
+    kind: FileKind,
+    layout: DocumentLayout | TupleLayout | IdLayout,
+    *,
+    start: int = 0,
+    columns: tuple[str, ...] = (),
+    unit_bytes: int | None,
+    source: str | None = None,
+) -> list[Unit]:
+    size = path.stat().st_size
+    unit = Unit(source or str(path), str(path), kind, layout, size=size, columns=columns)
+    if size <= start:
+        raise DataError(f"{path} is empty; leave it out or fill it")
+    if path.suffix in _COMPRESSIONS:
+        return [replace(unit, start=1 if start else 0)]
+    if unit_bytes is None:
+        return [replace(unit, start=start)]
+    pieces = max(1, round((size - start) / unit_bytes))
+    cuts = [start + (size - start) * piece // pieces for piece in range(pieces + 1)]
+    return [
+        replace(unit, source=f"{unit.source}[{low}:{high}]", start=low, stop=high, size=high - low)
+        for low, high in itertools.pairwise(cuts)
+    ]
+
+
+def _parquet_units(path: Path, layout: DocumentLayout | TupleLayout, *, unit_bytes: int | None) -> list[Unit]:
+    metadata = _parquet(path).metadata
+    if not metadata.num_rows:
+        raise DataError(f"{path} has no rows; leave it out or fill it")
+    sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
+    units = []
+    first = gathered = 0
+    for group, size in enumerate(sizes):
+        gathered += size
+        if group + 1 == len(sizes) or (unit_bytes is not None and gathered >= unit_bytes):
+            source = f"{path}[{first}:{group + 1}]"
+            units.append(Unit(source, str(path), "parquet", layout, size=gathered, start=first, stop=group + 1))
+            first, gathered = group + 1, 0
+    return units
+
+
+def _hub_units(name: str, layout: DocumentLayout | TupleLayout, *, subset: str | None, split: str) -> list[Unit]:
+    dataset = _hub_dataset(name, subset=subset, split=split)
+    source = f"hub:{name}" + (f"/{subset}" if subset else "") + f"/{split}"
+    try:
+        first = next(iter(dataset), None)
+    except OSError as error:
+        raise DataError(f"hub data set {name!r} cannot be read ({_first_line(error)}); check the network") from error
+    if first is None:
+        raise DataError(f"{source} has no rows; choose another --split or --subset")
+    if isinstance(layout, DocumentLayout):
+        _require_columns(source, tuple(first), [layout.text_column])
+    else:
+        layout = _tuple_layout(source, tuple(first), layout)
+    shards = max(1, int(dataset.num_shards))
+    unit = Unit(source, name, "hub", layout, size=0, stop=shards, subset=subset, split=split)
+    return [replace(unit, source=f"{source}[{shard}/{shards}]", start=shard) for shard in range(shards)]
+
+
+def _hub_dataset(name: str, *, subset: str | None, split: str) -> Any:
+    """A streaming data set of the hub."""
+    mend = (
+        f"{name!r} is neither a file or folder here nor a data set that can be reached on the Hugging Face hub; "
+        "check the spelling and the network, or download the files and give their paths"
+    )
+    _require_hub(mend)
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, subset, split=split, streaming=True)
+    except ValueError as error:
+        raise DataError(
+            f"hub data set {name!r} does not load: {_first_line(error)}; check --subset and --split"
+        ) from error
+    except (OSError, RuntimeError) as error:
+        raise DataError(mend) from error
+
+
+def _require_hub(mend: str) -> None:
+    """Fail at once where the hub's name does not resolve: the hub's own client retries for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise DataError(mend)
+    host = urlsplit(constants.ENDPOINT).hostname
+    if host and not urllib.request.getproxies():
+        try:
+            socket.getaddrinfo(host, 443)
+        except OSError as error:
+            raise DataError(mend) from error
+
+
+def _limited(units: list[Unit], limit: int | None) -> list[Unit]:
+    """Keep the first `limit` records; costs one reading of just those."""
+    if limit is None:
+        return units
+    if limit < 1:
+        raise DataError(f"the limit is {limit}; give 1 or more records")
+    kept: list[Unit] = []
+    left = limit
+    for unit in units:
+        tally = Tally()
+        records = sum(1 for _ in itertools.islice(read_unit(unit, tally), left))
+        left -= records
+        if not left:
+            return [*kept, replace(unit, limit=records, size=min(unit.size, tally.bytes_read))]
+        kept.append(unit)
+    return kept
+
+
+def _read_row_numbers(name: str) -> tuple[int, ...]:
+    path = Path(name)
+    if not path.is_file():
+        raise DataError(f"file {name} of rows to skip does not exist; check the path")
+    try:
+        return tuple(sorted({int(line) for line in path.read_text(encoding="utf-8").split()}))
+    except ValueError as error:
+        raise DataError(f"file {name} of rows to skip must hold 0-based row numbers, one a line") from error
+
+
+# ------------------------------------------------------------------------------------------------------------- columns
+
+
+def _header(path: Path) -> tuple[tuple[str, ...], int]:
+    """(column names, bytes of the header line) of a TSV file."""
+    line = next((line for _, line in _lines(path, 0, None, Tally())), b"")
+    names = tuple(_decode(line, f"{path}:1").removeprefix("\ufeff").rstrip("\r\n").split("\t"))
+    if not line or len(set(names)) < len(names):
+        raise DataError(f"{path}:1 is no header of distinct column names; name the columns with --columns")
+    return names, len(line)
+
+
+def _first_keys(path: Path) -> tuple[str, ...]:
+    unit = Unit(str(path), str(path), "jsonl", DocumentLayout(), size=0)
+    row = next((row for _, row in _rows(unit, Tally())), None)
+    if row is None:
+        raise DataError(f"{path} is empty; leave it out or fill it")
+    return tuple(row)
+
+
+def _parquet(path: Path) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path} is no readable parquet file ({_first_line(error)}); fetch it again") from error
+
+
+def _parquet_columns(path: Path) -> tuple[str, ...]:
+    return tuple(_parquet(path).schema_arrow.names)
+
+
+def _require_columns(source: Path | str, present: Sequence[str], wanted: Iterable[str]) -> None:
+    for name in wanted:
+        if name not in present:
+            raise DataError(f"{source} has no column {name!r}; it has {', '.join(map(repr, present))}")
+
+
+def _tuple_layout(source: Path | str, present: Sequence[str], wanted: TupleLayout) -> TupleLayout:
+    """The columns that were asked for, or else those that go by a customary name."""
+    asked = [name for name in (wanted.query, *wanted.positives, *wanted.negatives, wanted.score) if name]
+    _require_columns(source, present, asked)
+    query = wanted.query or next((name for name in _QUERY_NAMES if name in present and name not in asked), None)
+    positives = (
+        wanted.positives
+        or tuple(name for name in _POSITIVE_NAMES if name in present and name != query and name not in asked)[:1]
+    )
+    if not query or not positives:
+        missing, flag = ("query", "--query-column") if not query else ("positive", "--positive-column")
+        raise DataError(
+            f"{source} has no {missing} column by a customary name among {', '.join(map(repr, present))}; "
+            f"name it with {flag}"
+        )
+    # Columns given by hand mean just those: nothing is added by its name.
+    negatives = wanted.negatives
+    score = wanted.score
+    if not asked:
+        negatives = tuple(name for name in present if _NEGATIVE_NAME.fullmatch(name))
+        score = None if negatives else next((name for name in _SCORE_NAMES if name in present), None)
+    if score and (negatives or len(positives) > 1):
+        raise DataError(f"{source}: graded pairs are one query, one passage and a score, without negatives")
+    return TupleLayout(query, positives, negatives, score)
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def read_documents(inputs: Sequence[str], **options: Any) -> Iterator[Document]:
+    """Every document of `inputs`; options as in `plan_documents`."""
+    for unit in plan_documents(inputs, **options):
+        for _, record in read_unit(unit):
+            yield cast(Document, record)
+
+
+def read_tuples(inputs: Sequence[str], **options: Any) -> Iterator[TupleRecord]:
+    """Every tuple of `inputs`; options as in `plan_tuples`."""
+    for unit in plan_tuples(inputs, **options):
+        for _, record in read_unit(unit):
+            yield cast(TupleRecord, record)
+
+
+def read_unit(unit: Unit, tally: Tally | None = None) -> Iterator[tuple[int, Document | TupleRecord]]:
+    """(position, record) of every record of a unit; `place` turns a position into words."""
+    tally = tally or Tally()
+    records = _id_records(unit, tally) if isinstance(unit.layout, IdLayout) else _records(unit, tally)
+    return itertools.islice(records, unit.limit)
+
+
+def place(unit: Unit, position: int) -> str:
+    """Where a record is, as file:line or the like."""
+    if unit.kind == "parquet":
+        return f"{unit.path} row {position}"
+    if unit.kind == "hub":
+        return f"{unit.source} row {position}"
+    if Path(unit.path).suffix in _COMPRESSIONS:
+        return f"{unit.path}:{position}"
+    lines = 1
+    with Path(unit.path).open("rb") as file:
+        while position > 0 and (block := file.read(min(position, 2**20))):
+            lines += block.count(b"\n")
+            position -= len(block)
+    return f"{unit.path}:{lines}"
+
+
+def _records(unit: Unit, tally: Tally) -> Iterator[tuple[int, Document | TupleRecord]]:
+    if unit.kind == "txt":
+        yield from _text_documents(unit, tally)
+        return
+    skipped = frozenset(unit.skip_rows)
+    for number, (position, row) in enumerate(_rows(unit, tally)):
+        if number in skipped:
+            continue
+        record = (
+            _document(unit, position, row, unit.layout)
+            if isinstance(unit.layout, DocumentLayout)
+            else _tuple(unit, position, row, cast(TupleLayout, unit.layout))
+        )
+        if record is not None:
+            yield position, record
+
+
+def _document(unit: Unit, position: int, row: Mapping[str, Any], layout: DocumentLayout) -> Document | None:
+    text = row.get(layout.text_column)
+    if text is None and layout.text_column not in row:
+        _require_columns(place(unit, position), tuple(row), [layout.text_column])
+    if isinstance(text, str) and text.strip():
+        return {"text": text}
+    if text is None or isinstance(text, str):
+        _refuse_empty(unit, position, layout.text_column)
+        return None
+    raise DataError(f"{place(unit, position)}: column {layout.text_column!r} holds a {type(text).__name__}, not a text")
+
+
+def _tuple(unit: Unit, position: int, row: Mapping[str, Any], layout: TupleLayout) -> TupleRecord | None:
+    def texts_of(column: str) -> list[str]:
+        return _texts(unit, position, column, row.get(column))
+
+    for column in (layout.query, *layout.positives):
+        if column not in row:
+            _require_columns(place(unit, position), tuple(row), [column])
+    query = texts_of(layout.query)
+    positives = [text for column in layout.positives for text in texts_of(column)]
+    negatives = [text for column in layout.negatives for text in texts_of(column)]
+    if len(query) != 1:
+        raise DataError(f"{place(unit, position)}: column {layout.query!r} must hold one query, not {len(query)}")
+    if not query[0].strip():
+        _refuse_empty(unit, position, layout.query)
+        return None
+    if not positives or not all(text.strip() for text in positives):
+        _refuse_empty(unit, position, ", ".join(layout.positives))
+        positives = [text for text in positives if text.strip()]
+        if not positives:
+            return None
+    if not all(text.strip() for text in negatives):
+        _refuse_empty(unit, position, ", ".join(layout.negatives))
+        negatives = [text for text in negatives if text.strip()]
+    score = _score(unit, position, row.get(layout.score)) if layout.score else None
+    return {"query": query[0], "positives": positives, "negatives": negatives, "score": score}
+
+
+def _texts(unit: Unit, position: int, column: str, value: Any) -> list[str]:
+    """The texts of one cell: a text, a passage {"title", "text"}, a list of either, or nothing."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping) and isinstance(value.get("text"), str):
+        return [join_title(value.get("title"), value["text"])]
+    if isinstance(value, Sequence):
+        return [text for item in value for text in _texts(unit, position, column, item)]
+    raise DataError(f"{place(unit, position)}: column {column!r} holds a {type(value).__name__}, not a text")
+
+
+def join_title(title: str | None, text: str) -> str:
+    """A passage as BEIR's and Tevatron's models see it."""
+    return f"{title} {text}".strip() if title else text
+
+
+def _score(unit: Unit, position: int, value: Any) -> float:
+    try:
+        score = float(value)
+    except (TypeError, ValueError):
+        score = math.nan
+    if not math.isfinite(score):
+        raise DataError(f"{place(unit, position)}: score {value!r} is not a finite number")
+    return score
+
+
+def _refuse_empty(unit: Unit, position: int, column: str) -> None:
+    if not unit.skip_empty:
+        raise DataError(f"{place(unit, position)}: {column} is empty; fill it, or drop such rows with --skip-empty")
+
+
+def _text_documents(unit: Unit, tally: Tally) -> Iterator[tuple[int, Document]]:
+    layout = cast(DocumentLayout, unit.layout)
+    pieces: list[str] = []
+    first = 0
+    for position, line in _lines(Path(unit.path), unit.start, unit.stop, tally):
+        text = _decode(line, lambda at=position: place(unit, at))
+        blank = not text.strip()
+        ends = layout.text_split == "lines" or (layout.text_split == "blank-lines" and blank)
+        if not blank or (pieces and not ends):
+            if not pieces:
+                first = position
+            pieces.append(text)
+        if ends and pieces:
+            yield first, {"text": "".join(pieces).strip()}
+            pieces = []
+    if pieces:
+        yield first, {"text": "".join(pieces).strip()}
+
+
+def _rows(unit: Unit, tally: Tally) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    if unit.kind == "parquet":
+        yield from _parquet_rows(unit, tally)
+    elif unit.kind == "hub":
+        yield from enumerate(_hub_rows(unit))
+    else:
+        for position, line in _lines(Path(unit.path), unit.start, unit.stop, tally):
+            text = _decode(line, lambda at=position: place(unit, at)).rstrip("\r\n")
+            if not text.strip():
+                continue
+            if unit.kind != "tsv":
+                yield position, _json_row(unit, position, text)
+                continue
+            cells = text.split("\t")
+            if len(cells) != len(unit.columns):
+                raise DataError(
+                    f"{place(unit, position)} has {len(cells)} tab-separated columns instead of {len(unit.columns)} "
+                    f"({', '.join(unit.columns)})"
+                )
+            yield position, dict(zip(unit.columns, cells))
+
+
+def _json_row(unit: Unit, position: int, text: str) -> dict[str, Any]:
+    try:
+        row = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{place(unit, position)} is no JSON ({error}); each line must hold one object") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{place(unit, position)} holds a {type(row).__name__}, not an object with named fields")
+    return row
+
+
+def _parquet_rows(unit: Unit, tally: Tally) -> Iterator[tuple[int, dict[str, Any]]]:
+    file = _parquet(Path(unit.path))
+    layout = unit.layout
+    wanted = (
+        [layout.text_column]
+        if isinstance(layout, DocumentLayout)
+        else [layout.query, *layout.positives, *layout.negatives, *([layout.score] if layout.score else [])]
+        if isinstance(layout, TupleLayout)
+        else None
+    )
+    stop = file.metadata.num_row_groups if unit.stop is None else unit.stop
+    rows = [file.metadata.row_group(group).num_rows for group in range(stop)]
+    position = sum(rows[: unit.start])
+    total = max(1, sum(rows[unit.start :]))
+    done = 0
+    groups = list(range(unit.start, stop))
+    for batch in file.iter_batches(batch_size=1024, row_groups=groups, columns=wanted, use_threads=False):
+        done += len(batch)
+        tally.bytes_read = unit.size * done // total
+        for row in batch.to_pylist():
+            yield position, row
+            position += 1
+
+
+def _hub_rows(unit: Unit) -> Iterator[dict[str, Any]]:
+    dataset = _hub_dataset(unit.path, subset=unit.subset, split=unit.split)
+    if unit.stop is not None and unit.stop > 1:
+        dataset = dataset.shard(num_shards=unit.stop, index=unit.start)
+    try:
+        yield from dataset
+    except OSError as error:
+        raise DataError(
+            f"{unit.source} broke off ({_first_line(error)}); run the same command again to go on from there"
+        ) from error
+
+
+def _lines(path: Path, start: int, stop: int | None, tally: Tally) -> Iterator[tuple[int, bytes]]:
+    """(position, line) of the lines that begin in [start, stop): bytes, or lines of a compressed file.
+
+    A compressed file's positions are line numbers from 1, and `start` is how many lines are skipped.
+    """
+    with path.open("rb") as file:
+        if path.suffix in _COMPRESSIONS:
+            for number, line in enumerate(_decompressed(path, file), start=1):
+                tally.bytes_read = file.tell()
+                if number > start:
+                    yield number, line
+            return
+        position = start
+        if start:
+            # The line that the cut falls into belongs to the unit before, unless the cut falls right before it.
+            file.seek(start - 1)
+            position += len(file.readline()) - 1
+        while stop is None or position < stop:
+            line = file.readline()
+            if not line:
+                break
+            tally.bytes_read = position + len(line) - start
+            yield position, line
+            position += len(line)
+
+
+def _decompressed(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    import zstandard
+
+    try:
+        if path.suffix == ".gz":
+            yield from gzip.GzipFile(fileobj=file)
+        else:
+            yield from io.BufferedReader(
+                zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True), 2**20
+            )
+    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+        raise DataError(f"{path} is damaged ({_first_line(error)}); fetch it again") from error
+
+
+def _decode(line: bytes, where: Any) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where() if callable(where) else where} is not UTF-8; convert the file") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+# ----------------------------------------------------------------------------------------------- passages named by id
+
+
+class TextIndex:
+    """Texts of a file by id: sorted 64-bit hashes of the ids and the byte offsets of their lines.
+
+    For collection.tsv (id, tab, text) and corpus.jsonl ({"_id", "title", "text"}); 16 bytes a text, mapped from disk.
+    """
+
+    def __init__(self, path: Path, hashes: np.ndarray, offsets: np.ndarray) -> None:
+        self.path = path
+        self._hashes = hashes  # uint64 [texts], rising
+        self._offsets = offsets  # int64 [texts]
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    @classmethod
+    def build(cls, path: Path) -> TextIndex:
+        """Read the file once."""
+        hashes, offsets = [], []
+        for position, line in _lines(path, 0, None, Tally()):
+            if line.strip():
+                hashes.append(_id_hash(cls._parse(path, position, line)[0]))
+                offsets.append(position)
+        if not hashes:
+            raise DataError(f"{path} is empty; fetch it again")
+        order = np.argsort(np.asarray(hashes, dtype=np.uint64), kind="stable")
+        index = cls(path, np.asarray(hashes, dtype=np.uint64)[order], np.asarray(offsets, dtype=np.int64)[order])
+        twins = np.flatnonzero(index._hashes[1:] == index._hashes[:-1])
+        if len(twins):
+            offset = int(index._offsets[twins[0]])
+            raise DataError(f"{path} holds the id {index._at(offset)[0]!r} twice; drop one of the two lines")
+        return index
+
+    def save(self, folder: Path) -> None:
+        np.save(folder / "hashes.npy", self._hashes)
+        np.save(folder / "offsets.npy", self._offsets)
+        (folder / "path").write_text(str(self.path), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> TextIndex:
+        hashes, offsets = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("hashes", "offsets"))
+        return cls(Path((folder / "path").read_text(encoding="utf-8")), hashes, offsets)
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def get(self, name: str) -> str | None:
+        """The text of an id, with its title before it, or None."""
+        wanted = _id_hash(name)
+        row = int(np.searchsorted(self._hashes, np.uint64(wanted)))
+        if row == len(self._hashes) or int(self._hashes[row]) != wanted:
+            return None
+        found, text = self._at(int(self._offsets[row]))
+        return text if found == name else None
+
+    def _at(self, offset: int) -> tuple[str, str]:
+        end = self._map.find(b"\n", offset)
+        return self._parse(self.path, offset, self._map[offset : end if end >= 0 else len(self._map)])
+
+    @staticmethod
+    def _parse(path: Path, position: int, line: bytes) -> tuple[str, str]:
+        unit = Unit(str(path), str(path), "jsonl", IdLayout("", ""), size=0)
+        text = _decode(line, lambda: place(unit, position)).rstrip("\r\n")
+        if path.suffix == ".tsv":
+            name, tab, content = text.partition("\t")
+            if not tab:
+                raise DataError(f"{place(unit, position)} is not of the form ID, tab, text")
+            return name, content
+        row = _json_row(unit, position, text)
+        if "_id" not in row or not isinstance(row.get("text"), str):
+            raise DataError(f"{place(unit, position)} has no '_id' or no 'text', which a BEIR corpus or query needs")
+        return str(row["_id"]), join_title(row.get("title"), row["text"])
+
+
+def _id_hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def read_qrels(path: Path) -> dict[str, dict[str, float]]:
+    """{query id: {passage id: grade}} of BEIR's three columns with a header, or TREC's four without."""
+    if not path.is_file():
+        raise DataError(f"file {path} of relevance judgements does not exist; check the folder and --split")
+    judged: dict[str, dict[str, float]] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        cells = line.split("\t") if "\t" in line else line.split()
+        if not cells or (number == 1 and cells[-1].strip() in ("score", "relevance", "rel")):
+            continue
+        try:
+            query, passage, grade = (
+                (cells[0], cells[-2], float(cells[-1])) if len(cells) in (3, 4) else ("", "", math.nan)
+            )
+        except ValueError:
+            grade = math.nan
+        if math.isnan(grade):
+            raise DataError(f"{path}:{number} is not of the form QUERY PASSAGE GRADE or QUERY 0 PASSAGE GRADE")
+        judged.setdefault(query, {})[passage] = grade
+    if not judged:
+        raise DataError(f"{path} holds no judgements; fetch it again")
+    return judged
+
+
+def read_beir_texts(path: Path) -> dict[str, str]:
+    """{id: text} of a corpus.jsonl, queries.jsonl or an id-tab-text .tsv, titles put before texts."""
+    if not path.is_file():
+        raise DataError(f"file {path} does not exist; check the folder and --split")
+    return dict(TextIndex._parse(path, at, line) for at, line in _lines(path, 0, None, Tally()) if line.strip())
+
+
+def _folder_format(folder: Path) -> str:
+    if (folder / "collection.tsv").is_file():
+        return "msmarco"
+    if (folder / "corpus.jsonl").is_file() and (folder / "qrels").is_dir():
+        return "beir"
+    return "columns"
+
+
+def _id_units(folder: Path, target: Path, format: str, *, split: str, negatives: str | None, most: int) -> list[Unit]:
+    """Join queries, judgements and hard negatives by id into one file of `target`, and index the passages."""
+    corpus, queries, qrels = (
+        (folder / "collection.tsv", folder / f"queries.{split}.tsv", folder / f"qrels.{split}.tsv")
+        if format == "msmarco"
+        else (folder / "corpus.jsonl", folder / "queries.jsonl", folder / "qrels" / f"{split}.tsv")
+    )
+    for path in (corpus, queries, qrels):
+        if not path.is_file():
+            raise DataError(f"{format} folder {folder} has no {path.relative_to(folder)}; check the folder and --split")
+    judged = read_qrels(qrels)
+    texts = read_beir_texts(queries)
+    hard = _read_hard_negatives(Path(negatives), judged, most=most) if negatives else {}
+    joined = target / "tuples.jsonl"
+    with joined.open("w", encoding="utf-8") as file:
+        for query, grades in judged.items():
+            positives = [passage for passage, grade in grades.items() if grade > 0]
+            if not positives:
+                continue
+            if query not in texts:
+                raise DataError(f"{qrels} judges query {query!r}, which is not in {queries}")
+            judged_negative = [passage for passage, grade in grades.items() if grade <= 0]
+            row = {"query": texts[query], "pos": positives, "neg": [*judged_negative, *hard.get(query, [])][:most]}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    if not joined.stat().st_size:
+        raise DataError(f"{qrels} marks no passage as relevant (grade above 0), so there is nothing to train on")
+    TextIndex.build(corpus).save(target)
+    layout = IdLayout(str(target), f"{qrels}" + (f" or {negatives}" if negatives else ""))
+    unit_bytes = min(max(joined.stat().st_size // UNITS_WANTED, 2**16), 16 * 2**20)
+    return _line_units(joined, "ids", layout, unit_bytes=unit_bytes, source=f"{format}:{folder}/{split}")
+
+
+def _read_hard_negatives(path: Path, judged: Mapping[str, Mapping[str, float]], *, most: int) -> dict[str, list[str]]:
+    """{query id: passage ids} of {"qid", "neg": [...]} or {"qid", "neg": {system: [...], ...}} lines.
+
+    Systems take turns, so that each gives its best; judged passages are left out, for they may be relevant.
+    """
+    if not path.is_file():
+        raise DataError(f"hard negatives file {path} does not exist; check the path")
+    unit = Unit(str(path), str(path), "jsonl", DocumentLayout(), size=0)
+    found: dict[str, list[str]] = {}
+    for position, row in _rows(unit, Tally()):
+        query, negatives = str(row.get("qid", "")), row.get("neg")
+        if not query or not isinstance(negatives, list | dict):
+            raise DataError(f'{place(unit, position)} is not of the form {{"qid": ..., "neg": [...]}}')
+        if query not in judged:
+            continue
+        systems = list(negatives.values()) if isinstance(negatives, dict) else [negatives]
+        turns = itertools.chain.from_iterable(itertools.zip_longest(*systems))
+        names = (str(entry["pid"] if isinstance(entry, Mapping) else entry) for entry in turns if entry is not None)
+        distinct = dict.fromkeys(name for name in names if name not in judged[query])
+        found[query] = list(itertools.islice(distinct, most))
+    return found
+
+
+def _id_records(unit: Unit, tally: Tally) -> Iterator[tuple[int, TupleRecord]]:
+    layout = cast(IdLayout, unit.layout)
+    index = TextIndex.load(Path(layout.index))
+
+    def text_of(name: str) -> str:
+        text = index.get(name)
+        if text is None:
+            raise DataError(f"passage {name!r}, which {layout.names} names, is not in {index.path}")
+        if not text.strip() and not unit.skip_empty:
+            raise DataError(f"passage {name!r} in {index.path} is empty; fill it, or drop it with --skip-empty")
+        return text
+
+    for position, row in _rows(unit, tally):
+        positives, negatives = ([text for text in map(text_of, row[side]) if text.strip()] for side in ("pos", "neg"))
+        if not row["query"].strip() and not unit.skip_empty:
+            raise DataError(f"a query that {layout.names} judges is empty; fill it, or drop it with --skip-empty")
+        if positives and row["query"].strip():
+            yield position, {"query": row["query"], "positives": positives, "negatives": negatives, "score": None}

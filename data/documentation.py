@@ -1,0 +1,345 @@
+"""A corpus that every machine has: the documentation inside the installed packages.
+
+What is decided here:
+- Docstrings (and numpy's and torch's add_newdoc/add_docstr texts, and pydoc's language topics) are found by parsing
+  source files; nothing is imported, so it is quick and safe.
+- Pre-training documents are whole docstrings, small ones joined with their neighbours in the same class or module.
+- A docstring's first paragraph and the rest make a (summary, body) pair: a natural query and its passage. Both sides
+  are distinct over all pairs, case, spacing, punctuation and numbers aside, for packages copy a great deal.
+- The held-out pairs are those whose bodies have the smallest hashes, so that they are the same on every machine with
+  the same packages. None of their texts is left in the documents or the training pairs.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import hashlib
+import inspect
+import itertools
+import json
+import logging
+import multiprocessing
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from data.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+STANDARD_LIBRARY = "stdlib"
+DOCUMENTED_PACKAGES = (
+    STANDARD_LIBRARY,
+    "numpy",
+    "scipy",
+    "torch",
+    "transformers",
+    "pandas",
+    "sklearn",
+    "sympy",
+    "networkx",
+    "matplotlib",
+)
+SHORTEST_BODY_WORDS = 15
+SHORTEST_SUMMARY_WORDS = 3
+LONGEST_SUMMARY_WORDS = 48
+SHORTEST_DOCUMENT_WORDS = 20
+# Docstrings below this are joined with their neighbours, so that a document fills a useful part of a window.
+SMALL_DOCUMENT_WORDS = 60
+JOINED_DOCUMENT_WORDS = 150
+
+_LEFT_OUT_FOLDERS = {"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "site-packages", "__pycache__"}
+_ROLE = re.compile(r":[a-zA-Z]+(?::[a-zA-Z]+)*:`~?!?([^`]*)`")
+_LITERAL = re.compile(r"(?<!`)``([^`]+)``(?!`)")
+_ADORNMENT = re.compile(r"^[ \t]*([=\-~^*#\"'+.])\1{3,}[ \t]*$", re.MULTILINE)
+_BLANK_LINES = re.compile(r"\n[ \t]*\n[ \t\n]*\n")
+_SIGNATURE = re.compile(r"[\w.]+\s*\(.*\)(\s*(->|=|:).*)?", re.DOTALL)
+# Every ASCII byte that is no letter becomes a space; the bytes of other scripts stay.
+_LETTERS_ONLY = bytes(byte if byte >= 128 or chr(byte).isalpha() else ord(" ") for byte in range(256))
+
+
+@dataclass(frozen=True)
+class Docstring:
+    name: str  # qualified: package.module.Class.method
+    group: str  # the class or module it stands in
+    text: str  # cleaned
+
+
+@dataclass(frozen=True)
+class DocumentationPair:
+    """A docstring's first paragraph and the rest of it."""
+
+    name: str
+    summary: str
+    body: str
+
+
+@dataclass(frozen=True)
+class Documentation:
+    """What `installed_documentation` finds; no text of `held_out` occurs in `documents` or `pairs`."""
+
+    documents: list[str]
+    pairs: list[DocumentationPair]
+    held_out: list[DocumentationPair]
+    distractors: list[DocumentationPair] = field(repr=False)  # of `pairs`: they fill up the evaluation corpus
+
+
+def installed_documentation(
+    packages: Sequence[str] | None = None,
+    *,
+    num_held_out: int = 500,
+    num_bodies: int = 5000,
+    processes: int = 1,
+) -> Documentation:
+    """Documents for pre-training and (summary, body) pairs from the docstrings of installed packages.
+
+    `num_bodies` counts the evaluation corpus: the held-out bodies, and training bodies as distractors.
+    """
+    docstrings = installed_docstrings(packages, processes=processes)
+    pairs = list(_distinct_pairs(docstrings))
+    ranked = sorted(pairs, key=lambda pair: hashlib.sha256(pair.body.encode()).digest())
+    if num_held_out < 1 or num_bodies < num_held_out:
+        raise DataError(
+            f"{num_held_out} held-out pairs of {num_bodies} bodies make no evaluation; give 1 or more of more"
+        )
+    if len(pairs) <= num_held_out:
+        raise DataError(
+            f"only {len(pairs)} (summary, body) pairs were found, too few to hold out {num_held_out}; "
+            "name more packages or hold out fewer"
+        )
+    held_out = ranked[:num_held_out]
+    secret = {key for pair in held_out for key in (_key(pair.summary), _key(pair.body))}
+    kept = [pair for pair in pairs if _key(pair.body) not in secret and _key(pair.summary) not in secret]
+    training = set(kept)
+    distractors = [pair for pair in ranked[num_held_out:] if pair in training][: num_bodies - num_held_out]
+    open_docstrings = (docstring for docstring in docstrings if not _reveals(docstring, secret))
+    return Documentation(list(_documents_of(open_docstrings)), kept, held_out, distractors)
+
+
+def installed_docstrings(packages: Sequence[str] | None = None, *, processes: int = 1) -> list[Docstring]:
+    """Docstrings of the standard library and of packages, by name; default packages that are absent are left out."""
+    files: list[tuple[str, str]] = []
+    for package in packages or DOCUMENTED_PACKAGES:
+        root = _package_folder(package)
+        if root is None:
+            if packages:
+                raise DataError(f"package {package!r} is not installed here; install it or leave it out")
+            logger.info("package %s is not installed, its documentation is left out", package)
+            continue
+        prefix = "" if package == STANDARD_LIBRARY else f"{package}."
+        for path in sorted(root.rglob("*.py")):
+            inside = path.relative_to(root)
+            if not _LEFT_OUT_FOLDERS.intersection(inside.parts[:-1]):
+                module = prefix + ".".join(inside.with_suffix("").parts)
+                files.append((str(path), module.removesuffix(".__init__")))
+    # Large files spread over the batches, so that the processes end together.
+    files.sort(key=lambda entry: (-Path(entry[0]).stat().st_size, entry))
+    batches = [files[start::64] for start in range(min(64, len(files)))]
+    if processes <= 1:
+        found = [_docstrings_of(batch) for batch in batches]
+    else:
+        with multiprocessing.get_context("spawn").Pool(min(processes, len(batches))) as pool:
+            found = pool.map(_docstrings_of, batches, chunksize=1)
+    by_module = dict(sorted(itertools.chain.from_iterable(found)))
+    return [docstring for docstrings in by_module.values() for docstring in docstrings]
+
+
+def _package_folder(package: str) -> Path | None:
+    if package == STANDARD_LIBRARY:
+        return Path(sysconfig.get_paths()["stdlib"])
+    if not package.isidentifier():
+        raise DataError(f"package {package!r} is no top-level import name; give a name such as numpy")
+    # A top-level name is found without running the package.
+    spec = find_spec(package)
+    locations = list(spec.submodule_search_locations or []) if spec else []
+    return Path(locations[0]) if locations else None
+
+
+def _docstrings_of(files: Sequence[tuple[str, str]]) -> list[tuple[str, list[Docstring]]]:
+    """(module, its docstrings in source order) of each (path, module)."""
+    found = []
+    # Syntax trees are many small objects without cycles: the collector would walk them over and over for nothing.
+    collecting = gc.isenabled()
+    gc.disable()
+    for path, module in files:
+        try:
+            source = Path(path).read_text(encoding="utf-8")
+            if '"""' not in source and "'''" not in source and not module.startswith("pydoc_data"):
+                continue
+            tree = ast.parse(source)
+        except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+            # Packages ship templates and files for other Python versions.
+            continue
+        docstrings = list(_topics(tree) if module == "pydoc_data.topics" else _walk(tree, module))
+        if docstrings:
+            found.append((module, docstrings))
+    if collecting:
+        gc.enable()
+    return found
+
+
+def _walk(tree: ast.Module, module: str) -> Iterator[Docstring]:
+    stack: list[tuple[ast.AST, str, str]] = [(tree, module, module)]
+    while stack:
+        node, name, group = stack.pop()
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if text := clean_docstring(ast.get_docstring(node) or ""):
+                yield Docstring(name, group, text)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            yield from _added_docstring(node.value, module)
+            continue
+        children = [
+            child
+            for child in ast.iter_child_nodes(node)
+            if isinstance(
+                child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.If | ast.Try | ast.With | ast.Expr
+            )
+        ]
+        for child in reversed(children):
+            own = getattr(child, "name", None)
+            inner = name if isinstance(node, ast.Module | ast.ClassDef) else group
+            stack.append((child, f"{inner}.{own}" if own else inner, inner))
+
+
+def _added_docstring(call: ast.Call, module: str) -> Iterator[Docstring]:
+    """Documentation of compiled functions: numpy's add_newdoc(place, name, text), torch's add_docstr(object, text)."""
+    function = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if function not in ("add_newdoc", "add_docstr"):
+        return
+    parts: list[str] = []
+    for argument in call.args:
+        if isinstance(argument, ast.Tuple) and argument.elts:
+            argument = argument.elts[-1] if isinstance(argument.elts[-1], ast.Constant) else argument.elts[0]
+        if isinstance(argument, ast.Call) and isinstance(argument.func, ast.Attribute):
+            argument = argument.func.value  # r"""...""".format(...)
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+            parts.append(argument.value)
+        elif isinstance(argument, ast.Attribute | ast.Name):
+            parts.append(ast.unparse(argument))
+    if len(parts) >= 2 and (text := clean_docstring(inspect.cleandoc(parts[-1]))):
+        yield Docstring(".".join(parts[:-1]), module, text)
+
+
+def _topics(tree: ast.Module) -> Iterator[Docstring]:
+    """The language reference's topics: a dictionary of texts."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values):
+                texts = [str(part.value) for part in (key, value) if isinstance(part, ast.Constant)]
+                if len(texts) == 2 and (text := clean_docstring(texts[1])):
+                    yield Docstring(f"topics.{texts[0]}", "topics", text)
+
+
+def clean_docstring(text: str) -> str:
+    """Prose as a person reads it: roles, literals' quotes and underlines removed, the rest as it stands."""
+    text = _LITERAL.sub(r"\1", _ROLE.sub(r"\1", text))
+    text = "\n".join(line.rstrip() for line in _ADORNMENT.sub("", text).expandtabs().splitlines())
+    return _BLANK_LINES.sub("\n\n", text).strip()
+
+
+def split_summary(text: str) -> tuple[str, str] | None:
+    """(first paragraph in one line, the rest), or None where a docstring has no such parts.
+
+    A leading signature, as compiled functions have it, belongs to neither.
+    """
+    paragraphs = [part for part in re.split(r"\n[ \t]*\n", text) if part.strip()]
+    if len(paragraphs) > 1 and _SIGNATURE.fullmatch(paragraphs[0].strip()):
+        paragraphs = paragraphs[1:]
+    summary = " ".join(paragraphs[0].split()) if paragraphs else ""
+    body = "\n\n".join(paragraphs[1:])
+    # "Args:" and the like head a list: they say nothing of what follows.
+    if not SHORTEST_SUMMARY_WORDS <= len(summary.split()) <= LONGEST_SUMMARY_WORDS or summary.endswith(":"):
+        return None
+    prose_words = sum(len(line.split()) for line in body.splitlines() if not line.lstrip().startswith((">>>", "...")))
+    if summary.startswith((">>>", "..", ":", "-", "*", "@", "|")) or prose_words < SHORTEST_BODY_WORDS:
+        return None
+    return summary, body
+
+
+def _key(text: str) -> bytes:
+    """Texts of one key are the same to a reader: copies that differ in case, spacing, punctuation or numbers."""
+    return b" ".join(text.lower().encode("utf-8", "replace").translate(_LETTERS_ONLY).split())
+
+
+def _distinct_pairs(docstrings: Iterable[Docstring]) -> Iterator[DocumentationPair]:
+    summaries: set[bytes] = set()
+    bodies: set[bytes] = set()
+    names: set[str] = set()
+    for docstring in docstrings:
+        parts = split_summary(docstring.text)
+        if parts is None:
+            continue
+        summary, body = _key(parts[0]), _key(parts[1])
+        if not summary or summary in summaries or body in bodies:
+            continue
+        summaries.add(summary)
+        bodies.add(body)
+        name = docstring.name
+        count = 1
+        while name in names:
+            count += 1
+            name = f"{docstring.name}#{count}"
+        names.add(name)
+        yield DocumentationPair(name, *parts)
+
+
+def _reveals(docstring: Docstring, secret: set[bytes]) -> bool:
+    parts = split_summary(docstring.text)
+    return parts is not None and (_key(parts[0]) in secret or _key(parts[1]) in secret)
+
+
+def _documents_of(docstrings: Iterable[Docstring]) -> Iterator[str]:
+    """Large docstrings as they are; small ones joined with their neighbours in the same class or module."""
+    seen: set[bytes] = set()
+
+    def joined(texts: list[str]) -> Iterator[str]:
+        if sum(len(text.split()) for text in texts) >= SHORTEST_DOCUMENT_WORDS:
+            yield "\n\n".join(texts)
+
+    for _, members in itertools.groupby(docstrings, key=lambda docstring: docstring.group):
+        small: list[str] = []
+        words = 0
+        for docstring in members:
+            key = _key(docstring.text)
+            if key in seen:
+                continue
+            seen.add(key)
+            length = len(docstring.text.split())
+            if length >= SMALL_DOCUMENT_WORDS:
+                yield docstring.text
+                continue
+            small.append(docstring.text)
+            words += length
+            if words >= JOINED_DOCUMENT_WORDS:
+                yield from joined(small)
+                small, words = [], 0
+        yield from joined(small)
+
+
+def write_documentation(documentation: Documentation, folder: Path) -> None:
+    """documents.jsonl, pairs.jsonl and the held-out pairs as the BEIR folder `held-out`."""
+    corpus = sorted([*documentation.held_out, *documentation.distractors], key=lambda pair: pair.name)
+    files: dict[str, Iterable[Mapping[str, Any]]] = {
+        "documents.jsonl": ({"text": text} for text in documentation.documents),
+        "pairs.jsonl": (
+            {"name": pair.name, "query": pair.summary, "positive": pair.body} for pair in documentation.pairs
+        ),
+        "held-out/corpus.jsonl": ({"_id": pair.name, "title": "", "text": pair.body} for pair in corpus),
+        "held-out/queries.jsonl": ({"_id": pair.name, "text": pair.summary} for pair in documentation.held_out),
+    }
+    for name, rows in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    qrels = folder / "held-out" / "qrels" / "test.tsv"
+    qrels.parent.mkdir(exist_ok=True)
+    lines = [f"{pair.name}\t{pair.name}\t1\n" for pair in documentation.held_out]
+    qrels.write_text("query-id\tcorpus-id\tscore\n" + "".join(lines), encoding="utf-8")
