@@ -33,6 +33,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from tarfile import BLOCKSIZE, NUL, RECORDSIZE, USTAR_FORMAT, TarInfo
 from types import TracebackType
@@ -200,7 +201,7 @@ class UnitWriter:
         if self.kind != "documents":
             raise DataError(f"shards of kind {self.kind} in {self.folder} take tuples, not documents")
         self._texts.append(self._ids(ids, "document"))
-        self._end_sample()
+        self._end_sample(len(self._texts[-1]))
 
     def add_tuple(
         self,
@@ -220,14 +221,17 @@ class UnitWriter:
             )
         if (score is not None) != ("score" in self.columns):
             raise DataError(f"{self._here()} {'lacks a' if score is None else 'has a'} score unlike the other samples")
+        if score is not None and not isfinite(score):
+            raise DataError(f"{self._here()} has the score {score}; give a finite number or drop it")
         ids = self._ids(query, "query")
-        self._passages.extend([self._ids(passage, "passage") for passage in passages])
+        passage_ids = [self._ids(passage, "passage") for passage in passages]
         self._texts.append(ids)
+        self._passages.extend(passage_ids)
         self._group_sizes.append(len(passages))
         self._positives.append(num_positives)
         if score is not None:
             self._scores.append(score)
-        self._end_sample()
+        self._end_sample(len(ids) + sum(map(len, passage_ids)))
 
     def close(self) -> UnitReceipt:
         """Make the last shard durable and write the receipt; from then on the unit counts as finished."""
@@ -244,7 +248,7 @@ class UnitWriter:
         return receipt
 
     def abort(self) -> None:
-        """Drop the unit; finished shards of it stay behind without a receipt and are removed by the next attempt."""
+        """Drop the unit and whatever is written of it."""
         if self._tar is not None:
             # On a full disk, what is still buffered cannot be written here either, and is not wanted.
             with suppress(OSError):
@@ -273,11 +277,11 @@ class UnitWriter:
             raise DataError(f"the {what} in {self._here()} holds a negative id; check the tokenizer") from error
         if array.ndim != 1 or not len(array):
             raise DataError(f"the {what} in {self._here()} has no tokens; drop empty texts before writing")
-        self._pending_tokens += len(array)
         return array
 
-    def _end_sample(self) -> None:
+    def _end_sample(self, num_tokens: int) -> None:
         self._num_samples += 1
+        self._pending_tokens += num_tokens
         if len(self._texts) >= self.chunk_samples or self._pending_tokens >= CHUNK_TOKENS:
             self._flush_chunk()
 
@@ -480,7 +484,7 @@ def _naming_the_file(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"shard {path} cannot be written ({error.strerror}); free space or choose another folder"
+            f"file {path} cannot be written ({error.strerror}); free space or choose another folder"
         ) from error
 
 
@@ -520,7 +524,7 @@ def _json_bytes(content: Mapping[str, Any]) -> bytes:
 
 def _write_atomically(path: Path, content: bytes) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("wb") as file:
+    with _naming_the_file(path), temporary.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

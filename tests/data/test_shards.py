@@ -335,6 +335,13 @@ def test_samples_that_cannot_be_written(tmp_path, texts):
     refused("2 positives of 1", lambda: tuples.add_tuple([1], [[2]], num_positives=2))
     refused("0 positives of 0", lambda: tuples.add_tuple([1], [], num_positives=0))
     refused("has a score", lambda: tuples.add_tuple([1], [[2]], score=1.0))
+    # A caller may drop a refused sample and go on: nothing of it is kept.
+    refused("no tokens", lambda: tuples.add_tuple([1, 2], [[3, 4], []]))
+    tuples.add_tuple([1, 2], [[3]])
+    receipt = tuples.close()
+    assert (receipt.samples, receipt.tokens) == (1, 3)
+    graded = UnitWriter(tmp_path / "g", 0, kind="tuples", graded=True, vocabulary_size=50)
+    refused("score nan", lambda: graded.add_tuple([1], [[2]], score=float("nan")))
     refused("kind 'images'", lambda: UnitWriter(tmp_path, 0, kind="images", vocabulary_size=5))  # type: ignore[arg-type]
 
 
