@@ -171,6 +171,11 @@ def load_encoder(source: str | Path, *, pooling: str | None = None) -> Encoder:
     return Encoder(backbone, pooling or (settings.pooling if settings else "cls"))
 
 
+def base_of(masked_lm: PreTrainedModel) -> PreTrainedModel:
+    """The encoder inside a model with an MLM head."""
+    return cast(PreTrainedModel, masked_lm.base_model)
+
+
 def load_masked_lm(source: str | Path) -> PreTrainedModel:
     """An encoder together with its MLM head, from a local folder or a hub name."""
     return _from_pretrained(AutoModelForMaskedLM, source)

@@ -9,12 +9,13 @@ size; with the full size alone, plain MLM or RetroMAE's basic decoding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.encoder import Encoder
+from models.encoder import Encoder, base_of
 from models.mae_decoder import MultiSizeDecoder
 from models.mlm_head import head_of
 from models.sizes import Size
@@ -31,9 +32,9 @@ class MaskedAutoencoder(nn.Module):
         super().__init__()
         # Kept beside the module tree: its parts are registered below, by reference, under the names used here.
         object.__setattr__(self, "masked_lm", masked_lm)
-        self.encoder = Encoder(masked_lm.base_model, pooling)
+        self.encoder = Encoder(base_of(masked_lm), pooling)
         self.head, self.vocabulary_loss = head_of(masked_lm, logits_memory_mib=logits_memory_mib)
-        self.decoder = MultiSizeDecoder(masked_lm.base_model) if with_decoder else None
+        self.decoder = MultiSizeDecoder(self.encoder.backbone) if with_decoder else None
 
     def forward(
         self,
@@ -76,7 +77,7 @@ class MaskedAutoencoder(nn.Module):
         encoder_rows, cls_rows = transformed.split([count * len(sizes), transformed.shape[0] - count * len(sizes)])
         cls = cls_rows.view(len(sizes), input_ids.shape[0], -1)  # [S, B, D]
         wanted = decoder_labels != IGNORED
-        embedded = self.encoder.backbone.embeddings(input_ids=decoder_input_ids)
+        embedded = cast(nn.Module, self.encoder.backbone.embeddings)(input_ids=decoder_input_ids)
         decoded = self.decoder(embedded, attention_mask, cls, wanted)  # [S, M_dec, D]
         decoder_count = decoded.shape[1]
         loss, row_losses = self.vocabulary_loss(

@@ -79,7 +79,7 @@ def head_of(masked_lm: PreTrainedModel, *, logits_memory_mib: float) -> tuple[Pr
             f"the MLM head of {type(masked_lm).__name__} is not dense + norm + tied decoder with a bias; "
             "pre-train an encoder of the BERT, RoBERTa, DistilBERT or ModernBERT kind"
         )
-    embeddings = cast(nn.Embedding, masked_lm.get_input_embeddings()).weight
+    embeddings = cast(nn.Parameter, cast(nn.Embedding, masked_lm.get_input_embeddings()).weight)
     if not any(m.weight is embeddings for m in outside if isinstance(m, nn.Linear)):
         raise ModelError(
             f"{type(masked_lm).__name__} does not tie its output to its word embeddings; set tie_word_embeddings"

@@ -51,12 +51,16 @@ class Checkpointer:
         engine.save(self.folder, tmp.name, state)
         dist.barrier()
         if engine.world.is_main:
-            files = {str(path.relative_to(tmp)): path.stat().st_size for path in sorted(tmp.rglob("*")) if path.is_file()}
+            files = {
+                str(path.relative_to(tmp)): path.stat().st_size for path in sorted(tmp.rglob("*")) if path.is_file()
+            }
             for file in files:
                 _fsync(tmp / file)
             write_atomically(
                 tmp / _MANIFEST,
-                json.dumps({"step": state["step"], "world_size": engine.world.size, "stage": engine.stage, "files": files}),
+                json.dumps(
+                    {"step": state["step"], "world_size": engine.world.size, "stage": engine.stage, "files": files}
+                ),
             )
             shutil.rmtree(final, ignore_errors=True)
             tmp.rename(final)
@@ -84,7 +88,8 @@ class Checkpointer:
         for key, ours, name in (("world_size", engine.world.size, "ranks"), ("stage", engine.stage, "as ZeRO stage")):
             if manifest[key] != ours:
                 raise ConfigError(
-                    f"checkpoint {path} was saved with {manifest[key]} {name} and this run has {ours}; resume as it was saved"
+                    f"checkpoint {path} was saved with {manifest[key]} {name} and this run has {ours}; "
+                    "resume as it was saved"
                 )
         return engine.load(path.parent, path.name)
 
@@ -111,9 +116,13 @@ def check_output_folder(recipe: Recipe) -> None:
             raise ConfigError(f"run.output {output} holds files that are no run of ours; name another folder")
         return
     if recipe.run.resume == "never":
-        raise ConfigError(f"run.output {output} holds another run; go on with it by --resume auto, or name another folder")
+        raise ConfigError(
+            f"run.output {output} holds another run; go on with it by --resume auto, or name another folder"
+        )
     if recipe.run.resume == "required" and not Checkpointer(output / "checkpoints", 1, 1).complete():
-        raise ConfigError(f"{output} holds no whole checkpoint to resume; use --resume auto to start from the beginning")
+        raise ConfigError(
+            f"{output} holds no whole checkpoint to resume; use --resume auto to start from the beginning"
+        )
     before = _flat(build_recipe(read_toml(saved)))
     for key, value in _flat(recipe).items():
         free = key.split(".")[0] in _FREE_SECTIONS or key in _FREE_KEYS + _FREE_TRAIN_KEYS

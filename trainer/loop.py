@@ -85,7 +85,6 @@ def train(
             saved_at = state.step
         if plan.evaluate_every_steps and state.step % plan.evaluate_every_steps == 0:
             metrics.evaluation(state.step, evaluate())
-            engine.train()
     if saved_at != state.step:
         save()
 

@@ -93,7 +93,9 @@ class Metrics:
         if step % self._every_steps and step != self._total_steps:
             return None
         device = self._world.device
-        sums = sum_over_ranks(torch.cat([torch.stack(list(self._losses.values())), torch.tensor(self._work).to(device)]), device)
+        sums = sum_over_ranks(
+            torch.cat([torch.stack(list(self._losses.values())), torch.tensor(self._work).to(device)]), device
+        )
         losses = {name: float(value) / self._steps for name, value in zip(self._losses, sums)}
         tokens, padded, flops = (float(value) for value in sums[-3:])
         record = {
@@ -127,7 +129,9 @@ class Metrics:
                 if name != "step":
                     self._board.add_scalar(name if "/" in name else f"train/{name}", value, record["step"])
         if self._bar is not None and "loss" in record:
-            self._bar.set_postfix(loss=f"{record['loss']:.3f}", tok_s=f"{record['tokens_per_second']:.0f}", refresh=False)
+            self._bar.set_postfix(
+                loss=f"{record['loss']:.3f}", tok_s=f"{record['tokens_per_second']:.0f}", refresh=False
+            )
 
     def close(self) -> None:
         for sink in (self._file, self._board, self._bar):

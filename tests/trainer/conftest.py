@@ -1,0 +1,57 @@
+"""Small real shards for training tests: documents, tuples with hard negatives, and graded pairs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data.shards import UnitWriter, finish_folder
+
+
+def _ids(tokenizer, text: str) -> list[int]:
+    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.fixture(scope="session")
+def document_shards(tmp_path_factory, docstrings, tiny_tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("documents")
+    with UnitWriter(folder, 0, kind="documents", vocabulary_size=len(tiny_tokenizer), chunk_samples=32) as writer:
+        for text in docstrings[:400]:
+            writer.add_document(_ids(tiny_tokenizer, text))
+    finish_folder(folder, 1, tokenizer=tiny_tokenizer)
+    return folder
+
+
+def _pairs(docstrings) -> list[tuple[str, str]]:
+    parts = [text.split("\n\n", 1) for text in docstrings if "\n\n" in text]
+    return [(first, rest) for first, rest in parts if len(rest.split()) > 5][:300]
+
+
+@pytest.fixture(scope="session")
+def tuple_shards(tmp_path_factory, docstrings, tiny_tokenizer) -> Path:
+    """(summary line, rest) pairs with 0 to 3 hard negatives each, the next entries' bodies."""
+    folder = tmp_path_factory.mktemp("tuples")
+    pairs = _pairs(docstrings)
+    with UnitWriter(folder, 0, kind="tuples", vocabulary_size=len(tiny_tokenizer), chunk_samples=32) as writer:
+        for index, (query, body) in enumerate(pairs):
+            negatives = [pairs[(index + offset) % len(pairs)][1] for offset in range(1, 1 + index % 4)]
+            passages = [_ids(tiny_tokenizer, text) for text in (body, *negatives)]
+            writer.add_tuple(_ids(tiny_tokenizer, query), passages)
+    finish_folder(folder, 1, tokenizer=tiny_tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def graded_shards(tmp_path_factory, docstrings, tiny_tokenizer) -> Path:
+    """Pairs with a grade: 5 for a docstring's own body, 0 for the next one's."""
+    folder = tmp_path_factory.mktemp("graded")
+    pairs = _pairs(docstrings)
+    with UnitWriter(folder, 0, kind="tuples", graded=True, vocabulary_size=len(tiny_tokenizer)) as writer:
+        for index, (query, body) in enumerate(pairs):
+            other = body if index % 2 else pairs[(index + 1) % len(pairs)][1]
+            writer.add_tuple(
+                _ids(tiny_tokenizer, query), [_ids(tiny_tokenizer, other)], score=5.0 if index % 2 else 0.0
+            )
+    finish_folder(folder, 1, tokenizer=tiny_tokenizer)
+    return folder

@@ -1,0 +1,37 @@
+"""How commands end: a user's mistake is one sentence and exit code 2, anything else keeps its traceback."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+
+from data.errors import DataError
+from models.sizes import ModelError
+from trainer.config import ConfigError
+
+USER_MISTAKES = (ConfigError, DataError, ModelError)
+
+
+def run_command(main: Callable[[], None]) -> None:
+    """Call a command's main; used as the last line of its module."""
+    rank = os.environ.get("RANK", "0")
+    logging.basicConfig(
+        level=logging.INFO if rank == "0" else logging.WARNING,
+        format=f"%(asctime)s [rank {rank}] %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    # Libraries that log every request or cache look-up at INFO.
+    for name in ("httpx", "filelock", "urllib3", "fsspec", "DeepSpeed"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        main()
+    except USER_MISTAKES as error:
+        # Written whole, so that the sentences of several ranks do not interleave.
+        os.write(2, f"error: {' '.join(str(error).split())}\n".encode())
+        sys.stderr.flush()
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

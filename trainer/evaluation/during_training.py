@@ -1,0 +1,63 @@
+"""Scores at every size in the middle of training, through the engine, on all ranks together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from models.encoder import EmbeddingSettings
+from trainer.config import Recipe
+from trainer.distributed import World
+from trainer.engine import Engine
+from trainer.evaluation import evaluate_tasks
+from trainer.evaluation.retrieval import RetrievalData, load_beir
+from trainer.evaluation.sts import STSTask, read_sts
+
+# What a curve over steps is drawn of; the command `trainer.evaluate` gives everything.
+_SHOWN = ("spearman", "ndcg_cut_10", "recip_rank_10")
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """The tasks of a recipe's [evaluation], read before training starts so that a wrong path fails early."""
+
+    settings: EmbeddingSettings
+    sts: tuple[STSTask, ...]
+    retrieval: tuple[RetrievalData, ...]
+
+    @classmethod
+    def of(cls, recipe: Recipe, settings: EmbeddingSettings) -> Evaluator:
+        chosen = recipe.evaluation
+        return cls(
+            settings,
+            tuple(read_sts(path) for path in chosen.sts),
+            tuple(load_beir(path, split=chosen.split, max_documents=chosen.max_documents) for path in chosen.beir),
+        )
+
+    @property
+    def has_tasks(self) -> bool:
+        return bool(self.sts or self.retrieval)
+
+    def run(self, engine: Engine, tokenizer: Any, world: World) -> dict[str, float]:
+        """task/metric/size -> score. Every rank must call it; retrieval scores are rank 0's only."""
+        sizes = list(self.settings.sizes)
+
+        def forward(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+            return engine(input_ids, attention_mask, sizes=sizes)
+
+        engine.train(False)
+        records = evaluate_tasks(
+            forward,
+            tokenizer,
+            sizes,
+            self.settings,
+            sts=self.sts,
+            retrieval=self.retrieval,
+            device=world.device,
+            rank=world.rank,
+            world_size=world.size,
+        )
+        engine.train(True)
+        return {f"{r.task}/{r.metric}/{r.size}": r.value for r in records if r.metric in _SHOWN}

@@ -1,0 +1,9 @@
+"""Command: contrastive fine-tuning of all sizes at once (SRL), its baselines and ablations."""
+
+from __future__ import annotations
+
+from trainer.command import run_command
+from trainer.run import main
+
+if __name__ == "__main__":
+    run_command(lambda: main("contrastive", __doc__ or ""))

@@ -1,0 +1,9 @@
+"""Command: masked pre-training of all sizes at once (SMAE), its ablations, and plain MLM."""
+
+from __future__ import annotations
+
+from trainer.command import run_command
+from trainer.run import main
+
+if __name__ == "__main__":
+    run_command(lambda: main("masked", __doc__ or ""))

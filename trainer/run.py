@@ -1,0 +1,358 @@
+"""From a recipe to a finished run: everything is opened and checked first, then the devices start, then the loop.
+
+A run folder holds recipe.toml (resolved), ds_config.json, environment.json, metrics.jsonl, tensorboard/, checkpoints/,
+and, when training is done, model/ (an ordinary Hugging Face folder plus barista.json) and DONE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import shutil
+import sys
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from data.collate import MaskedCollator, PairCollator
+from data.shards import ShardFolder
+from data.stream import Stream
+from data.tokens import load_tokenizer
+from models.encoder import (
+    EmbeddingSettings,
+    Encoder,
+    base_of,
+    build_masked_lm,
+    load_encoder,
+    load_masked_lm,
+    truncate_layers,
+)
+from models.masked_autoencoder import MaskedAutoencoder
+from models.sizes import Ladder, Size
+from trainer.checkpoint import Checkpointer, check_output_folder, write_atomically
+from trainer.config import ConfigError, Recipe, as_toml, check_world, load_recipe
+from trainer.distributed import World, start
+from trainer.engine import Engine, read_ds_config
+from trainer.evaluation.during_training import Evaluator
+from trainer.flops import Shape
+from trainer.loop import Plan, TrainState, train
+from trainer.metrics import Metrics
+from trainer.objectives import REGISTRY, wanted_layers
+from trainer.optim import learning_rate
+from trainer.size_schedules import build_schedule
+
+log = logging.getLogger(__name__)
+
+
+def main(task: str, description: str, argv: Sequence[str] | None = None) -> None:
+    """The body of `trainer.pretrain` (task "masked") and `trainer.finetune` (task "contrastive")."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m trainer.{'pretrain' if task == 'masked' else 'finetune'}",
+        description=description,
+        epilog=_describe_keys(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, metavar="RECIPE.toml", help="the recipe; see launch/recipes")
+    parser.add_argument(
+        "--resume",
+        choices=("never", "auto", "required"),
+        help="never: refuse a folder that holds a run; auto: go on from its newest checkpoint, or start; "
+        "required: go on or fail (the same as --run.resume=...)",
+    )
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes
+    args, rest = parser.parse_known_args(argv)
+    overrides = []
+    for text in rest:
+        if not (text.startswith("--") and "=" in text):
+            parser.error(f"{text!r} is not understood; settings are given as --section.key=value")
+        overrides.append(text[2:])
+    if args.resume:
+        overrides.append(f"run.resume={args.resume}")
+    recipe = load_recipe(args.config, overrides)
+    if recipe.objective.name != task:
+        other = {"masked": "trainer.pretrain", "contrastive": "trainer.finetune"}[recipe.objective.name]
+        raise ConfigError(
+            f"objective.name = {recipe.objective.name!r} in {args.config} is trained by `python -m {other}`"
+        )
+    execute(recipe)
+
+
+def execute(recipe: Recipe) -> Path:
+    """Train what the recipe says; returns the run folder. Every rank calls it."""
+    check_output_folder(recipe)
+    check_world(recipe, int(os.environ.get("WORLD_SIZE", "1")))
+    read_ds_config(recipe.engine.ds_config)
+    sources = _open_shards(recipe)
+    parts = _build_model(recipe, sources)
+    evaluator = Evaluator.of(recipe, embedding_settings(recipe))
+    world = start()
+    _write_run_folder(recipe, world)
+    engine = Engine(parts.module, recipe, world)
+    if world.is_main:
+        write_atomically(Path(recipe.run.output) / "ds_config.json", json.dumps(engine.ds_config, indent=2) + "\n")
+
+    vocabulary = sources[0].vocabulary
+    stream: Stream = Stream(
+        sources,
+        collate=_collator(recipe, vocabulary),
+        seed=recipe.run.seed,
+        global_batch_size=recipe.train.global_batch_size,
+        rank=world.rank,
+        world_size=world.size,
+        weights=recipe.data.weights or None,
+        num_workers=recipe.data.num_workers,
+        shuffle=recipe.data.shuffle,
+    )
+    total_steps = recipe.train.steps or math.ceil(
+        recipe.train.epochs * stream.samples_per_epoch / recipe.train.global_batch_size
+    )
+    checkpointer = Checkpointer(
+        Path(recipe.run.output) / "checkpoints", recipe.checkpoint.every_steps, recipe.checkpoint.keep
+    )
+    state = TrainState()
+    if recipe.run.resume != "never" and (saved := checkpointer.load_newest(engine)) is not None:
+        state.step = saved["step"]
+        stream.load_state_dict(saved["stream"])
+        log.info("going on at step %d of %d", state.step, total_steps)
+    schedule = build_schedule(
+        recipe.objective.sizes,
+        recipe.ladder,
+        reduction=recipe.objective.reduction,
+        seed=recipe.run.seed,
+        size=Size.parse(recipe.objective.size) if recipe.objective.sizes == "one" else None,
+    )
+    objective = REGISTRY[recipe.objective.name](
+        recipe, schedule, shape=Shape.of(parts.encoder.config), pad_id=vocabulary.pad_id
+    )
+    metrics = Metrics(
+        Path(recipe.run.output),
+        world,
+        every_steps=recipe.log.every_steps,
+        total_steps=total_steps,
+        start_step=state.step,
+        tensorboard=recipe.log.tensorboard,
+    )
+    metrics.text("recipe", "    " + as_toml(recipe).replace("\n", "\n    "))
+    optim = recipe.optim
+    plan = Plan(
+        seed=recipe.run.seed,
+        total_steps=total_steps,
+        stop_at_step=recipe.train.stop_at_step or total_steps,
+        learning_rate=functools.partial(
+            learning_rate,
+            peak=optim.lr,
+            total_steps=total_steps,
+            warmup_ratio=optim.warmup_ratio,
+            schedule=optim.schedule,
+        ),
+        save_every_steps=checkpointer.every_steps,
+        evaluate_every_steps=recipe.evaluation.every_steps,
+    )
+    evaluate = functools.partial(evaluator.run, engine, parts.tokenizer, world)
+    try:
+        train(
+            engine,
+            objective,
+            stream,
+            state,
+            plan=plan,
+            metrics=metrics,
+            save=lambda: _save(checkpointer, engine, state, stream),
+            evaluate=evaluate,
+        )
+        if state.step == total_steps:
+            if evaluator.has_tasks and not (plan.evaluate_every_steps and total_steps % plan.evaluate_every_steps == 0):
+                metrics.evaluation(state.step, evaluate())
+            save_model(engine, parts, recipe)
+    finally:
+        stream.close()
+        metrics.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return Path(recipe.run.output)
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """`module` is what the engine trains; `encoder` the part that embeds; `saved` the Hugging Face model to write."""
+
+    module: nn.Module
+    encoder: Encoder
+    saved: PreTrainedModel
+    tokenizer: Any
+
+
+def _open_shards(recipe: Recipe) -> list[ShardFolder]:
+    sources = [ShardFolder(path) for path in recipe.data.shards]
+    kind = "documents" if recipe.objective.name == "masked" else "tuples"
+    for source in sources:
+        if source.kind != kind:
+            raise ConfigError(
+                f"data.shards: {source.path} holds {source.kind}, and this objective trains on {kind}; "
+                f"make them with `python -m data.prepare {kind}`"
+            )
+        if recipe.objective.loss == "cosent" and not source.graded:
+            raise ConfigError(f"objective.loss = 'cosent' needs graded pairs, and {source.path} has no scores")
+    return sources
+
+
+def _build_model(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
+    vocabulary = sources[0].vocabulary
+    source, tokenizer = recipe.model.source, load_tokenizer(sources[0].tokenizer_path)
+    torch.manual_seed(recipe.run.seed)
+    masked_lm: PreTrainedModel | None = None
+    if source:
+        if recipe.objective.name == "masked":
+            masked_lm = load_masked_lm(source)
+            encoder = Encoder(base_of(masked_lm), recipe.model.pooling)
+        else:
+            encoder = load_encoder(source, pooling=recipe.model.pooling)
+        if not Path(source).is_dir() or any(Path(source).glob("tokenizer*")) or (Path(source) / "vocab.txt").is_file():
+            for folder in sources:
+                folder.check_tokenizer(load_tokenizer(source))
+    else:
+        masked_lm = build_masked_lm(recipe.model.config, vocab_size=vocabulary.size, pad_token_id=vocabulary.pad_id)
+        encoder = Encoder(base_of(masked_lm), recipe.model.pooling)
+    rows = encoder.word_embeddings.weight.shape[0]
+    if vocabulary.size > rows:
+        raise ConfigError(
+            f"the shards in {sources[0].path} hold ids up to {vocabulary.size - 1}, beyond the {rows} of the model "
+            f"{source!r}; prepare the data with the model's own tokenizer"
+        )
+    recipe.ladder.check_against(num_layers=encoder.num_layers, hidden_size=encoder.hidden_size)
+    _check_lengths(recipe, encoder)
+    truncate_layers(encoder.backbone, wanted_layers(recipe))
+    if recipe.train.activation_checkpointing:
+        encoder.backbone.activation_checkpointing_enable({"use_reentrant": False})
+    if recipe.objective.name == "contrastive":
+        return ModelParts(encoder, encoder, encoder.backbone, tokenizer)
+    assert masked_lm is not None
+    masked_lm.config.num_hidden_layers = encoder.num_layers
+    module = MaskedAutoencoder(
+        masked_lm,
+        pooling=recipe.model.pooling,
+        with_decoder=recipe.objective.decoder,
+        logits_memory_mib=recipe.train.logits_memory_mib,
+    )
+    return ModelParts(module, module.encoder, masked_lm, tokenizer)
+
+
+def _check_lengths(recipe: Recipe, encoder: Encoder) -> None:
+    positions = getattr(encoder.config, "max_position_embeddings", None)
+    if positions is None:
+        return
+    # RoBERTa counts positions from its padding id on.
+    room = positions - (encoder.config.pad_token_id + 1 if "roberta" in encoder.config.model_type else 0)
+    used = ("max_length",) if recipe.objective.name == "masked" else ("query_max_length", "passage_max_length")
+    for name in used:
+        if getattr(recipe.data, name) > room:
+            raise ConfigError(f"data.{name} = {getattr(recipe.data, name)} is beyond the encoder's {room} positions")
+
+
+def _collator(recipe: Recipe, vocabulary: Any) -> MaskedCollator | PairCollator:
+    chosen = recipe.objective
+    if chosen.name == "masked":
+        if vocabulary.mask_id is None:
+            raise ConfigError("the shards' tokenizer has no mask token; prepare the data with one that has")
+        return MaskedCollator(
+            vocabulary,
+            max_length=recipe.data.max_length,
+            encoder_mask_ratio=chosen.encoder_mask_ratio,
+            decoder_mask_ratio=chosen.decoder_mask_ratio if chosen.decoder else None,
+            nested=chosen.nested_masks,
+            seed=recipe.run.seed,
+        )
+    return PairCollator(
+        vocabulary,
+        query_max_length=recipe.data.query_max_length,
+        passage_max_length=recipe.data.passage_max_length,
+        num_negatives=recipe.data.num_negatives,
+        seed=recipe.run.seed,
+    )
+
+
+def _save(checkpointer: Checkpointer, engine: Engine, state: TrainState, stream: Stream) -> None:
+    checkpointer.save(engine, {"step": state.step, "stream": stream.state_dict()})
+
+
+def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:
+    """Write <run>/model and DONE. All ranks call it: partitioned parameters are gathered one by one."""
+    model = parts.saved
+    full: dict[int, torch.Tensor] = {}
+    for parameter in model.parameters():
+        value = engine.full_parameter(parameter)
+        if engine.world.is_main:
+            full[id(parameter)] = value.cpu()
+    if not engine.world.is_main:
+        return
+    tensors = {name: full[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    expected = set(model.state_dict())
+    tensors |= {name: value for name, value in model.named_buffers() if name in expected}
+    folder = Path(recipe.run.output) / "model"
+    tmp = folder.with_name("tmp-model")
+    shutil.rmtree(tmp, ignore_errors=True)
+    model.config.dtype = torch.float32
+    model.save_pretrained(tmp, state_dict=tensors)
+    parts.tokenizer.save_pretrained(tmp)
+    embedding_settings(recipe).save(tmp)
+    shutil.rmtree(folder, ignore_errors=True)
+    tmp.rename(folder)
+    write_atomically(Path(recipe.run.output) / "DONE", "")
+    log.info("the model is in %s", folder)
+
+
+def embedding_settings(recipe: Recipe) -> EmbeddingSettings:
+    """What goes into barista.json. A size trained on its own is a ladder of one."""
+    ladder = recipe.ladder
+    if recipe.objective.sizes == "one":
+        ladder = Ladder((Size.parse(recipe.objective.size),))
+    masked = recipe.objective.name == "masked"
+    return EmbeddingSettings(
+        pooling=recipe.model.pooling,
+        similarity=recipe.objective.similarity,
+        ladder=tuple((size.layers, size.dim) for size in ladder),
+        query_max_length=recipe.data.max_length if masked else recipe.data.query_max_length,
+        passage_max_length=recipe.data.max_length if masked else recipe.data.passage_max_length,
+        temperature=recipe.objective.temperature,
+    )
+
+
+def _write_run_folder(recipe: Recipe, world: World) -> None:
+    output = Path(recipe.run.output)
+    if world.is_main:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "DONE").unlink(missing_ok=True)
+        write_atomically(output / "recipe.toml", as_toml(recipe))
+        packages = ("torch", "deepspeed", "transformers", "numpy", "tokenizers")
+        environment = {
+            "command": sys.argv,
+            "world_size": world.size,
+            "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor(),
+            "python": platform.python_version(),
+            "versions": {name: importlib.metadata.version(name) for name in packages},
+        }
+        write_atomically(output / "environment.json", json.dumps(environment, indent=2) + "\n")
+    dist.barrier()
+
+
+def _describe_keys() -> str:
+    lines = ["settings, each with its default (TOML sections, or --section.key=value):"]
+    for section, kind in typing.get_type_hints(Recipe).items():
+        defaults = dataclasses.asdict(kind())
+        lines.append(f"  [{section}]")
+        lines += [f"    {name} = {json.dumps(value)}" for name, value in defaults.items()]
+    return "\n".join(lines)
