@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable
 
 from data.errors import DataError
@@ -26,6 +27,8 @@ def run_command(main: Callable[[], None]) -> None:
     # Libraries that log every request or cache look-up at INFO.
     for name in ("httpx", "filelock", "urllib3", "fsspec", "DeepSpeed"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # Repeated for every engine: DeepSpeed's collectives under their former names.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     try:
         main()
     except USER_MISTAKES as error:

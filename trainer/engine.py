@@ -13,8 +13,8 @@ clipping, optimizer and schedule belong to the recipe and are refused in the JSO
 from __future__ import annotations
 
 import contextlib
+import io
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ from torch import Tensor, nn
 from trainer.config import ConfigError, Recipe
 from trainer.distributed import World
 from trainer.optim import adamw
-
-log = logging.getLogger(__name__)
 
 _OWNED_BY_RECIPE = {
     "train_batch_size": "train.global_batch_size",
@@ -111,11 +109,11 @@ class Engine:
                 self._norm_at_stage_0 = float(nn.utils.clip_grad_norm_(parameters, limit))
 
             optimizer.register_step_pre_hook(clip)
-        # DeepSpeed says more at start than a person reads.
-        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=self.ds_config, dist_init_required=False
-        )
+        # DeepSpeed prints memory tables at start, whatever its log level.
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
+                model=module, optimizer=optimizer, config=self.ds_config, dist_init_required=False
+            )
         self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

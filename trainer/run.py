@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from data.collate import MaskedCollator, PairCollator
 from data.shards import ShardFolder
@@ -306,6 +307,7 @@ def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:
     tmp = folder.with_name("tmp-model")
     shutil.rmtree(tmp, ignore_errors=True)
     model.config.dtype = torch.float32
+    transformers_logging.disable_progress_bar()
     model.save_pretrained(tmp, state_dict=tensors)
     parts.tokenizer.save_pretrained(tmp)
     embedding_settings(recipe).save(tmp)
