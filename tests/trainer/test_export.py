@@ -1,0 +1,274 @@
+"""Exports: sentence-transformers loads every folder as it stands and gives the vectors that our own `encode` gives."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast
+
+from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
+from models.sizes import ModelError, Size
+from trainer import export
+from trainer.config import ConfigError
+from trainer.evaluation.encode import encode, encoder_forward
+from trainer.export import export_sizes
+
+sentence_transformers = pytest.importorskip("sentence_transformers", reason="needs the package sentence-transformers")
+
+LADDER = ((1, 8), (2, 12), (4, 32))
+CONFIGS = {
+    "bert": {
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "max_position_embeddings": 64,
+    },
+    "distilbert": {"dim": 32, "n_layers": 4, "n_heads": 2, "hidden_dim": 48, "max_position_embeddings": 64},
+    "modernbert": {
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "max_position_embeddings": 64,
+        "local_attention": 8,
+    },
+}
+CONFIGS["roberta"] = {**CONFIGS["bert"], "max_position_embeddings": 66}
+
+ModelFactory = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def make_model(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> ModelFactory:
+    """A trained folder with random weights: an MLM checkpoint, a tokenizer and barista.json."""
+
+    def make(family: str, pooling: str = "cls", similarity: str = "cosine", **settings: object) -> Path:
+        torch.manual_seed(7)
+        model = build_masked_lm(
+            {"model_type": family, **CONFIGS[family]},
+            vocab_size=len(tiny_tokenizer),
+            pad_token_id=tiny_tokenizer.pad_token_id,
+        )
+        # Fresh norms and biases are ones and zeros, which would hide a norm that is left out or applied twice.
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.2 * torch.randn_like(parameter)
+        folder = tmp_path_factory.mktemp(family)
+        model.save_pretrained(folder)
+        tiny_tokenizer.save_pretrained(folder)
+        lengths = {"query_max_length": 16, "passage_max_length": 48}
+        values = {"pooling": pooling, "similarity": similarity, "ladder": LADDER, **lengths, **settings}
+        EmbeddingSettings(**values).save(folder)  # type: ignore[arg-type]
+        return folder
+
+    return make
+
+
+def our_vectors(model: Path, texts: list[str], sizes: list[Size], prompt: str = "") -> dict[Size, np.ndarray]:
+    encoder = load_encoder(model).eval()
+    settings = EmbeddingSettings.load(model)
+    assert settings is not None
+    return encode(
+        encoder_forward(encoder, sizes),
+        AutoTokenizer.from_pretrained(model),
+        texts,
+        sizes,
+        similarity=settings.similarity,
+        max_length=48,
+        prompt=prompt,
+        device="cpu",
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "pooling", "similarity"),
+    [
+        ("bert", "cls", "cosine"),
+        ("bert", "cls", "dot"),
+        ("bert", "mean", "cosine"),
+        ("bert", "mean", "dot"),
+        ("roberta", "cls", "dot"),
+        ("roberta", "mean", "cosine"),
+        ("distilbert", "cls", "cosine"),
+        ("distilbert", "mean", "dot"),
+        ("modernbert", "cls", "dot"),
+        ("modernbert", "mean", "cosine"),
+    ],
+)
+def test_sentence_transformers_gives_our_vectors(
+    family: str, pooling: str, similarity: str, make_model: ModelFactory, docstrings: list[str], tmp_path: Path
+) -> None:
+    texts = docstrings[:24]
+    assert max(len(text) for text in texts) > 400  # some are cut at the maximal length
+    model = make_model(family, pooling, similarity)
+    sizes = [Size(*pair) for pair in LADDER]
+    folders = export_sizes(model, tmp_path / "export")
+    assert list(folders) == ["1x8", "2x12", "4x32"]
+    ours = our_vectors(model, texts, sizes)
+    for size, folder in zip(sizes, folders.values()):
+        loaded = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
+        theirs = loaded.encode(texts, batch_size=5)
+        assert theirs.shape == (len(texts), size.dim)
+        np.testing.assert_allclose(theirs, ours[size], atol=1e-5, rtol=1e-5)
+        assert loaded.get_embedding_dimension() == size.dim
+        assert loaded.similarity_fn_name == similarity
+        assert loaded.max_seq_length == 48
+        norms = np.linalg.norm(theirs, axis=1)
+        assert np.allclose(norms, 1, atol=1e-5) == (similarity == "cosine")
+
+        # The layers are really gone, and nothing is missing or left over.
+        backbone, report = AutoModel.from_pretrained(folder, output_loading_info=True)
+        assert backbone.config.num_hidden_layers == size.layers
+        assert not report["missing_keys"] and not report["unexpected_keys"]
+        weights = load_file(folder / "model.safetensors")
+        assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+        assert len(_layer_numbers(weights)) == size.layers
+
+    # Negative control: another number of layers gives other vectors.
+    other = our_vectors(model, texts, [Size(2, 8)])[Size(2, 8)]
+    assert np.abs(other - ours[sizes[0]]).max() > 1e-2
+
+
+def test_a_wrong_layer_count_is_what_the_export_prevents(make_model: ModelFactory, tmp_path: Path) -> None:
+    """The negative control of the control: the old count in the config makes a loader invent layers."""
+    folder = export_sizes(make_model("bert"), tmp_path / "export", sizes=["2x12"])["2x12"]
+    config = json.loads((folder / "config.json").read_text())
+    assert config["num_hidden_layers"] == 2
+    config["num_hidden_layers"] = 4
+    (folder / "config.json").write_text(json.dumps(config))
+    _, report = AutoModel.from_pretrained(folder, output_loading_info=True)
+    assert report["missing_keys"]
+
+
+def test_the_layout_is_the_long_standing_one(make_model: ModelFactory, tmp_path: Path) -> None:
+    folders = export_sizes(make_model("bert", "mean", "cosine"), tmp_path / "export")
+    small, full = folders["1x8"], folders["4x32"]
+    prefix = "sentence_transformers.models."
+    types = [module["type"] for module in json.loads((small / "modules.json").read_text())]
+    assert types == [prefix + name for name in ("Transformer", "Pooling", "Dense", "Normalize")]
+    types = [module["type"] for module in json.loads((full / "modules.json").read_text())]
+    assert types == [prefix + name for name in ("Transformer", "Pooling", "Normalize")]  # nothing to cut
+    assert json.loads((small / "sentence_bert_config.json").read_text()) == {
+        "max_seq_length": 48,
+        "do_lower_case": False,
+    }
+    pooling = json.loads((small / "1_Pooling" / "config.json").read_text())
+    assert pooling["word_embedding_dimension"] == 32
+    assert pooling["pooling_mode_mean_tokens"] and not pooling["pooling_mode_cls_token"]
+    dense = load_file(small / "2_Dense" / "model.safetensors")
+    assert list(dense) == ["linear.weight"] and torch.equal(dense["linear.weight"], torch.eye(8, 32))
+    assert json.loads((small / "tokenizer_config.json").read_text())["model_max_length"] == 48
+    tokenizer = json.loads((small / "tokenizer.json").read_text())
+    assert tokenizer["truncation"] is None and tokenizer["padding"] is None
+    card = (small / "README.md").read_text()
+    assert (
+        "SentenceTransformer(" in card
+        and "1 layers" in card.replace("\n", " ")
+        and "| embedding dimensions | 8" in card
+    )
+
+
+def test_prompts_are_those_of_training(make_model: ModelFactory, docstrings: list[str], tmp_path: Path) -> None:
+    model = make_model("bert", query_prompt="find: ", passage_prompt="text: ")
+    folder = export_sizes(model, tmp_path / "export", sizes=["1x8"])["1x8"]
+    loaded = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
+    texts, size = docstrings[:6], Size(1, 8)
+    plain = our_vectors(model, texts, [size])[size]
+    for theirs, prompt in ((loaded.encode_query(texts), "find: "), (loaded.encode_document(texts), "text: ")):
+        ours = our_vectors(model, texts, [size], prompt=prompt)[size]
+        np.testing.assert_allclose(theirs, ours, atol=1e-5)
+        assert np.abs(plain - ours).max() > 1e-3
+
+
+def test_the_whole_encoder_is_an_ordinary_checkpoint(make_model: ModelFactory, tmp_path: Path) -> None:
+    model = make_model("roberta", "mean")
+    export_sizes(model, tmp_path / "export")
+    again, report = AutoModel.from_pretrained(tmp_path / "export" / "encoder", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    original = load_encoder(model).backbone.state_dict()
+    weights = {key: value for key, value in again.state_dict().items() if not key.startswith("pooler.")}
+    assert weights.keys() == original.keys() and all(torch.equal(weights[key], original[key]) for key in weights)
+    assert load_encoder(tmp_path / "export" / "encoder").pooling == "mean"
+
+
+def test_six_sizes_bear_the_cups_names(make_model: ModelFactory, tmp_path: Path) -> None:
+    settings = {"ladder": ((1, 4), (2, 8), (3, 12), (4, 16), (5, 24), (6, 32))}
+    short_model = make_model("bert", **settings)
+    with pytest.raises(ConfigError, match=r"5x24 outgrows the encoder of 4 layers"):
+        export_sizes(short_model, tmp_path / "export")
+    assert not (tmp_path / "export").exists()
+    assert list(export_sizes(short_model, tmp_path / "export", sizes=["demi", Size(3, 5)])) == ["demi", "3x5"]
+    assert sorted(path.name for path in (tmp_path / "export").iterdir()) == ["3x5", "demi", "encoder", "export.json"]
+
+
+def test_an_export_replaces_an_export_and_nothing_else(make_model: ModelFactory, tmp_path: Path) -> None:
+    model, output = make_model("bert"), tmp_path / "export"
+    output.mkdir()
+    export_sizes(model, output)
+    export_sizes(model, output, sizes=["1x8"])
+    assert sorted(path.name for path in output.iterdir()) == ["1x8", "encoder", "export.json"]
+    (output / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"holds something else \(thesis.txt\)"):
+        export_sizes(model, output)
+    assert (output / "thesis.txt").read_text() == "mine"
+    stranger = tmp_path / "stranger"
+    shutil.copytree(output / "encoder", stranger)
+    with pytest.raises(ConfigError, match="holds something else"):
+        export_sizes(model, stranger)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "stranger"]  # no partial folder left
+
+
+def test_a_failed_export_leaves_what_was_there(
+    make_model: ModelFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, output = make_model("bert"), tmp_path / "export"
+    export_sizes(model, output, sizes=["1x8"])
+    before = {path: path.read_bytes() for path in sorted(output.rglob("*")) if path.is_file()}
+
+    def fail(*args: object) -> str:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(export, "_card", fail)
+    with pytest.raises(OSError, match="disk full"):
+        export_sizes(model, output)
+    assert before == {path: path.read_bytes() for path in sorted(output.rglob("*")) if path.is_file()}
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_command(make_model: ModelFactory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model("bert")
+    command = ["--model", str(model), "--output", str(tmp_path / "export"), "--sizes", "1x8,2x12"]
+    assert export.main(command) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{n}\t{tmp_path / 'export' / n}" for n in ("1x8", "2x12")]
+
+
+def test_mistakes_exit_with_2(make_model: ModelFactory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model("bert")
+
+    def error(*args: str) -> str:
+        assert export.main(["--output", str(tmp_path / "out"), *args]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith("error: ") and message.count("\n") == 1
+        return message
+
+    assert "barista.json" in error("--model", str(tmp_path / "absent"))
+    assert "grande" in error("--model", str(model), "--sizes", "grande")
+    assert "outgrows" in error("--model", str(model), "--sizes", "9x9")
+    assert "no size" in error("--model", str(model), "--sizes", ",")
+    (model / "config.json").unlink()
+    assert "config.json" in error("--model", str(model))
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ModelError):
+        export_sizes(model, tmp_path / "out")
+
+
+def _layer_numbers(weights: dict[str, torch.Tensor]) -> set[str]:
+    return {part for key in weights for part in key.split(".") if part.isdigit()}
