@@ -206,6 +206,7 @@ def _card(backbone: PreTrainedModel, settings: EmbeddingSettings, name: str, siz
     length = max(settings.query_max_length, settings.passage_max_length)
     title = f"{name} ({size})" if name != str(size) else name
     family = backbone.config.model_type
+    layers = f"{size.layers} layers" if size.layers > 1 else "layer"
     kind = "unit vectors, compared by cosine" if settings.similarity == "cosine" else "compared by dot product"
     return f"""---
 library_name: sentence-transformers
@@ -214,7 +215,7 @@ tags: [sentence-transformers, feature-extraction, starbucks, matryoshka]
 ---
 # Text embeddings, size {title}
 
-One of the sizes of a two-dimensional Matryoshka ("Starbucks") embedding model: the first {size.layers} layers and
+One of the sizes of a two-dimensional Matryoshka ("Starbucks") embedding model: the first {layers} and
 the first {size.dim} dimensions of one encoder that was trained to work at every size.
 
 | | |

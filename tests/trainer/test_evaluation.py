@@ -434,6 +434,18 @@ def test_search_equals_sorting_everything(max_scores: int, top_k: int) -> None:
     np.testing.assert_array_equal(found, np.take_along_axis(scores, expected, axis=1))
 
 
+@pytest.mark.parametrize("max_scores", [7, 200, 1 << 20])
+def test_search_without_ties(max_scores: int) -> None:
+    rng = np.random.default_rng(4)
+    queries = rng.normal(size=(9, 4)).astype(np.float32)
+    documents = rng.normal(size=(300, 4)).astype(np.float32)
+    found, places = search(queries, documents, top_k=10, max_scores=max_scores)
+    scores = queries.astype(np.float64) @ documents.T.astype(np.float64)
+    expected = np.argsort(-scores, axis=1)[:, :10]
+    np.testing.assert_array_equal(places, expected)
+    np.testing.assert_allclose(found, np.take_along_axis(scores, expected, axis=1), rtol=1e-5)
+
+
 def test_search_refuses_nan() -> None:
     with pytest.raises(FloatingPointError, match="NaN"):
         search(np.full((1, 2), np.nan, np.float32), np.ones((3, 2), np.float32), top_k=2)

@@ -283,12 +283,13 @@ class TopK:
         """Best keys of the queries from `top` on, after their scores [rows, m] for the next m documents."""
         if torch.isnan(scores).any():
             raise FloatingPointError("a score is not a number: the model's embeddings hold NaN or infinity")
-        # -0.0 + 0.0 is 0.0: the two zeros compare equal and must have one key.
-        bits = (scores.float() + 0.0).view(torch.int32)
-        # Negative floats' bits grow downwards; flipping all but the sign makes integers order like the floats.
-        ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
         positions = torch.arange(self.num_documents, self.num_documents + scores.shape[1], device=scores.device)
-        keys = torch.cat([self.keys[top : top + len(scores)], (ordered << 32) | (0xFFFFFFFF - positions)], dim=1)
+        if scores.shape[1] > self.k:
+            best, places = torch.topk(scores, self.k, dim=1)
+            # Choosing among floats first is several times faster, and right unless a tie straddles the cut.
+            if int((scores >= best[:, -1:]).sum(1).max()) == self.k:
+                scores, positions = best, positions[places]
+        keys = torch.cat([self.keys[top : top + len(scores)], _sort_keys(scores, positions)], dim=1)
         return torch.topk(keys, min(self.k, keys.shape[1]), dim=1).values
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
@@ -298,6 +299,15 @@ class TopK:
         ordered = (keys >> 32).to(torch.int32)
         scores = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32)
         return scores.cpu().numpy(), positions.cpu().numpy()
+
+
+def _sort_keys(scores: Tensor, positions: Tensor) -> Tensor:
+    """int64 keys that order by score ascending, then by position descending. `positions` broadcasts to the scores."""
+    # -0.0 + 0.0 is 0.0: the two zeros compare equal and must have one key.
+    bits = (scores.float() + 0.0).view(torch.int32)
+    # Negative floats' bits grow downwards; flipping all but the sign makes integers order like the floats.
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    return (ordered << 32) | (0xFFFFFFFF - positions)
 
 
 def search(
