@@ -124,7 +124,8 @@ def _score(args: argparse.Namespace) -> int:
 def _sizes(args: argparse.Namespace) -> int:
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
-    logging.getLogger("bm25s").setLevel(logging.WARNING)
+    for chatty in ("bm25s", "huggingface_hub"):
+        logging.getLogger(chatty).setLevel(logging.ERROR)
     if not args.sts and not args.beir:
         raise ConfigError("there is nothing to evaluate on; give --sts FILE or --beir FOLDER")
     device = _device(args.device)

@@ -33,6 +33,7 @@ from trainer.evaluation.report import (
 )
 from trainer.evaluation.retrieval import (
     METRICS,
+    _sort_keys,
     bm25_run,
     evaluate_retrieval,
     load_beir,
@@ -444,6 +445,12 @@ def test_search_without_ties(max_scores: int) -> None:
     expected = np.argsort(-scores, axis=1)[:, :10]
     np.testing.assert_array_equal(places, expected)
     np.testing.assert_allclose(found, np.take_along_axis(scores, expected, axis=1), rtol=1e-5)
+
+
+def test_keys_order_like_scores_then_positions() -> None:
+    scores = torch.tensor([-math.inf, -2.5, -1e-30, 0.0, -0.0, 1e-30, 1e-30, 3.0, math.inf])
+    keys = _sort_keys(scores, torch.tensor([0, 1, 2, 9, 4, 7, 6, 0, 0xFFFFFFFF])).tolist()
+    assert keys == sorted(keys) and len(set(keys)) == len(keys)
 
 
 def test_search_refuses_nan() -> None:
