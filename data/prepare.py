@@ -579,6 +579,10 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
         )
         texts = (cast(Document, record)["text"] for unit in units for _, record in read_unit(unit))
         backend.train_from_iterator(texts, trainer)
+        # Training numbers pieces in the order of a hash map: sorted, equal pieces make an equal tokenizer.
+        pieces = sorted(set(backend.get_vocab()) - set(SPECIAL_TOKENS), key=lambda piece: (len(piece), piece))
+        vocabulary = {piece: index for index, piece in enumerate((*SPECIAL_TOKENS, *pieces))}
+        backend.model = models.WordPiece(vocab=vocabulary, unk_token="[UNK]", max_input_chars_per_word=100)
         cls_id, sep_id = (backend.token_to_id(token) for token in ("[CLS]", "[SEP]"))
         backend.post_processor = processors.TemplateProcessing(
             single="[CLS] $A [SEP]",
