@@ -26,10 +26,10 @@ from torch import nn
 from transformers import AutoModel
 from transformers.utils import logging as hf_logging
 
-from data.errors import DataError
 from data.tokens import load_tokenizer
 from models.encoder import EmbeddingSettings, Encoder, load_encoder
-from models.sizes import STARBUCKS_LADDER, Ladder, ModelError, Size
+from models.sizes import STARBUCKS_LADDER, Ladder, Size
+from trainer.command import USER_MISTAKES
 from trainer.config import ConfigError
 from trainer.evaluation import evaluate_tasks, known_metrics
 from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS, encoder_forward
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         return args.command(args)
-    except (ConfigError, DataError, ModelError) as error:
+    except USER_MISTAKES as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
 

@@ -31,10 +31,10 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
-from data.errors import DataError
 from data.tokens import load_tokenizer
 from models.encoder import EmbeddingSettings, load_encoder, truncate_layers
-from models.sizes import Ladder, ModelError, Size
+from models.sizes import Ladder, Size
+from trainer.command import USER_MISTAKES
 from trainer.config import ConfigError
 
 log = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = None if args.sizes == "all" else [name.strip() for name in args.sizes.split(",") if name.strip()]
     try:
         folders = export_sizes(args.model, args.output, sizes=sizes)
-    except (ConfigError, DataError, ModelError) as error:
+    except USER_MISTAKES as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     sys.stdout.write("".join(f"{name}\t{folder}\n" for name, folder in folders.items()))
