@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BYTES_PER_LOGIT = 12  # the logits as computed, their float32 softmax, and its copy for the products
+BYTES_PER_LOGIT = 8  # the logits and their softmax, in float32
 
 
 def rows_per_chunk(vocab_size: int, *, memory_mib: float) -> int:
@@ -29,7 +29,8 @@ def fused_linear_cross_entropy(
     rows: [R, D]; weight: [V, D]; bias: [V] or None; targets: int64 [R] in 0..V-1; row_weights: float32 [R].
     Returns (sum over rows of row_weight · CE, float32 scalar, differentiable in rows, weight and bias;
     CE of each row in nats, float32 [R], detached).
-    Under autocast the products run in the autocast dtype; sums and softmax are float32 always.
+    Products run in the dtype of `rows`, or the autocast dtype; each softmax is computed in float32 and stored in that
+    dtype, and sums over chunks are float32. In bf16 a row's loss is exact to 2^-8 nats (rounding, without bias).
     """
     if rows.shape[0] == 0:
         # A text may be too short for any mask. The zero keeps every parameter in the graph on this rank.
@@ -68,16 +69,19 @@ class _Chunked(torch.autograd.Function):
                 chunk = rows[part].to(dtype)  # [r, D]
                 target = targets[part, None]
                 logits = torch.nn.functional.linear(chunk, table, offset)  # [r, V]
-                top, top_index = logits.max(dim=1, keepdim=True)
-                probabilities = torch.softmax(logits, dim=1, dtype=torch.float32)
-                # The log-sum-exp from the largest term: exact where the target's own probability underflows.
-                log_sum = top.float() - probabilities.gather(1, top_index).log()
-                losses[part] = (log_sum - logits.gather(1, target).float()).squeeze(1)
+                # One pass over the logits: float32 inside, stored in the products' dtype, which the products need.
+                errors = torch.softmax(logits, dim=1)
+                likelihood = errors.gather(1, target).squeeze(1).float()
+                losses[part] = -likelihood.log()
+                if not likelihood.all():
+                    # Underflow (a loss above 87 nats): the long way, for these rows.
+                    rare = (likelihood == 0).nonzero().squeeze(1)
+                    exact = logits[rare].float()
+                    losses[start + rare] = exact.logsumexp(1) - exact.gather(1, target[rare]).squeeze(1)
                 if not (needs_rows or needs_weight or needs_bias):
                     continue
                 # d CE / d logits = softmax − one-hot. The row's weight scales rows, which are narrower than logits.
-                probabilities.scatter_add_(1, target, torch.full_like(target, -1, dtype=torch.float32))
-                errors = probabilities.to(dtype)
+                errors.scatter_add_(1, target, torch.full_like(target, -1, dtype=dtype))
                 scale = row_weights[part, None]
                 if grad_rows is not None:
                     grad_rows[part] = ((errors @ table).float() * scale).to(grad_rows.dtype)
@@ -88,7 +92,7 @@ class _Chunked(torch.autograd.Function):
                     else:
                         grad_weight += errors.t() @ scaled
                 if grad_bias is not None:
-                    grad_bias += torch.mv(probabilities.t(), row_weights[part])
+                    grad_bias += torch.mv(errors.t(), row_weights[part].to(dtype))
         ctx.save_for_backward(grad_rows, grad_weight, grad_bias)
         ctx.dtypes = (rows.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.mark_non_differentiable(losses)

@@ -27,7 +27,14 @@ _MANIFEST = "manifest.json"
 
 # What may change between the parts of one run: how it is watched and kept, and where it runs.
 _FREE_SECTIONS = ("engine", "checkpoint", "log", "evaluation")
-_FREE_KEYS = ("run.output", "run.resume", "train.stop_at_step", "train.micro_batch_size", "data.num_workers")
+_FREE_KEYS = (
+    "run.output",
+    "run.resume",
+    "train.stop_at_step",
+    "train.micro_batch_size",
+    "data.num_workers",
+    "model.attention",
+)
 _FREE_TRAIN_KEYS = ("train.activation_checkpointing", "train.logits_memory_mib", "train.score_memory_mib")
 
 

@@ -39,6 +39,7 @@ class ModelConfig:
     source: str = ""  # folder or hub name of a Hugging Face encoder; empty: from scratch by `config`
     config: dict[str, Any] = field(default_factory=dict)  # model_type and that family's own keys
     pooling: str = "cls"  # cls | mean
+    attention: str = "auto"  # auto | eager | sdpa | flash_attention_2; auto: eager on CPU, sdpa elsewhere
     ladder: list[list[int]] = field(
         default_factory=lambda: [[2, 32], [4, 64], [6, 128], [8, 256], [10, 512], [12, 768]]
     )
@@ -150,6 +151,7 @@ class Recipe:
 _CHOICES = {
     "run.resume": ("never", "auto", "required"),
     "model.pooling": ("cls", "mean"),
+    "model.attention": ("auto", "eager", "sdpa", "flash_attention_2"),
     "objective.name": ("masked", "contrastive"),
     "objective.sizes": ("ladder", "full", "one", "mrl", "adaptive_layers", "two_d"),
     "objective.reduction": ("mean", "sum"),
