@@ -113,11 +113,12 @@ def installed_documentation(
             "name more packages or hold out fewer"
         )
     held_out = ranked[:num_held_out]
-    secret = {key for pair in held_out for key in (_key(pair.summary), _key(pair.body))}
-    kept = [pair for pair in pairs if _key(pair.body) not in secret and _key(pair.summary) not in secret]
+    secrets = _Secrets.of(held_out)
+    chosen = set(held_out)
+    kept = [pair for pair in pairs if pair not in chosen and not secrets.occur_in(f"{pair.summary}\n{pair.body}")]
     training = set(kept)
     distractors = [pair for pair in ranked[num_held_out:] if pair in training][: num_bodies - num_held_out]
-    open_docstrings = (docstring for docstring in docstrings if not _reveals(docstring, secret))
+    open_docstrings = (docstring for docstring in docstrings if not secrets.occur_in(docstring.text))
     return Documentation(list(_documents_of(open_docstrings)), kept, held_out, distractors)
 
 
@@ -290,9 +291,28 @@ def _distinct_pairs(docstrings: Iterable[Docstring]) -> Iterator[DocumentationPa
         yield DocumentationPair(name, *parts)
 
 
-def _reveals(docstring: Docstring, secret: set[bytes]) -> bool:
-    parts = split_summary(docstring.text)
-    return parts is not None and (_key(parts[0]) in secret or _key(parts[1]) in secret)
+@dataclass(frozen=True)
+class _Secrets:
+    """The held-out texts, found also where they are part of something longer."""
+
+    summaries: frozenset[bytes]  # keys
+    bodies: Mapping[str, list[bytes]]  # keys of the bodies by their longest line
+
+    @classmethod
+    def of(cls, pairs: Iterable[DocumentationPair]) -> _Secrets:
+        bodies: dict[str, list[bytes]] = {}
+        for pair in pairs:
+            longest = max((line.strip() for line in pair.body.splitlines()), key=len)
+            bodies.setdefault(longest, []).append(_key(pair.body))
+        return cls(frozenset(_key(pair.summary) for pair in pairs), bodies)
+
+    def occur_in(self, text: str) -> bool:
+        parts = split_summary(text)
+        if parts is not None and _key(parts[0]) in self.summaries:
+            return True
+        # A look-up a line finds the few texts that are worth a search.
+        found = [body for line in text.splitlines() for body in self.bodies.get(line.strip(), ())]
+        return bool(found) and any(body in _key(text) for body in found)
 
 
 def _documents_of(docstrings: Iterable[Docstring]) -> Iterator[str]:

@@ -1,0 +1,355 @@
+"""Readers: every format, on small files and on real rows, whole and in units; mistakes name file and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from data import corpora
+from data.corpora import (
+    TextIndex,
+    plan_documents,
+    plan_tuples,
+    read_beir_texts,
+    read_documents,
+    read_qrels,
+    read_tuples,
+    read_unit,
+)
+from data.errors import DataError
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_tsv(path: Path, rows: Iterable[Sequence[object]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join("\t".join(map(str, row)) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def texts_of(*inputs: Path | str, **options: Any) -> list[str]:
+    return [record["text"] for record in read_documents([str(name) for name in inputs], **options)]
+
+
+def tuples_of(*inputs: Path | str, **options: Any) -> list[tuple[str, list[str], list[str], float | None]]:
+    records = read_tuples([str(name) for name in inputs], **options)
+    return [(record["query"], record["positives"], record["negatives"], record["score"]) for record in records]
+
+
+def refused(sentence: str, call: Any, *arguments: Any, **options: Any) -> None:
+    with pytest.raises(DataError, match=sentence) as caught:
+        call(*arguments, **options)
+    assert "\n" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------- documents
+
+TEXTS = [f"text {number} with ünïcode\nand a second line" for number in range(50)]
+
+
+def test_the_same_documents_from_every_file_format(tmp_path: Path) -> None:
+    rows = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
+    plain = write_jsonl(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    frames = [zstandard.compress(part) for part in (plain.read_bytes()[:1000], plain.read_bytes()[1000:])]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
+    (tmp_path / "a.txt").write_text("\n\n\n".join(TEXTS) + "\n", encoding="utf-8")
+    for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.txt"):
+        assert texts_of(tmp_path / name) == TEXTS, name
+    assert texts_of(tmp_path / "a.txt", text_split="lines") == [line for text in TEXTS for line in text.split("\n")]
+    assert texts_of(tmp_path / "a.txt", text_split="file") == ["\n\n\n".join(TEXTS)]
+    assert texts_of(tmp_path / "*.jsonl*") == TEXTS * 3
+    assert texts_of(tmp_path) == TEXTS * 5
+    assert texts_of(tmp_path / "a.jsonl.gz", limit=3) == TEXTS[:3]
+    table = write_tsv(tmp_path / "b.tsv", [("id", "body"), *((number, f"row {number}") for number in range(9))])
+    assert texts_of(table, text_column="body") == [f"row {number}" for number in range(9)]
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 17, 100, 1000, 10**6])
+def test_units_hold_every_record_once_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit_bytes: int
+) -> None:
+    monkeypatch.setattr(corpora, "SMALLEST_UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(corpora, "LARGEST_UNIT_BYTES", unit_bytes)
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in TEXTS))
+    rows = [("query", "positive"), *((f"q{number}", f"p{number}") for number in range(50))]
+    write_tsv(tmp_path / "b.tsv", rows)
+    table = pyarrow.Table.from_pylist([{"text": text} for text in TEXTS])
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet", row_group_size=3)
+    (tmp_path / "d.txt").write_text("".join(f"line {number}\n" for number in range(50)))
+    for name, expected in (("a.jsonl", TEXTS), ("c.parquet", TEXTS), ("d.txt", [f"line {i}" for i in range(50)])):
+        units = plan_documents([str(tmp_path / name)], text_split="lines")
+        assert len(units) > 1 or unit_bytes > 100
+        assert texts_of(tmp_path / name, text_split="lines") == expected
+    assert [query for query, *_ in tuples_of(tmp_path / "b.tsv")] == [f"q{number}" for number in range(50)]
+    positions = [
+        corpora.place(unit, position)
+        for unit in plan_tuples([str(tmp_path / "b.tsv")])
+        for position, _ in read_unit(unit)
+    ]
+    assert positions == [f"{tmp_path / 'b.tsv'}:{line}" for line in range(2, 52)]
+    limited = plan_documents([str(tmp_path / "a.jsonl")], limit=20)
+    assert [record for unit in limited for _, record in read_unit(unit)] == [{"text": text} for text in TEXTS[:20]]
+
+
+def test_losing_a_unit_loses_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the test above."""
+    monkeypatch.setattr(corpora, "SMALLEST_UNIT_BYTES", 100)
+    units = plan_documents([str(write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in TEXTS)))])
+    assert sum(1 for unit in units[1:] for _ in read_unit(unit)) < len(TEXTS)
+    moved = [replace(unit, start=unit.start + 40) for unit in units]
+    assert sum(1 for unit in moved for _ in read_unit(unit)) < len(TEXTS)
+
+
+def test_bad_documents_are_named_with_file_and_line(tmp_path: Path) -> None:
+    good = '{"text": "good"}\n'
+    cases = {
+        "empty.jsonl": (good + '{"text": " "}\n', r"empty.jsonl:2: text is empty; .*--skip-empty"),
+        "null.jsonl": (good * 2 + '{"text": null}\n', r"null.jsonl:3: text is empty"),
+        "column.jsonl": (good + '{"body": "x"}\n', r"column.jsonl:2 has no column 'text'; it has 'body'"),
+        "json.jsonl": (good + "{oops\n", r"json.jsonl:2 is no JSON"),
+        "list.jsonl": (good + "[1]\n", r"list.jsonl:2 holds a list"),
+        "number.jsonl": (good + '{"text": 5}\n', r"number.jsonl:2: column 'text' holds a int, not a text"),
+        "nothing.jsonl": ("", r"nothing.jsonl is empty"),
+        "table.tsv": ("id\ttext\n1\ta\n2\n", r"table.tsv:3 has 1 tab-separated columns instead of 2"),
+    }
+    for name, (content, sentence) in cases.items():
+        (tmp_path / name).write_text(content)
+        refused(sentence, texts_of, tmp_path / name)
+        if content:
+            (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content.encode()))
+            refused(sentence.replace(name, f"{name}.gz"), texts_of, tmp_path / f"{name}.gz")
+    (tmp_path / "latin.jsonl").write_bytes(good.encode() + '{"text": "ü"}\n'.encode("latin-1"))
+    refused(r"latin.jsonl:2 is not UTF-8", texts_of, tmp_path / "latin.jsonl")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(good.encode() * 99)[:-9])
+    refused(r"cut.jsonl.gz is damaged", texts_of, tmp_path / "cut.jsonl.gz")
+    (tmp_path / "fake.parquet").write_text("no parquet")
+    refused(r"fake.parquet is no readable parquet file", texts_of, tmp_path / "fake.parquet")
+    table = pyarrow.Table.from_pylist([{"text": "a"}, {"text": ""}])
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    refused(r"rows.parquet row 1: text is empty", texts_of, tmp_path / "rows.parquet")
+    refused(r"rows.parquet has no column 'body'", texts_of, tmp_path / "rows.parquet", text_column="body")
+    assert texts_of(tmp_path / "empty.jsonl", skip_empty=True) == ["good"]
+    assert texts_of(tmp_path / "rows.parquet", skip_empty=True) == ["a"]
+
+
+def test_inputs_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    refused("absent.jsonl does not exist", texts_of, tmp_path / "absent.jsonl")
+    refused("no file matches", texts_of, tmp_path / "*.jsonl")
+    refused("holds no .jsonl", texts_of, tmp_path)
+    (tmp_path / "a.docx").write_text("x")
+    refused("unknown format", texts_of, tmp_path / "a.docx")
+    refused("text split 'words' is unknown", texts_of, tmp_path, text_split="words")
+    refused("neither a file or folder here nor a data set", texts_of, "HuggingFaceFW/fineweb")
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    refused("limit is 0", texts_of, tmp_path / "a.jsonl", limit=0)
+
+
+def test_hub_data_sets_stream_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    for number in range(3):
+        write_jsonl(tmp_path / f"{number}.jsonl", ({"text": f"{number}-{row}"} for row in range(4)))
+    load = datasets.load_dataset
+
+    def local(name: str, subset: str | None, *, split: str, streaming: bool) -> Any:
+        assert (name, subset, streaming) == ("someone/corpus", "small", True)
+        files = sorted(map(str, tmp_path.glob("*.jsonl")))
+        return load("json", data_files={"train": files}, split=split, streaming=True, cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr(corpora, "_require_hub", lambda mend: None)
+    monkeypatch.setattr(datasets, "load_dataset", local)
+    units = plan_documents(["someone/corpus"], subset="small")
+    assert [unit.source for unit in units] == [f"hub:someone/corpus/small/train[{shard}/3]" for shard in range(3)]
+    assert texts_of("someone/corpus", subset="small") == [f"{number}-{row}" for number in range(3) for row in range(4)]
+    refused("has no column 'body'", texts_of, "someone/corpus", subset="small", text_column="body")
+    refused("check --subset and --split", texts_of, "someone/corpus", subset="small", split="dev")
+
+
+def test_real_documents(shared_data: Path) -> None:
+    folder = shared_data / "text"
+    sample = texts_of(folder / "fineweb_sample.jsonl")
+    assert len(sample) == 20 and sample[0].startswith("The F-word continues to reverberate")
+    rows = texts_of(folder / "*.parquet")
+    assert set(rows) == set(sample) and len(rows) == 25
+    assert len(texts_of(folder / "fineweb_edu_1MB.jsonl.gz", limit=50)) == 50
+    assert sum(1 for _ in read_documents([str(folder / "*.jsonl.gz")])) == 4387
+
+
+# ---------------------------------------------------------------------------------------------------------- tuples
+
+
+def test_customary_columns(tmp_path: Path) -> None:
+    triplets = [{"anchor": "a", "positive": "p", "negative": "n"}]
+    assert tuples_of(write_jsonl(tmp_path / "a.jsonl", triplets)) == [("a", ["p"], ["n"], None)]
+    lists = [{"query": "q", "positives": ["p", "r"], "negatives": []}, {"query": "q", "positives": ["p"]}]
+    assert tuples_of(write_jsonl(tmp_path / "b.jsonl", lists)) == [
+        ("q", ["p", "r"], [], None),
+        ("q", ["p"], [], None),
+    ]
+    numbered = [{"query": "q", "positive": "p", "negative_1": "n", "negative_2": "m"}]
+    assert tuples_of(write_jsonl(tmp_path / "c.jsonl", numbered)) == [("q", ["p"], ["n", "m"], None)]
+    graded = [{"sentence1": "a", "sentence2": "b", "score": 0.5}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(graded), tmp_path / "d.parquet")
+    assert tuples_of(tmp_path / "d.parquet") == [("a", ["b"], [], 0.5)]
+    tevatron = {
+        "query_id": "1",
+        "query": "q",
+        "positive_passages": [{"docid": "5", "title": "T", "text": "x"}, {"docid": "6", "text": "y"}],
+        "negative_passages": [{"docid": "7", "title": "", "text": "z"}],
+    }
+    assert tuples_of(write_jsonl(tmp_path / "e.jsonl", [tevatron])) == [("q", ["T x", "y"], ["z"], None)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([tevatron]), tmp_path / "e.parquet")
+    assert tuples_of(tmp_path / "e.parquet") == [("q", ["T x", "y"], ["z"], None)]
+
+
+def test_columns_by_name(tmp_path: Path) -> None:
+    rows = [("left", "right", "other", "grade"), ("a", "b", "c", "1"), ("d", "e", "f", "2")]
+    path = write_tsv(tmp_path / "a.tsv", rows)
+    named = {"query_column": "left", "positive_columns": ["right"]}
+    assert tuples_of(path, **named) == [("a", ["b"], [], None), ("d", ["e"], [], None)]
+    assert tuples_of(path, **named, negative_columns=["other"])[0] == ("a", ["b"], ["c"], None)
+    assert tuples_of(path, **named, score_column="grade")[1] == ("d", ["e"], [], 2.0)
+    both = {"query_column": "left", "positive_columns": ["right", "other"]}
+    assert tuples_of(path, **both)[0] == ("a", ["b", "c"], [], None)
+    bare = write_tsv(tmp_path / "b.tsv", rows[1:])
+    assert tuples_of(bare, columns=["query", "positive", "negative", "unused"])[0] == ("a", ["b"], ["c"], None)
+
+
+def test_bad_tuples_are_named_with_file_and_line(tmp_path: Path) -> None:
+    def case(name: str, rows: Iterable[Sequence[object]], sentence: str, **options: Any) -> None:
+        refused(sentence, tuples_of, write_tsv(tmp_path / name, rows), **options)
+
+    case("a.tsv", [("query", "body"), ("q", "b")], r"a.tsv has no positive column .* --positive-column")
+    case("b.tsv", [("topic", "positive"), ("q", "b")], r"b.tsv has no query column .* --query-column")
+    case("c.tsv", [("query", "positive"), ("q", "b"), ("", "b")], r"c.tsv:3: query is empty")
+    case("d.tsv", [("query", "positive"), ("q", "")], r"d.tsv:2: positive is empty")
+    case("e.tsv", [("query", "positive", "score"), ("q", "b", "high")], r"e.tsv:2: score 'high' is not a finite")
+    case("f.tsv", [("query", "positive", "score"), ("q", "b", "nan")], r"f.tsv:2: score 'nan' is not a finite")
+    case("g.tsv", [("query", "query"), ("q", "b")], r"g.tsv:1 is no header of distinct column names")
+    case("h.tsv", [("query", "positive"), ("q", "b")], "no column 'neg'", negative_columns=["neg"])
+    case("i.tsv", [("query", "positive"), ("q", "b")], "format 'csv' is unknown", format="csv")
+    case("j.tsv", [("query", "positive"), ("q", "b")], "no MS MARCO or BEIR folder", negatives_file="x.jsonl")
+    graded = {"query_column": "q", "positive_columns": ["p"], "negative_columns": ["n"], "score_column": "s"}
+    case("k.tsv", [("q", "p", "n", "s"), ("a", "b", "c", "1")], "graded pairs are one query", **graded)
+    refused("graded pairs into a folder", tuples_of, tmp_path / "e.tsv", tmp_path / "h.tsv")
+    path = write_jsonl(tmp_path / "l.jsonl", [{"query": ["a", "b"], "positive": "p"}])
+    refused("l.jsonl:1: column 'query' must hold one query, not 2", tuples_of, path)
+    path = write_jsonl(tmp_path / "m.jsonl", [{"query": "a", "positive": "p"}, {"query": "a"}])
+    refused("m.jsonl:2 has no column 'positive'", tuples_of, path)
+    (tmp_path / "n.txt").write_text("text\n")
+    refused("plain text, which has no queries", tuples_of, tmp_path / "n.txt")
+    rows = [{"query": "q", "positives": ["", "p"], "negatives": ["", "n"]}, {"query": "", "positives": ["p"]}]
+    path = write_jsonl(tmp_path / "o.jsonl", [*rows, {"query": "q", "positives": []}])
+    assert tuples_of(path, skip_empty=True) == [("q", ["p"], ["n"], None)]
+
+
+def test_nli_and_sts_files(tmp_path: Path) -> None:
+    rows = [("premise", "entailed", "contradicted"), *((f"a{i}", f"e{i}", f"c{i}") for i in range(5))]
+    path = write_tsv(tmp_path / "nli.tsv", rows)
+    assert tuples_of(path, format="nli")[2] == ("a2", ["e2"], ["c2"], None)
+    (tmp_path / "skip.txt").write_text("0\n3\n")
+    kept = tuples_of(path, format="nli", skip_rows=str(tmp_path / "skip.txt"))
+    assert [query for query, *_ in kept] == ["a1", "a2", "a4"]
+    sts = write_tsv(tmp_path / "sts.tsv", [("4.5", "one", "two"), ("0", "three", 'f"our')])
+    assert tuples_of(sts, format="sts") == [("one", ["two"], [], 4.5), ("three", ['f"our'], [], 0.0)]
+    refused("skip.txt2 of rows to skip does not exist", tuples_of, path, skip_rows=str(tmp_path / "skip.txt2"))
+    refused("one input at a time", tuples_of, path, sts, skip_rows=str(tmp_path / "skip.txt"))
+
+
+@pytest.fixture
+def marco(tmp_path: Path) -> Path:
+    folder = tmp_path / "marco"
+    write_tsv(folder / "collection.tsv", ((number, f"passage {number}") for number in range(10)))
+    write_tsv(folder / "queries.train.tsv", [("7", "what is seven"), ("8", "what is eight"), ("9", "unjudged")])
+    write_tsv(folder / "qrels.train.tsv", [("7", 0, 1, 1), ("8", 0, 2, 1), ("8", 0, 3, 1)])
+    return folder
+
+
+def test_ms_marco(marco: Path, tmp_path: Path) -> None:
+    assert tuples_of(marco, scratch=tmp_path / "s1") == [
+        ("what is seven", ["passage 1"], [], None),
+        ("what is eight", ["passage 2", "passage 3"], [], None),
+    ]
+    plain = write_jsonl(tmp_path / "plain.jsonl", [{"qid": "7", "neg": ["4", "5", "1"]}, {"qid": "77", "neg": ["4"]}])
+    found = tuples_of(marco, scratch=tmp_path / "s2", negatives_file=str(plain))
+    assert [negatives for _, _, negatives, _ in found] == [["passage 4", "passage 5"], []]
+    by_system = {"qid": 7, "pos": [1], "neg": {"bm25": [4, 5, 6], "dense": [5, 1, {"pid": 9, "score": 0.1}]}}
+    path = tmp_path / "systems.jsonl.gz"
+    path.write_bytes(gzip.compress((json.dumps(by_system) + "\n").encode()))
+    found = tuples_of(marco, scratch=tmp_path / "s3", negatives_file=str(path), max_negatives=3)
+    assert found[0][2] == ["passage 4", "passage 5", "passage 6"]
+
+
+def test_mistakes_in_ms_marco(marco: Path, tmp_path: Path) -> None:
+    refused("has no queries.dev.tsv", tuples_of, marco, scratch=tmp_path / "s1", split="dev")
+    refused("takes a scratch folder", tuples_of, marco)
+    absent = write_jsonl(tmp_path / "negatives.jsonl", [{"qid": "7", "neg": ["99"]}])
+    refused("passage '99', which", tuples_of, marco, scratch=tmp_path / "s2", negatives_file=str(absent))
+    wrong = write_jsonl(tmp_path / "wrong.jsonl", [{"query": "7"}])
+    refused("wrong.jsonl:1 is not of the form", tuples_of, marco, scratch=tmp_path / "s3", negatives_file=str(wrong))
+    write_tsv(marco / "qrels.train.tsv", [("55", 0, 1, 1)])
+    refused("judges query '55', which is not in", tuples_of, marco, scratch=tmp_path / "s4")
+    write_tsv(marco / "qrels.train.tsv", [("7", 0, 1, "yes")])
+    refused("qrels.train.tsv:1 is not of the form", tuples_of, marco, scratch=tmp_path / "s5")
+    write_tsv(marco / "collection.tsv", [(1, "a"), (2, "b"), (1, "c")])
+    refused("holds the id '1' twice", TextIndex.build, marco / "collection.tsv")
+
+
+def test_beir_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "beir"
+    corpus = [{"_id": f"d{number}", "title": "T" * (number % 2), "text": f"body {number}"} for number in range(4)]
+    write_jsonl(folder / "corpus.jsonl", corpus)
+    write_jsonl(folder / "queries.jsonl", [{"_id": "q1", "text": "first"}, {"_id": "q2", "text": "second"}])
+    rows = [("query-id", "corpus-id", "score"), ("q1", "d1", 2), ("q1", "d0", 0), ("q2", "d3", 0)]
+    write_tsv(folder / "qrels" / "train.tsv", rows)
+    assert tuples_of(folder, scratch=tmp_path / "s") == [("first", ["T body 1"], ["body 0"], None)]
+    assert read_qrels(folder / "qrels" / "train.tsv") == {"q1": {"d1": 2.0, "d0": 0.0}, "q2": {"d3": 0.0}}
+    assert read_beir_texts(folder / "corpus.jsonl")["d3"] == "T body 3"
+    refused("qrels/test.tsv; check the folder and --split", tuples_of, folder, scratch=tmp_path / "t", split="test")
+
+
+def test_text_index_finds_every_text(tmp_path: Path) -> None:
+    path = write_tsv(tmp_path / "collection.tsv", ((f"id-{number}", f"text\t{number}") for number in range(3000)))
+    TextIndex.build(path).save(tmp_path)
+    index = TextIndex.load(tmp_path)
+    assert len(index) == 3000
+    assert all(index.get(f"id-{number}") == f"text\t{number}" for number in range(0, 3000, 7))
+    assert index.get("id-3000") is None
+
+
+def test_real_tuples(shared_data: Path, tmp_path: Path) -> None:
+    nli = shared_data / "nli"
+    snli = tuples_of(nli / "snli_devtest_triplets.tsv")
+    assert len(snli) == 6339 and snli == tuples_of(nli / "snli_devtest_triplets.tsv", format="nli")
+    assert snli[0] == (
+        "Two women are embracing while holding to go packages.",
+        ["Two woman are holding packages."],
+        ["The men are fighting outside a deli."],
+        None,
+    )
+    rows = nli / "cad_snli_triplets.sts_overlap_rows.txt"
+    kept = tuples_of(nli / "cad_snli_triplets.tsv", skip_rows=str(rows))
+    assert len(kept) == 2342 - len(rows.read_text().split())
+    for name, count in (("sts12", 3108), ("sts13", 1500), ("sts14", 3750), ("stsb_dev", 1500)):
+        graded = tuples_of(shared_data / "sts" / f"{name}.tsv", format="sts")
+        assert len(graded) == count and all(0 <= score <= 5 for *_, score in graded if score is not None)
+    pairs = {"query_column": "sentence", "positive_columns": ["english"]}
+    assert len(tuples_of(shared_data / "pairs" / "tatoeba_xx-eng.tsv", **pairs)) == 31918
+    scifact = tuples_of(shared_data / "retrieval" / "scifact", scratch=tmp_path / "s")
+    assert len(scifact) == 809
+    assert scifact[0][0] == "0-dimensional biomaterials lack inductive properties."
