@@ -241,7 +241,8 @@ def _run_in_processes(jobs: Sequence[Job], *, processes: int, report: Report) ->
         for _ in range(processes):
             ours, theirs = context.Pipe()
             worker = context.Process(target=_work, args=(theirs, os.getpid()), daemon=True)
-            worker.start()
+            with _without_interrupts():
+                worker.start()
             # With our copy of its end closed, a dead worker is seen as the end of the pipe, not as silence.
             theirs.close()
             workers.append(worker)
@@ -287,8 +288,6 @@ def _give(connection: Connection, waiting: list[Job]) -> Job | None:
 
 def _work(connection: Connection, parent: int) -> None:
     """A worker process: jobs in, progress and None (finished) or the failure out."""
-    # Ctrl-C reaches the whole terminal group: the parent alone decides.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with(parent)
     while True:
         try:
@@ -304,6 +303,19 @@ def _work(connection: Connection, parent: int) -> None:
             connection.send(error)
         except Exception:
             connection.send(traceback.format_exc())
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes started here never see Ctrl-C, which reaches the whole terminal group: the parent alone decides.
+
+    The signal mask is inherited, so that not even a process that is still starting dies with a traceback.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _die_with(parent: int) -> None:
@@ -592,6 +604,7 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=backend,
             model_max_length=arguments.max_length,
+            model_input_names=["input_ids", "token_type_ids", "attention_mask"],
             **{f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS},
         )
         temporary = output / SCRATCH
@@ -616,6 +629,8 @@ def collect_documentation(arguments: argparse.Namespace) -> None:
         if done.exists():
             _say(f"{output} is already complete")
             return
+        if arguments.processes < 1:
+            raise DataError(f"{arguments.processes} processes cannot work; give 1 or more")
         documentation = installed_documentation(
             arguments.package or None,
             num_held_out=arguments.held_out,

@@ -1,0 +1,353 @@
+"""The prepare command end to end: shards read back to the same texts, kills, refusals."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from data import prepare
+from data.corpora import read_beir_texts, read_tuples
+from data.prepare import main
+from data.shards import ShardFolder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parents[2]
+# A machine under load may take long to start Python; a test that waits longer than this hangs.
+PATIENCE_SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def corpus(docstrings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six files of real documents."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(6):
+        lines = [json.dumps({"text": text}) + "\n" for text in docstrings[number::6]]
+        (folder / f"{number}.jsonl").write_text("".join(lines))
+    return folder
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def documents(corpus: Path, output: Path, tokenizer: Path, *options: object, processes: int = 1) -> int:
+    fixed = ("--output", output, "--tokenizer", tokenizer, "--chunk-samples", 64, "--processes", processes)
+    return run("documents", corpus, *fixed, *options)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def words(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run a command that must refuse: exit code 2 and one sentence."""
+    capsys.readouterr()
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    error = captured.err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and captured.err.count("error: ") == 1
+    assert "Traceback" not in captured.err and not captured.out
+    return error
+
+
+@pytest.fixture(scope="module")
+def prepared(corpus: Path, tiny_tokenizer_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("prepared") / "shards"
+    assert documents(corpus, output, tiny_tokenizer_path) == 0
+    return output
+
+
+def test_documents_read_back_as_the_same_texts(
+    prepared: Path, docstrings: list[str], tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    folder = ShardFolder(prepared, verify="sha256")
+    assert folder.kind == "documents" and folder.num_samples == len(docstrings)
+    found = sorted(folder.document(index).tolist() for index in range(folder.num_samples))
+    assert found == sorted(words(tiny_tokenizer, text) for text in docstrings)
+    # Shuffled within a unit: the first file's documents come first, in another order.
+    first = [words(tiny_tokenizer, text) for text in docstrings[0::6]]
+    read = [folder.document(index).tolist() for index in range(len(first))]
+    assert read != first and sorted(read) == sorted(first)
+    decoded = tiny_tokenizer.decode(folder.document(0))
+    assert decoded in {tiny_tokenizer.decode(words(tiny_tokenizer, text)) for text in docstrings[0::6]}
+    assert not (prepared / prepare.SCRATCH).exists()
+
+
+def test_processes_do_not_change_a_byte(
+    prepared: Path, corpus: Path, tiny_tokenizer_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert documents(corpus, tmp_path / "two", tiny_tokenizer_path, processes=2) == 0
+    assert "3,000 documents" in capsys.readouterr().out
+    assert contents(tmp_path / "two") == contents(prepared)
+    assert documents(corpus, tmp_path / "seed", tiny_tokenizer_path, "--seed", 1) == 0
+    assert contents(tmp_path / "seed")["shard-00000-000.tar"] != contents(prepared)["shard-00000-000.tar"]
+
+
+def test_kill_and_rerun_is_byte_identical_and_leaves_no_process(
+    prepared: Path, corpus: Path, tiny_tokenizer_path: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "data.prepare", "documents", corpus, "--output", tmp_path / "out"]
+    command += ["--tokenizer", tiny_tokenizer_path, "--chunk-samples", "64", "--processes", "2", "--verbose"]
+    arguments = [str(part) for part in command]
+    with subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if b"finished" in line:
+                break
+        process.send_signal(signal.SIGKILL)
+        # The workers hold the pipe too: it ends only when they are gone.
+        process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == -signal.SIGKILL
+    assert list((tmp_path / "out" / "units").glob("*.json"))
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert documents(corpus, tmp_path / "out", tiny_tokenizer_path) == 0
+    assert contents(tmp_path / "out") == contents(prepared)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupts_end_every_process(
+    corpus: Path, tiny_tokenizer_path: Path, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    command = [sys.executable, "-m", "data.prepare", "documents", corpus, "--output", tmp_path / "out"]
+    command += ["--tokenizer", tiny_tokenizer_path, "--processes", "2", "--verbose"]
+    arguments = [str(part) for part in command]
+    with subprocess.Popen(
+        arguments, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if b"finished" in line:
+                break
+        # Ctrl-C reaches the whole group, a scheduler's TERM often only the command itself.
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        _, rest = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == code
+    assert b"Traceback" not in rest
+
+
+def test_a_finished_folder_is_left_alone_and_others_are_refused(
+    prepared: Path,
+    corpus: Path,
+    tiny_tokenizer_path: Path,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = contents(prepared)
+    assert documents(corpus, prepared, tiny_tokenizer_path) == 0
+    assert "already complete" in capsys.readouterr().out
+    fixed = ["documents", corpus, "--output", prepared, "--tokenizer"]
+    assert "other chunk samples, seed" in refusal(capsys, *fixed, tiny_tokenizer_path, "--seed", 5)
+    assert "other inputs" in refusal(
+        capsys, "documents", corpus / "0.jsonl", *fixed[2:], tiny_tokenizer_path, "--chunk-samples", 64
+    )
+    other = copy.deepcopy(tiny_tokenizer)
+    other.add_tokens(["starbucks"])
+    other.save_pretrained(tmp_path / "other")
+    assert "other tokenizer" in refusal(capsys, *fixed, tmp_path / "other", "--chunk-samples", 64)
+    assert contents(prepared) == before
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("mine")
+    fixed[3] = tmp_path / "mine"
+    assert "holds other files (thesis.txt)" in refusal(capsys, *fixed, tiny_tokenizer_path)
+    assert contents(tmp_path / "mine") == {"thesis.txt": b"mine"}
+
+
+def test_mistakes_get_one_sentence_and_leave_nothing(
+    corpus: Path, tiny_tokenizer_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+
+    def told(*arguments: object) -> str:
+        sentence = refusal(capsys, *arguments, "--output", output, "--tokenizer", tiny_tokenizer_path)
+        assert not output.exists()
+        return sentence
+
+    assert "absent.jsonl does not exist" in told("documents", tmp_path / "absent.jsonl")
+    assert "nor a data set that can be reached" in told("documents", "HuggingFaceFW/fineweb", "--subset", "sample-10BT")
+    table = tmp_path / "a.tsv"
+    table.write_text("query\tpositive\nq\tp\n")
+    assert "has no column 'body'" in told("documents", table, "--text-column", "body")
+    assert "has no column 'passage'" in told("tuples", table, "--positive-column", "passage")
+    assert "seed -1" in told("documents", corpus, "--seed", -1)
+    assert "--shard-megabytes" in told("documents", corpus, "--shard-megabytes", 0)
+    missing = ["documents", corpus, "--output", output, "--tokenizer", tmp_path / "absent"]
+    assert "tokenizer folder" in refusal(capsys, *missing)
+    assert not output.exists()
+    with pytest.raises(SystemExit) as caught:
+        run("documents", corpus, "--output", output, "--tokenizer", tiny_tokenizer_path, "--shard-size", 1)
+    assert caught.value.code == 2
+    bad = documents_with_an_empty_text(tmp_path)
+    for processes in (1, 2):
+        arguments = ["documents", bad, corpus / "1.jsonl", "--processes", processes, "--output", output]
+        sentence = refusal(capsys, *arguments, "--tokenizer", tiny_tokenizer_path)
+        assert "bad.jsonl:2: text is empty" in sentence and "--skip-empty" in sentence
+
+
+def documents_with_an_empty_text(folder: Path) -> Path:
+    path = folder / "bad.jsonl"
+    path.write_text('{"text": "good"}\n{"text": ""}\n')
+    return path
+
+
+def test_a_mended_mistake_goes_on_in_the_same_folder(
+    tiny_tokenizer_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = documents_with_an_empty_text(tmp_path)
+    fixed = ["documents", bad, "--output", tmp_path / "out", "--tokenizer", tiny_tokenizer_path, "--processes", 1]
+    refusal(capsys, *fixed)
+    assert run(*fixed, "--skip-empty") == 0
+    assert ShardFolder(tmp_path / "out").num_samples == 1
+    # Control characters are text to a reader and nothing to the tokenizer.
+    bad.write_text('{"text": "good"}\n{"text": "\\u0001"}\n')
+    fixed[3] = tmp_path / "again"
+    assert "bad.jsonl:2 holds a text without any token" in refusal(capsys, *fixed)
+    bad.write_text('{"text": "good"}\n{"text": "better"}\n')
+    assert run(*fixed) == 0
+    assert ShardFolder(tmp_path / "again").num_samples == 2
+
+
+def test_limit_and_hub_streams(
+    corpus: Path, tiny_tokenizer_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert documents(corpus, tmp_path / "limited", tiny_tokenizer_path, "--limit", 520) == 0
+    limited = ShardFolder(tmp_path / "limited")
+    assert limited.num_samples == 520
+    assert len(limited.manifest.shards) == 2
+
+    import datasets
+
+    from data import corpora
+
+    load = datasets.load_dataset
+
+    def local(name: str, subset: str | None, *, split: str, streaming: bool) -> Any:
+        files = {"train": [str(corpus / f"{number}.jsonl") for number in range(2)]}
+        return load("json", data_files=files, split=split, streaming=True, cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr(corpora, "_require_hub", lambda mend: None)
+    monkeypatch.setattr(datasets, "load_dataset", local)
+    assert documents(Path("someone"), tmp_path / "hub", tiny_tokenizer_path) == 0
+    hub = ShardFolder(tmp_path / "hub")
+    assert hub.num_samples == 1000 and len(hub.manifest.shards) == 2
+
+
+def test_blocks_bound_memory_and_lose_nothing(
+    prepared: Path, corpus: Path, tiny_tokenizer_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "BLOCK_TOKENS", 5000)
+    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 3000)
+    assert documents(corpus, tmp_path / "out", tiny_tokenizer_path) == 0
+    whole, blocks = ShardFolder(prepared), ShardFolder(tmp_path / "out")
+    assert blocks.num_tokens == whole.num_tokens
+    assert sorted(map(bytes, blocks.documents(range(500)))) == sorted(map(bytes, whole.documents(range(500))))
+    assert list(map(bytes, blocks.documents(range(500)))) != list(map(bytes, whole.documents(range(500))))
+
+
+def test_tuples_read_back_as_the_same_texts(
+    tiny_tokenizer_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    rows: list[dict[str, Any]] = [
+        {"query": "how to sort", "positives": ["sort a list", "order it"], "negatives": ["delete", "open a file"]},
+        {"query": "how to open", "positives": ["open a file"], "negatives": []},
+        {"query": "how to copy", "positives": ["copy a list"], "negatives": ["sort a list"]},
+    ]
+    source = tmp_path / "tuples.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fixed = ["--output", tmp_path / "out", "--tokenizer", tiny_tokenizer_path, "--processes", 1]
+    assert run("tuples", source, *fixed, "--query-prompt", "query: ", "--passage-prompt", "passage: ") == 0
+    folder = ShardFolder(tmp_path / "out", verify="sha256")
+    assert folder.kind == "tuples" and not folder.graded
+    found = [folder.tuple(index) for index in range(3)]
+    for row in rows:
+        query = words(tiny_tokenizer, "query: " + row["query"])
+        (match,) = [item for item in found if item.query.tolist() == query]
+        expected = [words(tiny_tokenizer, "passage: " + text) for text in (*row["positives"], *row["negatives"])]
+        assert [passage.tolist() for passage in match.passages] == expected
+        assert match.num_positives == len(row["positives"]) and match.score is None
+
+
+def test_real_tuples(
+    shared_data: Path, tiny_tokenizer_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    fixed = ["--tokenizer", tiny_tokenizer_path, "--processes", 2, "--limit", 300]
+    sts = shared_data / "sts" / "sts12.tsv"
+    assert run("tuples", sts, "--format", "sts", "--output", tmp_path / "sts", *fixed) == 0
+    graded = ShardFolder(tmp_path / "sts")
+    scores = sorted(graded.tuple(index).score or 0.0 for index in range(300))
+    assert graded.graded and scores == pytest.approx(
+        sorted(float(line.split("\t")[0]) for line in sts.read_text("utf-8").splitlines()[:300])
+    )
+    scifact = shared_data / "retrieval" / "scifact"
+    assert run("tuples", scifact, "--output", tmp_path / "scifact", *fixed) == 0
+    found = {tuple(item.query.tolist()): item for item in map(ShardFolder(tmp_path / "scifact").tuple, range(300))}
+    corpus = read_beir_texts(scifact / "corpus.jsonl")
+    (tmp_path / "scratch").mkdir()
+    for record in list(read_tuples([str(scifact)], scratch=tmp_path / "scratch", limit=300))[::25]:
+        assert record["positives"][0] in corpus.values()
+        item = found[tuple(words(tiny_tokenizer, record["query"]))]
+        assert item.passages[0].tolist() == words(tiny_tokenizer, record["positives"][0])
+    nli = shared_data / "nli" / "cad_snli_triplets.tsv"
+    assert run("tuples", nli, "--format", "nli", "--output", tmp_path / "nli", *fixed) == 0
+    assert all(len(item.passages) == 2 for item in map(ShardFolder(tmp_path / "nli").tuple, range(300)))
+
+
+def test_tokenizer_command(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoTokenizer
+
+    fixed = ["tokenizer", corpus, "--output", tmp_path / "tokenizer", "--vocab-size", 600, "--max-length", 128]
+    assert run(*fixed) == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    assert tokenizer.is_fast and len(tokenizer) == 600 and tokenizer.model_max_length == 128
+    specials = ["pad", "unk", "cls", "sep", "mask"]
+    assert [getattr(tokenizer, f"{name}_token_id") for name in specials] == [0, 1, 2, 3, 4]
+    ids = tokenizer("Return the LIST")["input_ids"]
+    assert (ids[0], ids[-1]) == (2, 3) and tokenizer.decode(ids[1:-1]) == "return the list"
+    assert tokenizer("a", "b")["token_type_ids"] == [0, 0, 0, 1, 1]
+    assert run(*fixed) == 0 and "already complete" in capsys.readouterr().out
+    assert "other vocab size" in refusal(capsys, *fixed[:4], "--vocab-size", 700, "--max-length", 128)
+    assert "no room for words" in refusal(capsys, "tokenizer", corpus, "--output", tmp_path / "b", "--vocab-size", 5)
+    assert run(*fixed[:2], "--output", tmp_path / "cased", "--keep-case", "--vocab-size", 600) == 0
+    cased = AutoTokenizer.from_pretrained(tmp_path / "cased")
+    assert cased.decode(cased("Return the LIST")["input_ids"][1:-1]) == "Return the LIST"
+
+
+def test_installed_docs_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = ["installed-docs", "--output", tmp_path / "docs", "--package", "numpy", "--processes", 1]
+    assert run(*fixed, "--held-out", 20, "--bodies", 60) == 0
+    assert "20 held-out queries over 60 bodies" in capsys.readouterr().out
+    lines = {name: data.count(b"\n") for name, data in contents(tmp_path / "docs").items()}
+    assert lines["held-out/corpus.jsonl"] == 60 and lines["held-out/queries.jsonl"] == 20
+    assert lines["held-out/qrels/test.tsv"] == 21 and lines["pairs.jsonl"] > 500
+    assert run(*fixed, "--held-out", 20, "--bodies", 60) == 0
+    assert "already complete" in capsys.readouterr().out
+    assert "other held out" in refusal(capsys, *fixed, "--held-out", 30, "--bodies", 60)
+    absent = ["installed-docs", "--output", tmp_path / "absent", "--package", "no_such_package"]
+    assert "is not installed" in refusal(capsys, *absent)
+
+
+@pytest.mark.parametrize("command", ["documents", "tuples", "tokenizer", "installed-docs"])
+def test_help_names_every_option_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(command, "--help")
+    assert caught.value.code == 0
+    options = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+    assert "--output" in options and len(set(options)) == len(options)
