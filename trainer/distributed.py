@@ -46,6 +46,10 @@ def start() -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if cuda:
         torch.cuda.set_device(local_rank)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        # Launchers start several ranks a machine, and each would take all cores.
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
     if not dist.is_initialized():
         deepspeed.init_distributed("nccl" if cuda else "gloo", verbose=False)
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
