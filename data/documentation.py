@@ -13,6 +13,7 @@ What is decided here:
 from __future__ import annotations
 
 import ast
+import contextlib
 import gc
 import hashlib
 import inspect
@@ -21,6 +22,7 @@ import json
 import logging
 import multiprocessing
 import re
+import signal
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,7 +60,7 @@ _ROLE = re.compile(r":[a-zA-Z]+(?::[a-zA-Z]+)*:`~?!?([^`]*)`")
 _LITERAL = re.compile(r"(?<!`)``([^`]+)``(?!`)")
 _ADORNMENT = re.compile(r"^[ \t]*([=\-~^*#\"'+.])\1{3,}[ \t]*$", re.MULTILINE)
 _BLANK_LINES = re.compile(r"\n[ \t]*\n[ \t\n]*\n")
-_SIGNATURE = re.compile(r"[\w.]+\s*\(.*\)(\s*(->|=|:).*)?", re.DOTALL)
+_SIGNATURE = re.compile(r"[\w.]+\s*\(.*\)(\s*(->|=|:|--).*)?", re.DOTALL)
 # Every ASCII byte that is no letter becomes a space; the bytes of other scripts stay.
 _LETTERS_ONLY = bytes(byte if byte >= 128 or chr(byte).isalpha() else ord(" ") for byte in range(256))
 
@@ -144,10 +146,25 @@ def installed_docstrings(packages: Sequence[str] | None = None, *, processes: in
     if processes <= 1:
         found = [_docstrings_of(batch) for batch in batches]
     else:
-        with multiprocessing.get_context("spawn").Pool(min(processes, len(batches))) as pool:
+        with without_interrupts():
+            pool = multiprocessing.get_context("spawn").Pool(min(processes, len(batches)))
+        with pool:
             found = pool.map(_docstrings_of, batches, chunksize=1)
     by_module = dict(sorted(itertools.chain.from_iterable(found)))
     return [docstring for docstrings in by_module.values() for docstring in docstrings]
+
+
+@contextlib.contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Processes started here never see Ctrl-C, which reaches the whole terminal group: the parent alone decides.
+
+    The signal mask is inherited, so that not even a process that is still starting dies with a traceback.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _package_folder(package: str) -> Path | None:
@@ -248,10 +265,10 @@ def clean_docstring(text: str) -> str:
 def split_summary(text: str) -> tuple[str, str] | None:
     """(first paragraph in one line, the rest), or None where a docstring has no such parts.
 
-    A leading signature, as compiled functions have it, belongs to neither.
+    Leading signatures, as compiled functions have them, belong to neither.
     """
     paragraphs = [part for part in re.split(r"\n[ \t]*\n", text) if part.strip()]
-    if len(paragraphs) > 1 and _SIGNATURE.fullmatch(paragraphs[0].strip()):
+    while len(paragraphs) > 1 and _SIGNATURE.fullmatch(paragraphs[0].strip()):
         paragraphs = paragraphs[1:]
     summary = " ".join(paragraphs[0].split()) if paragraphs else ""
     body = "\n\n".join(paragraphs[1:])

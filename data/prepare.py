@@ -52,7 +52,13 @@ from data.corpora import (
     plan_tuples,
     read_unit,
 )
-from data.documentation import DOCUMENTED_PACKAGES, STANDARD_LIBRARY, installed_documentation, write_documentation
+from data.documentation import (
+    DOCUMENTED_PACKAGES,
+    STANDARD_LIBRARY,
+    installed_documentation,
+    without_interrupts,
+    write_documentation,
+)
 from data.errors import DataError
 from data.masking import draws, sample_keys
 from data.order import check_seed
@@ -241,7 +247,7 @@ def _run_in_processes(jobs: Sequence[Job], *, processes: int, report: Report) ->
         for _ in range(processes):
             ours, theirs = context.Pipe()
             worker = context.Process(target=_work, args=(theirs, os.getpid()), daemon=True)
-            with _without_interrupts():
+            with without_interrupts():
                 worker.start()
             # With our copy of its end closed, a dead worker is seen as the end of the pipe, not as silence.
             theirs.close()
@@ -303,19 +309,6 @@ def _work(connection: Connection, parent: int) -> None:
             connection.send(error)
         except Exception:
             connection.send(traceback.format_exc())
-
-
-@contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Processes started here never see Ctrl-C, which reaches the whole terminal group: the parent alone decides.
-
-    The signal mask is inherited, so that not even a process that is still starting dies with a traceback.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _die_with(parent: int) -> None:
