@@ -1,0 +1,358 @@
+"""What the trainer's tests share: tiny recipes, the real launcher, and SPEC's formulas restated in plain PyTorch.
+
+The restatement is one process, the whole batch, full score matrices and full logits, autograd and torch's own AdamW:
+what every topology, ZeRO stage and micro-batch size must equal.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data.collate import MaskedBatch, PairBatch, pad_flat
+from data.stream import Stream
+from models.sizes import Size
+from trainer.backward import length_sorted_chunks
+from trainer.config import Recipe, build_recipe, check
+from trainer.distributed import derive_seed, free_port
+from trainer.run import _build_model, _collator, _open_shards
+
+ROOT = Path(__file__).resolve().parents[2]
+LADDER = [[1, 16], [2, 32], [3, 48]]
+MODEL = {
+    "model_type": "bert",
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 80,
+    # Larger than BERT's, so that gradients are well above the tolerances.
+    "initializer_range": 0.15,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+# A large eps keeps AdamW's first steps near proportional to the gradient: its sign alone would hide a wrong factor.
+# Clipping acts on the right gradient of most cases and not on half of it, so that it hides no factor either.
+STEEP = {"lr": 0.1, "eps": 1e-2, "weight_decay": 0.1, "max_grad_norm": 1.0, "schedule": "constant", "warmup_ratio": 0.0}
+
+
+def recipe_values(shards: Path | str, **sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """A tiny recipe as nested tables; `sections` are laid over it key by key."""
+    values: dict[str, dict[str, Any]] = {
+        "run": {"seed": 7},
+        "model": {"config": dict(MODEL), "ladder": LADDER},
+        "data": {
+            "shards": [str(shards)],
+            "max_length": 32,
+            "query_max_length": 16,
+            "passage_max_length": 32,
+            "num_negatives": 3,
+            "num_workers": 0,
+        },
+        "objective": {"name": "contrastive"},
+        "optim": dict(STEEP),
+        "train": {"steps": 6, "global_batch_size": 12, "micro_batch_size": 6},
+        "log": {"every_steps": 1, "tensorboard": False},
+    }
+    for section, table in sections.items():
+        values[section] = {**values.get(section, {}), **table}
+    return values
+
+
+def with_dropout(values: dict[str, dict[str, Any]], probability: float = 0.1) -> dict[str, dict[str, Any]]:
+    changed = copy.deepcopy(values)
+    changed["model"]["config"] |= {
+        "hidden_dropout_prob": probability,
+        "attention_probs_dropout_prob": probability,
+    }
+    return changed
+
+
+def float32_ds_config(folder: Path, stage: int) -> Path:
+    """A ds_config without low precision. Thresholds so small that even a tiny model is cut into pieces at stage 3."""
+    zero: dict[str, Any] = {"stage": stage}
+    if stage > 0:
+        zero |= {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000}
+    if stage == 3:
+        zero |= {
+            "memory_efficient_linear": False,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": 3000,
+            "stage3_max_live_parameters": 10000,
+            "sub_group_size": 20000,
+        }
+    path = folder / f"float32_zero{stage}.json"
+    path.write_text(json.dumps({"zero_optimization": zero}))
+    return path
+
+
+def recipe_of(values: Mapping[str, Any]) -> Recipe:
+    recipe = build_recipe(values)
+    check(recipe)
+    return recipe
+
+
+def launch(
+    module: str, *arguments: str, ranks: int, timeout_seconds: float = 240.0, expect: int | None = 0
+) -> subprocess.CompletedProcess[str]:
+    """Run a module under the real `deepspeed` launcher on `ranks` ranks; the whole group ends with a timeout."""
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
+    command = [*launcher, "--master_port", str(free_port()), "--module", module, *arguments]
+    return run_process(command, timeout_seconds=timeout_seconds, expect=expect)
+
+
+def run_process(
+    command: Sequence[str], *, timeout_seconds: float = 240.0, expect: int | None = 0
+) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout_seconds)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    done = subprocess.CompletedProcess(list(command), process.returncode, out, err)
+    if expect is not None:
+        assert done.returncode == expect, f"exit code {done.returncode}\n{out[-4000:]}\n{err[-8000:]}"
+    return done
+
+
+def train_naively(values: Mapping[str, Any], *, steps: int, world_size: int = 1) -> list[dict[str, Any]]:
+    """What `steps` steps must give: a dict a step with loss, norm (before clipping) and parameters (after the step).
+
+    `world_size` only matters with dropout, whose draws are keyed by rank and micro-batch.
+    """
+    recipe = recipe_of(values)
+    sources = _open_shards(recipe)
+    module = _build_model(recipe, sources).module.train()
+    shares: list[Stream] = [
+        Stream(
+            sources,
+            collate=_collator(recipe, sources[0].vocabulary),
+            seed=recipe.run.seed,
+            global_batch_size=recipe.train.global_batch_size,
+            rank=rank,
+            world_size=world_size,
+        )
+        for rank in range(world_size)
+    ]
+    optimizer = _naive_adamw(module, recipe)
+    loss_of = _naive_masked if recipe.objective.name == "masked" else _naive_contrastive
+    results = []
+    for step in range(steps):
+        loss = loss_of(module, [next(share) for share in shares], recipe, step)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(module.parameters(), recipe.optim.max_grad_norm)
+        optimizer.step()
+        parameters = {name: p.detach().clone() for name, p in module.named_parameters()}
+        results.append({"loss": loss.item(), "norm": float(norm), "parameters": parameters})
+    return results
+
+
+def plan_of(recipe: Recipe, step: int) -> tuple[list[Size], list[float], list[float]]:
+    """Sizes, their loss weights and their KL weights in SPEC's words, without trainer.size_schedules."""
+    sizes = list(recipe.ladder)
+    full = sizes[-1]
+    kind = recipe.objective.sizes
+    if kind == "full":
+        return [full], [1.0], [0.0]
+    if kind == "two_d":
+        # The draw itself is the schedule's; its statistics are tested elsewhere.
+        from trainer.size_schedules import two_dimensional
+
+        drawn = two_dimensional(recipe.ladder, seed=recipe.run.seed)(step).sizes[0]
+        n, d = drawn.layers, drawn.dim
+        return [Size(n, d), Size(n, full.dim), Size(full.layers, d), full], [1.0] * 4, [1.0, 1.0, 0.0, 0.0]
+    if kind == "mrl":
+        sizes = [Size(full.layers, size.dim) for size in sizes]
+    elif kind == "adaptive_layers":
+        sizes = [Size(size.layers, full.dim) for size in sizes]
+    weight = 1.0 / len(sizes) if recipe.objective.reduction == "mean" else 1.0
+    return sizes, [weight] * len(sizes), [weight] * (len(sizes) - 1) + [0.0]
+
+
+def _naive_adamw(module: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    named = dict(module.named_parameters())
+    plain = {name for name in named if name.endswith("bias") or "norm" in name.lower()}
+    optim = recipe.optim
+    groups = [
+        {"params": [p for name, p in named.items() if name not in plain], "weight_decay": optim.weight_decay},
+        {"params": [named[name] for name in plain], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, foreach=False)
+
+
+def _naive_masked(module: Any, batches: Sequence[MaskedBatch], recipe: Recipe, step: int) -> Tensor:
+    (batch,) = batches
+    rows = torch.arange(batch.num_samples)
+
+    def cut(values: Tensor, fill: int) -> Tensor:
+        return pad_flat(values, batch.offsets, rows, fill=fill).long()
+
+    attention = (cut(batch.encoder_input_ids, -1) >= 0).long()
+    base, head, table = module.encoder.backbone, module.head, module.vocabulary_loss
+    hidden = base(cut(batch.encoder_input_ids, 0), attention_mask=attention, output_hidden_states=True).hidden_states
+
+    def transformed(states: Tensor) -> Tensor:
+        projected = states @ head.weight[:, : states.shape[-1]].T + head.bias
+        return F.layer_norm(F.gelu(projected), head.norm_weight.shape, head.norm_weight, head.norm_bias, head.eps)
+
+    def cross_entropy(states: Tensor, labels: Tensor) -> Tensor:
+        logits = states @ table.weight.T + table.bias
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+    sizes, weights, _ = plan_of(recipe, step)
+    total = torch.zeros(())
+    for size, weight in zip(sizes, weights):
+        states = transformed(hidden[size.layers][..., : size.dim])
+        loss = cross_entropy(states, cut(batch.encoder_labels, -100))
+        if batch.decoder_input_ids is not None and batch.decoder_labels is not None:
+            embedded = base.embeddings(cut(batch.decoder_input_ids, 0))[:, 1:]
+            decoded = _naive_decoder(module.decoder, torch.cat([states[:, :1], embedded], dim=1), attention)
+            loss = loss + cross_entropy(transformed(decoded), cut(batch.decoder_labels, -100))
+        total = total + weight * recipe.objective.loss_scale * loss
+    return total
+
+
+def _naive_decoder(decoder: Any, states: Tensor, attention: Tensor) -> Tensor:
+    """One post-norm transformer layer over whole sequences [B, L, D], full score matrices."""
+    batch, length, hidden = states.shape
+
+    def heads(projected: Tensor) -> Tensor:
+        return projected.view(batch, length, decoder.num_heads, -1).transpose(1, 2)
+
+    query, key, value = (heads(layer(states)) for layer in (decoder.query, decoder.key, decoder.value))
+    scores = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
+    scores = scores.masked_fill(attention[:, None, None, :] == 0, -torch.inf)
+    mixed = (scores.softmax(-1) @ value).transpose(1, 2).reshape(batch, length, hidden)
+    attended = decoder.attention_norm(decoder.attention_output(mixed) + states)
+    return decoder.output_norm(decoder.down(F.gelu(decoder.up(attended))) + attended)
+
+
+def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe, step: int) -> Tensor:
+    sizes, weights, kl_weights = plan_of(recipe, step)
+    queries, passages, targets, gold = [], [], [], []
+    seen = 0
+    for rank, batch in enumerate(batches):
+        embeddings = _embed_naively(module, batch, recipe, sizes, step=step, rank=rank)
+        count = len(batch.queries)
+        queries.append([each[:count] for each in embeddings])
+        passages.append([each[count:] for each in embeddings])
+        targets.append(batch.targets + seen)
+        seen += len(batch.passages)
+        if batch.scores is not None:
+            gold.append(batch.scores)
+    objective = recipe.objective
+    return naive_contrastive_loss(
+        [torch.cat(each) for each in zip(*queries)],
+        [torch.cat(each) for each in zip(*passages)],
+        targets=torch.cat(targets),
+        gold=torch.cat(gold) if gold else None,
+        weights=weights,
+        kl_weights=[weight * objective.kl_weight for weight in kl_weights],
+        objective=objective,
+    )
+
+
+def _embed_naively(
+    module: Any, batch: PairBatch, recipe: Recipe, sizes: Sequence[Size], *, step: int, rank: int
+) -> list[Tensor]:
+    """K of [queries + passages, d]: without dropout one forward of everything, with dropout by the keyed chunks."""
+    texts = [batch.queries.tokens[a:b] for a, b in zip(batch.queries.offsets, batch.queries.offsets[1:])]
+    texts += [batch.passages.tokens[a:b] for a, b in zip(batch.passages.offsets, batch.passages.offsets[1:])]
+    lengths = torch.tensor([len(text) for text in texts])
+    drops = recipe.model.config.get("hidden_dropout_prob", 0.0) > 0
+    share = recipe.train.micro_batch_size if recipe.objective.backward == "grad_cache" else len(texts)
+    chunks = length_sorted_chunks(lengths, share) if drops else [torch.arange(len(texts))]
+    outputs: list[list[Tensor]] = [[] for _ in sizes]
+    for index, rows in enumerate(chunks):
+        if drops:
+            torch.manual_seed(derive_seed(derive_seed(recipe.run.seed, step, rank), index))
+        ids = nn.utils.rnn.pad_sequence([texts[int(row)].long() for row in rows], batch_first=True)
+        mask = (torch.arange(ids.shape[1]) < lengths[rows, None]).long()
+        hidden = module.backbone(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+        for collected, size in zip(outputs, sizes):
+            states = hidden[size.layers][..., : size.dim]
+            if recipe.model.pooling == "mean":
+                collected.append((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+            else:
+                collected.append(states[:, 0])
+    order = torch.cat(chunks).argsort()
+    return [torch.cat(each)[order] for each in outputs]
+
+
+def naive_contrastive_loss(
+    queries: Sequence[Tensor],
+    passages: Sequence[Tensor],
+    *,
+    targets: Tensor,
+    gold: Tensor | None,
+    weights: Sequence[float],
+    kl_weights: Sequence[float],
+    objective: Any,
+) -> Tensor:
+    """SPEC's SRL losses with whole matrices; `queries`, `passages`: K of [n, d_k], [m, d_k], the last the teacher."""
+
+    def scores(q: Tensor, p: Tensor) -> Tensor:
+        if objective.similarity == "cosine":
+            q, p = q / q.norm(dim=1, keepdim=True), p / p.norm(dim=1, keepdim=True)
+        return q @ p.T / objective.temperature
+
+    matrices = [scores(q, p) for q, p in zip(queries, passages)]
+    total = queries[0].new_zeros(())
+    for matrix, weight in zip(matrices, weights):
+        if objective.loss == "cosent":
+            assert gold is not None
+            similarity = matrix.gather(1, targets[:, None])[:, 0]
+            terms = [
+                torch.exp(similarity[j] - similarity[i])
+                for i in range(len(gold))
+                for j in range(len(gold))
+                if gold[i] > gold[j]
+            ]
+            total = total + weight * torch.log(1 + torch.stack(terms).sum())
+        else:
+            total = total + weight * F.cross_entropy(matrix, targets)
+    if objective.kl == "none":
+        return total
+    for k, weight in enumerate(kl_weights):
+        if not weight:
+            continue
+        if objective.kl == "scores":
+            student, teacher, factor = matrices[k], matrices[-1], 1.0
+        else:
+            student = torch.cat([queries[k], passages[k]]) / objective.kl_temperature
+            teacher = torch.cat([queries[-1], passages[-1]])[:, : student.shape[1]] / objective.kl_temperature
+            factor = objective.kl_temperature
+        target = teacher.detach() if objective.detach_teacher else teacher
+        divergence = F.kl_div(student.log_softmax(1), target.log_softmax(1), reduction="batchmean", log_target=True)
+        total = total + weight * factor * divergence
+    return total

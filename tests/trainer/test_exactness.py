@@ -1,0 +1,200 @@
+"""One optimizer step on any number of ranks, at any ZeRO stage, in any micro-batches, is the step of one plain process.
+
+Every case runs under the real launcher on real shards and is compared with the restatement in `support`: whole batch,
+whole score matrices, torch's own autograd and AdamW. Negative controls break the trainer on purpose.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.support import ROOT, float32_ds_config, launch, recipe_values, train_naively, with_dropout
+
+LOSS_TOLERANCE = 1e-6  # relative
+PARAMETER_TOLERANCE = 1e-5  # absolute, after steps that move parameters by up to 0.1
+NORM_TOLERANCE = 2e-5  # relative; squares are summed in another order
+
+STAGES = (0, 1, 2, 3)
+# These take a second step, which would find gradients left over.
+TWICE = ("smae", "srl")
+ON_ONE_RANK = ("smae", "srl")
+ON_FOUR_RANKS = (("smae", 1), ("srl", 3))
+CONTROLS = {
+    "passage gradients stay": "srl",
+    "no world size factor": "srl",
+    "rank means": "smae",
+    "new dropout each pass": "srl_dropout",
+}
+BF16 = ("zero0", "zero1", "zero2", "zero3")
+
+Results = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def recipes(document_shards: Path, tuple_shards: Path, graded_shards: Path) -> dict[str, dict[str, Any]]:
+    def masked(**objective: Any) -> dict[str, Any]:
+        return recipe_values(document_shards, objective={"name": "masked", **objective})
+
+    def pairs(shards: Path = tuple_shards, *, pooling: str = "cls", micro: int = 6, **objective: Any) -> dict[str, Any]:
+        return recipe_values(shards, objective=objective, model={"pooling": pooling}, train={"micro_batch_size": micro})
+
+    free_teacher = {"detach_teacher": False, "reduction": "sum"}
+    cases = {
+        "smae": masked(),
+        "mlm": masked(decoder=False, loss_scale=0.5, reduction="sum"),
+        "srl": pairs(),
+        "direct": pairs(backward="direct", similarity="dot", temperature=8.0, **free_teacher),
+        "two_d": pairs(sizes="two_d"),
+        "mrl": pairs(sizes="mrl", kl="none", pooling="mean", micro=2),
+        "cosent": pairs(graded_shards, loss="cosent", kl="none"),
+        "coordinates": pairs(kl="coordinates", kl_temperature=0.3, pooling="mean", **free_teacher),
+        "adaptive": pairs(sizes="adaptive_layers", kl_weight=0.5, detach_teacher=False),
+    }
+    cases["srl_dropout"] = with_dropout(cases["srl"])
+    # One micro-batch holds a rank's every text: both ways draw the same dropout.
+    cases["one_chunk_dropout"] = with_dropout(pairs(micro=64))
+    cases["direct_dropout"] = with_dropout(pairs(backward="direct"))
+    return cases
+
+
+def run_cases(cases: list[dict[str, Any]], folder: Path, *, ranks: int) -> Results:
+    folder.mkdir()
+    (folder / "cases.json").write_text(json.dumps(cases))
+    launch("tests.trainer.worker", "steps", str(folder / "cases.json"), str(folder), ranks=ranks)
+    return {case["name"]: torch.load(folder / f"{case['name']}.pt") for case in cases}
+
+
+def case(recipes: dict[str, Any], name: str, ds_config: Path, *, label: str = "", control: str = "") -> dict[str, Any]:
+    values = copy.deepcopy(recipes[name]) | {"engine": {"ds_config": str(ds_config)}}
+    steps = 2 if name in TWICE and not control else 1
+    return {"name": label or f"{name}-{ds_config.stem}", "values": values, "steps": steps, "control": control}
+
+
+@pytest.fixture(scope="module")
+def ds_configs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    folder = tmp_path_factory.mktemp("ds_configs")
+    return {stage: float32_ds_config(folder, stage) for stage in STAGES}
+
+
+@pytest.fixture(scope="module")
+def one_rank(recipes: dict[str, Any], ds_configs: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> Results:
+    # Stage 3 comes last everywhere: it changes F.linear for its process.
+    cases = [case(recipes, name, ds_configs[stage]) for stage in STAGES for name in ON_ONE_RANK]
+    return run_cases(cases, tmp_path_factory.mktemp("one") / "run", ranks=1)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    recipes: dict[str, Any], ds_configs: dict[int, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Results:
+    everywhere = [name for name in recipes if "dropout" not in name]
+    cases = [case(recipes, name, ds_configs[stage]) for stage in (0, 1, 2) for name in everywhere]
+    cases += [case(recipes, name, ds_configs[1]) for name in recipes if "dropout" in name]
+    cases += [case(recipes, name, ds_configs[1], label=c, control=c) for c, name in CONTROLS.items()]
+    cases += [case(recipes, name, ROOT / f"ds_configs/{ds}.json") for ds in BF16[:3] for name in ("smae", "srl")]
+    cases += [case(recipes, name, ds_configs[3]) for name in (*everywhere, "srl_dropout")]
+    cases += [case(recipes, name, ROOT / f"ds_configs/{ds}.json") for ds in BF16[3:] for name in ("smae", "srl")]
+    return run_cases(cases, tmp_path_factory.mktemp("two") / "run", ranks=2)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(
+    recipes: dict[str, Any], ds_configs: dict[int, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Results:
+    cases = [case(recipes, name, ds_configs[stage]) for name, stage in ON_FOUR_RANKS]
+    return run_cases(cases, tmp_path_factory.mktemp("four") / "run", ranks=4)
+
+
+@pytest.fixture(scope="module")
+def expected(recipes: dict[str, Any]) -> Results:
+    """The restatement of every recipe; dropout's draws are those of two ranks."""
+    return {
+        name: train_naively(values, steps=2 if name in TWICE else 1, world_size=2 if "dropout" in name else 1)
+        for name, values in recipes.items()
+    }
+
+
+def differences(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> tuple[float, float, float]:
+    """Largest over steps: loss (relative), norm (relative), any parameter (absolute)."""
+    loss = norm = parameter = 0.0
+    for ours, theirs in zip(got, want):
+        loss = max(loss, abs(ours["loss"] - theirs["loss"]) / abs(theirs["loss"]))
+        norm = max(norm, abs(ours["norm"] - theirs["norm"]) / theirs["norm"])
+        assert ours["parameters"].keys() == theirs["parameters"].keys()
+        for name, value in theirs["parameters"].items():
+            parameter = max(parameter, float((ours["parameters"][name] - value).abs().max()))
+    return loss, norm, parameter
+
+
+def assert_equal(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
+    assert len(got) == len(want)
+    loss, norm, parameter = differences(got, want)
+    assert loss < LOSS_TOLERANCE
+    assert norm < NORM_TOLERANCE
+    assert parameter < PARAMETER_TOLERANCE
+
+
+RECIPES = ("smae", "mlm", "srl", "direct", "two_d", "mrl", "cosent", "coordinates", "adaptive")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_ranks_equal_one_plain_process(name: str, stage: int, two_ranks: Results, expected: Results) -> None:
+    assert_equal(two_ranks[f"{name}-float32_zero{stage}"], expected[name])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ON_ONE_RANK)
+def test_one_rank_equals_one_plain_process(name: str, stage: int, one_rank: Results, expected: Results) -> None:
+    assert_equal(one_rank[f"{name}-float32_zero{stage}"], expected[name])
+
+
+@pytest.mark.parametrize(("name", "stage"), ON_FOUR_RANKS)
+def test_four_ranks_equal_one_plain_process(name: str, stage: int, four_ranks: Results, expected: Results) -> None:
+    assert_equal(four_ranks[f"{name}-float32_zero{stage}"], expected[name])
+
+
+def test_the_cases_are_the_hard_ones(two_ranks: Results, expected: Results) -> None:
+    """Ranks have unequal numbers of micro-batches, several each, and clipping acts."""
+    for step in two_ranks["srl-float32_zero3"]:
+        assert min(step["micro_batches"]) > 1
+    assert any(len(set(step["micro_batches"])) > 1 for step in two_ranks["srl-float32_zero3"])
+    assert two_ranks["direct-float32_zero1"][0]["micro_batches"] == [1, 1]
+    assert sum(results[0]["norm"] > 1.0 for results in expected.values()) > len(expected) // 2
+    # A step moves parameters by far more than the tolerance.
+    first, second = (step["parameters"] for step in expected["srl"])
+    assert max(float((second[name] - first[name]).abs().max()) for name in first) > 1e3 * PARAMETER_TOLERANCE
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_dropout_is_the_same_in_both_passes(stage: int, two_ranks: Results, expected: Results) -> None:
+    """Several micro-batches a rank, each with the dropout its number stands for, in one graph without caching."""
+    assert_equal(two_ranks[f"srl_dropout-float32_zero{stage}"], expected["srl_dropout"])
+    loss, *_ = differences(expected["srl_dropout"], expected["srl"])
+    assert loss > 1e-3  # dropout acts
+
+
+def test_cached_equals_direct_with_dropout(two_ranks: Results) -> None:
+    cached, direct = two_ranks["one_chunk_dropout-float32_zero1"], two_ranks["direct_dropout-float32_zero1"]
+    assert_equal(cached, direct)
+
+
+@pytest.mark.parametrize(("control", "name"), CONTROLS.items())
+def test_a_broken_trainer_is_noticed(control: str, name: str, two_ranks: Results, expected: Results) -> None:
+    _, _, parameter = differences(two_ranks[control], expected[name])
+    assert parameter > 100 * PARAMETER_TOLERANCE
+
+
+@pytest.mark.parametrize("ds_config", BF16)
+@pytest.mark.parametrize("name", ["smae", "srl"])
+def test_bf16_stays_near(name: str, ds_config: str, two_ranks: Results, expected: Results) -> None:
+    """The shipped configurations: bf16 has 8 bits of mantissa, so a step is near the float32 one, not equal."""
+    (got, _), (want, _) = two_ranks[f"{name}-{ds_config}"], expected[name]
+    assert abs(got["loss"] - want["loss"]) / want["loss"] < 0.02
+    assert abs(got["norm"] - want["norm"]) / want["norm"] < 0.05

@@ -1,0 +1,155 @@
+"""What tests start under the real launcher: many small cases in one set of processes, since a start costs seconds.
+
+    deepspeed --num_gpus 2 --module tests.trainer.worker steps CASES.json OUTPUT
+
+`steps`: each case is {name, values (a recipe's tables), steps, control}; rank 0 writes OUTPUT/<name>.pt, a list with
+a dict a step: loss, norm, parameters, and the number of micro-batches of every rank. `control` breaks the trainer on
+purpose, so that a test can show that its equality notices.
+`runs`: each case is {task, arguments}, the command line of a whole run, one after another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import json
+import unittest.mock
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from data.stream import Stream
+from models.sizes import Size
+from tests.trainer.support import recipe_of
+from trainer import backward, engine, objectives, run
+from trainer.command import run_command
+from trainer.distributed import World, gather_counts, seed_step, start, sum_over_ranks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=("steps", "runs"))
+    parser.add_argument("cases", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--local_rank")
+    args = parser.parse_args()
+    cases = json.loads(args.cases.read_text())
+    world = start()
+    for case in cases:
+        if args.kind == "steps":
+            with _broken(case.get("control", "")):
+                results = take_steps(case["values"], world, steps=case["steps"])
+            if world.is_main:
+                torch.save(results, args.output / f"{case['name']}.pt")
+        else:
+            with unittest.mock.patch.object(dist, "destroy_process_group"):
+                run.main(case["task"], "", case["arguments"])
+        gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def take_steps(values: dict[str, Any], world: World, *, steps: int) -> list[dict[str, Any]]:
+    """The trainer's own parts, put together as trainer/run.py does, with every parameter read after every step."""
+    recipe = recipe_of(values)
+    sources = run._open_shards(recipe)
+    parts = run._build_model(recipe, sources)
+    trained = engine.Engine(parts.module, recipe, world)
+    trained.train()
+    stream: Stream = Stream(
+        sources,
+        collate=run._collator(recipe, sources[0].vocabulary),
+        seed=recipe.run.seed,
+        global_batch_size=recipe.train.global_batch_size,
+        rank=world.rank,
+        world_size=world.size,
+    )
+    schedule = run.build_schedule(
+        recipe.objective.sizes,
+        recipe.ladder,
+        reduction=recipe.objective.reduction,
+        seed=recipe.run.seed,
+        size=Size.parse(recipe.objective.size) if recipe.objective.sizes == "one" else None,
+    )
+    objective = objectives.REGISTRY[recipe.objective.name](
+        recipe, schedule, shape=run.Shape.of(parts.encoder.config), pad_id=sources[0].vocabulary.pad_id
+    )
+    results = []
+    with _counted_chunks() as counts:
+        for step in range(steps):
+            seed_step(recipe.run.seed, step, world.rank)
+            counts.clear()
+            report = objective.forward_backward(trained, next(stream), step)
+            norm = trained.step(recipe.optim.lr)
+            losses = {name: float(sum_over_ranks([float(v)], world.device)[0]) for name, v in report.losses.items()}
+            results.append(
+                {
+                    "loss": losses["loss"],
+                    "losses": losses,
+                    "norm": norm,
+                    "micro_batches": gather_counts(sum(counts), world.device),
+                    "parameters": {n: trained.full_parameter(p).clone() for n, p in parts.module.named_parameters()},
+                }
+            )
+    trained.deepspeed.destroy()
+    return results
+
+
+@contextlib.contextmanager
+def _counted_chunks() -> Iterator[list[int]]:
+    counts: list[int] = []
+
+    def counted(lengths: torch.Tensor, chunk_size: int) -> list[torch.Tensor]:
+        chunks = backward.length_sorted_chunks(lengths, chunk_size)
+        counts.append(len(chunks))
+        return chunks
+
+    with unittest.mock.patch.object(objectives, "length_sorted_chunks", counted):
+        yield counts
+
+
+@contextlib.contextmanager
+def _broken(control: str) -> Iterator[None]:
+    patch = unittest.mock.patch.object
+    if not control:
+        yield
+    elif control == "passage gradients stay":  # what a gather without gradient gives
+
+        def own_rows(gradients: torch.Tensor, counts: list[int]) -> torch.Tensor:
+            return gradients.split(list(counts))[dist.get_rank()].clone()
+
+        with patch(objectives, "scatter_gradients", own_rows):
+            yield
+    elif control == "no world size factor":  # the mean over ranks that data parallelism takes on its own
+
+        def averaged(self: engine.Engine, loss: torch.Tensor) -> None:
+            self.deepspeed.backward(loss, scale_wrt_gas=False)
+
+        with patch(engine.Engine, "backward", averaged):
+            yield
+    elif control == "rank means":  # each rank divides by its own count of masked tokens
+
+        def local(values: Any, device: torch.device) -> torch.Tensor:
+            return torch.as_tensor(values, dtype=torch.float64) * dist.get_world_size()
+
+        with patch(objectives, "sum_over_ranks", local):
+            yield
+    elif control == "new dropout each pass":
+        draws = itertools.count()
+
+        def fresh(*keys: int) -> int:
+            return next(draws)
+
+        with patch(backward, "derive_seed", fresh):
+            yield
+    else:
+        raise ValueError(f"no control {control!r}")
+
+
+if __name__ == "__main__":
+    run_command(main)
