@@ -51,6 +51,7 @@ def test_recipes_are_checked_without_torch():
     """Login nodes have no GPU stack: reading and checking a recipe must not import torch or transformers."""
     code = (
         "import sys; from trainer.config import load_recipe; load_recipe('launch/recipes/srl_nli.toml');"
-        "heavy = {'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules); sys.exit(str(heavy) if heavy else 0)"
+        "heavy = {'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules);"
+        "sys.exit(str(heavy) if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -146,7 +146,7 @@ def compare(model, layer, masked_lm, naive, fused) -> tuple[float, float]:
         # A key's bias shifts all scores of a query alike: its gradient is zero in theory, so compare absolutely.
         scale = 1.0 if ".key.bias" in name else want.abs().max().clamp(min=1e-8)
         worst = max(worst, float((got[name] - want).abs().max() / scale))
-    return abs(float(fused.detach() - naive.detach())) / abs(float(naive)), worst
+    return abs(float(fused.detach() - naive.detach())) / abs(float(naive.detach())), worst
 
 
 @pytest.mark.parametrize("count", [1, 2, 6])

@@ -1,0 +1,109 @@
+"""Every size from one pass is what a model cut to that size computes, for each family of encoders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models.encoder import (
+    EmbeddingSettings,
+    Encoder,
+    base_of,
+    build_masked_lm,
+    load_encoder,
+    load_masked_lm,
+    truncate_layers,
+)
+from models.sizes import ModelError, Size
+
+SHAPE = dict(hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96)
+FAMILIES = {
+    "bert": dict(model_type="bert", **SHAPE, max_position_embeddings=64),
+    "roberta": dict(model_type="roberta", **SHAPE, max_position_embeddings=64),
+    "distilbert": dict(model_type="distilbert", dim=48, n_layers=3, n_heads=4, hidden_dim=96),
+    "modernbert": dict(
+        model_type="modernbert",
+        **SHAPE,
+        max_position_embeddings=64,
+        local_attention=8,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
+}
+SIZES = [Size(1, 16), Size(2, 32), Size(3, 48)]
+
+
+def build(family: str, pooling: str = "mean") -> Encoder:
+    torch.manual_seed(0)
+    return Encoder(base_of(build_masked_lm(FAMILIES[family], vocab_size=120, pad_token_id=1)), pooling).eval()
+
+
+def texts() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(5, 120, (3, 12), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(12) < torch.tensor([[12], [7], [3]])).long()
+    return ids.masked_fill(mask == 0, 1), mask
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_size_is_the_cut_model(family, pooling):
+    ids, mask = texts()
+    whole = build(family, pooling)
+    with torch.no_grad():
+        embeddings = whole(ids, mask, SIZES)
+        for size, embedding in zip(SIZES, embeddings):
+            cut = build(family, pooling)
+            truncate_layers(cut.backbone, size.layers)
+            last = cut.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
+            weights = mask[..., None].float()
+            pooled = last[:, 0] if pooling == "cls" else (last * weights).sum(1) / weights.sum(1)
+            assert embedding.shape == (3, size.dim)
+            torch.testing.assert_close(embedding, pooled[:, : size.dim], rtol=1e-5, atol=1e-6)
+            # Negative control: another depth gives other vectors.
+            other = whole(ids, mask, [Size(size.layers % 3 + 1, size.dim)])[0]
+            assert not torch.allclose(embedding, other, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_padding_does_not_reach_the_embedding(family):
+    ids, mask = texts()
+    encoder = build(family)
+    with torch.no_grad():
+        short = encoder(ids[2:, :3], mask[2:, :3], SIZES)
+        padded = encoder(ids, mask, SIZES)
+    for alone, together in zip(short, padded):
+        torch.testing.assert_close(alone[0], together[2], rtol=1e-4, atol=1e-5)
+
+
+def test_saved_encoder_loads_with_its_settings(tmp_path):
+    encoder = build("bert", "mean")
+    encoder.backbone.save_pretrained(tmp_path)
+    settings = EmbeddingSettings(pooling="mean", similarity="dot", ladder=((1, 16), (3, 48)), query_max_length=9)
+    settings.save(tmp_path)
+    assert EmbeddingSettings.load(tmp_path) == settings
+    loaded = load_encoder(tmp_path).eval()
+    assert loaded.pooling == "mean"
+    ids, mask = texts()
+    with torch.no_grad():
+        for ours, theirs in zip(encoder(ids, mask, SIZES), loaded(ids, mask, SIZES)):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_refusals(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match="config"):
+        load_encoder(tmp_path)
+    with pytest.raises(ModelError, match="network"):
+        load_masked_lm("nobody/has-this-model")
+    with pytest.raises(ModelError, match="model_type"):
+        build_masked_lm({}, vocab_size=10, pad_token_id=0)
+    with pytest.raises(ModelError, match="hiden_size"):
+        build_masked_lm({"model_type": "bert", "hiden_size": 3}, vocab_size=10, pad_token_id=0)
+    with pytest.raises(ModelError, match="multiple"):
+        build_masked_lm(
+            {"model_type": "bert", "hidden_size": 50, "num_attention_heads": 4}, vocab_size=10, pad_token_id=0
+        )
+    with pytest.raises(ModelError, match="keep 4 layers"):
+        truncate_layers(build("bert").backbone, 4)
+    (tmp_path / "barista.json").write_text("{}")
+    with pytest.raises(ModelError, match="settings"):
+        EmbeddingSettings.load(tmp_path)

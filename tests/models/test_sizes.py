@@ -1,0 +1,43 @@
+"""Ladders: what is accepted, what is refused, and names."""
+
+from __future__ import annotations
+
+import pytest
+
+from models.sizes import STARBUCKS_LADDER, Ladder, ModelError, Size
+
+
+def test_cup_names():
+    assert STARBUCKS_LADDER.name(Size(2, 32)) == "demi"
+    assert STARBUCKS_LADDER.find("trenta") == Size(12, 768)
+    assert STARBUCKS_LADDER.find("3x48") == Size(3, 48)
+    assert Ladder.of([(1, 8), (2, 16)]).names == {Size(1, 8): "1x8", Size(2, 16): "2x16"}
+
+
+@pytest.mark.parametrize(
+    ("pairs", "word"),
+    [
+        ([], "empty"),
+        ([(2, 32), (2, 64)], "increase"),
+        ([(2, 32), (4, 32)], "increase"),
+        ([(4, 64), (2, 32)], "increase"),
+        ([(0, 32)], "below 1"),
+        ([(1, 2, 3)], "pair"),
+    ],
+)
+def test_refused_ladders(pairs, word):
+    with pytest.raises(ModelError, match=word):
+        Ladder.of(pairs)
+
+
+@pytest.mark.parametrize(("layers", "hidden", "word"), [(6, 768, "outgrows"), (24, 1024, "stops short")])
+def test_ladder_must_end_at_the_encoder(layers, hidden, word):
+    STARBUCKS_LADDER.check_against(num_layers=12, hidden_size=768)
+    with pytest.raises(ModelError, match=word):
+        STARBUCKS_LADDER.check_against(num_layers=layers, hidden_size=hidden)
+
+
+@pytest.mark.parametrize("text", ["", "2", "x32", "2x", "2x32x4", "-2x32", "demi"])
+def test_refused_size_names(text):
+    with pytest.raises(ModelError):
+        Size.parse(text)
