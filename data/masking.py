@@ -24,6 +24,7 @@ from data.errors import DataError
 from data.tokens import Vocabulary
 
 IGNORED = -100
+STARTS, CONTINUES, SPECIAL = 0, 1, 2
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
@@ -45,11 +46,14 @@ class Purpose(IntEnum):
 
 def mix64(values: np.ndarray) -> np.ndarray:
     """SplitMix64's finaliser: a bijection of 64 bits in which every input bit reaches every output bit."""
-    mixed = values ^ (values >> np.uint64(30))
+    shifted = values >> np.uint64(30)
+    mixed = values ^ shifted
     mixed *= _MULTIPLIER_1
-    mixed ^= mixed >> np.uint64(27)
+    np.right_shift(mixed, np.uint64(27), out=shifted)
+    mixed ^= shifted
     mixed *= _MULTIPLIER_2
-    mixed ^= mixed >> np.uint64(31)
+    np.right_shift(mixed, np.uint64(31), out=shifted)
+    mixed ^= shifted
     return mixed
 
 
@@ -81,8 +85,7 @@ def integers(bits: np.ndarray, below: np.ndarray | int) -> np.ndarray:
 class MaskingTables:
     """What masking asks of a vocabulary, by token id."""
 
-    special: np.ndarray  # bool [V]: never masked
-    continues: np.ndarray  # bool [V]: joins the word of the token before it
+    roles: np.ndarray  # uint8 [V]: STARTS, CONTINUES (the word of the token before it) or SPECIAL (never masked)
     replacements: np.ndarray  # int32 [V - specials]: the ids a random replacement is drawn from
     mask_id: int
 
@@ -93,36 +96,39 @@ class MaskingTables:
                 "this tokenizer has no mask token, which masked-language modelling needs; "
                 "take one that has, or add one with tokenizer.add_special_tokens({'mask_token': '[MASK]'})"
             )
-        special = np.zeros(vocabulary.size, dtype=bool)
-        special[list(vocabulary.special_ids)] = True
-        replacements = np.flatnonzero(~special).astype(np.int32)
+        roles = np.where(vocabulary.continuation, CONTINUES, STARTS)
+        roles[list(vocabulary.special_ids)] = SPECIAL
+        replacements = np.flatnonzero(roles != SPECIAL).astype(np.int32)
         if not len(replacements):
             raise DataError("this tokenizer has special tokens only, so nothing can be masked; train it on text")
-        return cls(special, np.asarray(vocabulary.continuation, dtype=bool), replacements, vocabulary.mask_id)
+        return cls(roles.astype(np.uint8), replacements, vocabulary.mask_id)
 
 
 @dataclass(frozen=True)
 class _Words:
     """The words of a batch in text order; a word is a run of tokens that are masked together."""
 
-    ordinary: np.ndarray  # bool [T]: the tokens that belong to words, which tile them in order
+    starts: np.ndarray  # int64 [W] position of a word's first token
     sizes: np.ndarray  # int64 [W] tokens a word
     first: np.ndarray  # int64 [n + 1] offsets of each text's words
     counts: np.ndarray  # int64 [n] words a text
+    num_tokens: int
 
 
 def _find_words(tokens: np.ndarray, offsets: np.ndarray, tables: MaskingTables) -> _Words:
-    special = tables.special[tokens]  # [T]
-    starts = ~tables.continues[tokens]
+    roles = tables.roles.take(tokens)  # [T]
+    borders = roles != CONTINUES  # [T]: where a word starts, or a special token ends one
     # A window may open in mid-word, and what follows a special token cannot continue it.
-    starts[offsets[:-1][offsets[1:] > offsets[:-1]]] = True
-    starts[1:] |= special[:-1]
-    borders = np.flatnonzero(starts | special)
-    starts &= ~special
-    opens_word = starts[borders]
-    sizes = np.diff(borders, append=len(tokens))[opens_word]
-    first = np.searchsorted(borders[opens_word], offsets)
-    return _Words(~special, sizes, first, np.diff(first))
+    borders[offsets[:-1][offsets[1:] > offsets[:-1]]] = True
+    borders[1:] |= roles[:-1] == SPECIAL
+    positions = np.flatnonzero(borders)
+    sizes = np.empty_like(positions)
+    np.subtract(positions[1:], positions[:-1], out=sizes[:-1])
+    sizes[-1:] = len(tokens) - positions[-1:]
+    opens_word = roles.take(positions) != SPECIAL
+    starts = positions[opens_word]
+    first = np.searchsorted(starts, offsets)
+    return _Words(starts, sizes[opens_word], first, first[1:] - first[:-1], len(tokens))
 
 
 def _random_order(words: _Words, keys: np.ndarray) -> np.ndarray:
@@ -134,47 +140,57 @@ def _random_order(words: _Words, keys: np.ndarray) -> np.ndarray:
     num_texts = len(words.counts)
     text_starts = np.repeat(words.first[:-1], words.counts)  # [W]
     within = np.arange(len(words.sizes)) - text_starts
-    texts = np.repeat(np.arange(num_texts), words.counts)
-    bits = draws(keys[texts], within) >> _HALF
+    bits = draws(np.repeat(keys, words.counts), within)
     word_bits = int(words.counts.max(initial=1) - 1).bit_length()
+    texts = np.arange(num_texts)
     if word_bits + max(num_texts - 1, 0).bit_length() > 32:
-        return np.lexsort((within, bits, texts))
+        return np.lexsort((within, bits >> _HALF, np.repeat(texts, words.counts)))
     shift = np.uint64(word_bits)
-    packed = (texts.astype(np.uint64) << (_HALF + shift)) | (bits << shift) | within.astype(np.uint64)
-    packed.sort()
+    bits &= ~_LOW_HALF
+    bits >>= _HALF - shift
+    bits |= within.view(np.uint64)
+    bits |= np.repeat(texts.astype(np.uint64) << (_HALF + shift), words.counts)
+    bits.sort()
     # A text's words fill the same stretch before and after the shuffle.
-    return (packed & ((np.uint64(1) << shift) - np.uint64(1))).astype(np.int64) + text_starts
+    bits &= (np.uint64(1) << shift) - np.uint64(1)
+    return bits.view(np.int64) + text_starts
 
 
 def _fill(sizes: np.ndarray, first: np.ndarray, budgets: np.ndarray) -> np.ndarray:
     """Visit words in order and take each that fits what is left of its text's budget: bool [W].
 
     sizes: tokens a word, grouped by text, in visiting order; first: [n + 1] offsets of the texts; budgets: [n].
-    A word skipped once never fits later, for budgets only shrink. So each round takes, in every text at once, the
-    longest run that fits, then drops the words that have become too large; a few rounds exhaust every budget.
+    In every text at once, the longest run that fits is taken and the word that does not is passed over; what is left
+    is then spent in the same way on ever longer stretches of the words that follow. A word that was passed over never
+    fits later, for budgets only shrink.
     """
-    positions = np.arange(len(sizes))
-    totals = np.concatenate(([0], np.cumsum(sizes)))  # [W + 1]
+    totals = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=totals[1:])
     before = totals[first[:-1]]
     # Totals rise across the whole batch, so that the end of a text's first run is one binary search.
     ends = np.minimum(np.searchsorted(totals, before + budgets, side="right") - 1, first[1:])
     left = budgets - (totals[ends] - before)
-    counts = np.diff(first)
-    taken = positions < np.repeat(ends, counts)
-    if not left.any():
-        return taken
-    texts = np.repeat(np.arange(len(counts)), counts)
-    candidates = np.flatnonzero((sizes <= left[texts]) & ~taken)
-    while len(candidates):
-        size, text = sizes[candidates], texts[candidates]
-        total = np.cumsum(size)
-        heads = np.flatnonzero(np.diff(text, prepend=-1))
-        spent = np.repeat((total - size)[heads], np.diff(heads, append=len(text)))
-        fits = total - spent <= left[text]
-        taken[candidates[fits]] = True
-        left -= np.bincount(text[fits], weights=size[fits], minlength=len(left)).astype(np.int64)
-        candidates = candidates[~fits & (size <= left[text])]
-    return taken
+    taken = np.arange(len(sizes)) < np.repeat(ends, np.diff(first))
+    stops = first[1:]
+    stretch = 16
+    while True:
+        unspent = (left > 0) & (ends < stops)
+        left, ends, stops = left[unspent], ends[unspent], stops[unspent]  # [k] texts
+        if not len(left):
+            return taken
+        columns = np.arange(min(stretch, int((stops - ends).max())))
+        places = ends[:, None] + columns  # [k, stretch]
+        size = sizes.take(places, mode="clip")
+        possible = (size <= left[:, None]) & (places < stops[:, None])
+        size *= possible
+        total = np.cumsum(size, axis=1)
+        fits = total <= left[:, None]
+        taken[places[fits & possible]] = True
+        # Go on behind the run: at the first possible word that no longer fits, or behind the stretch.
+        run = fits.sum(axis=1)
+        left = left - np.where(run > 0, total[np.arange(len(run)), run - 1], 0)
+        ends = ends + run
+        stretch *= 2
 
 
 def whole_word_masks(
@@ -215,10 +231,10 @@ def whole_word_masks(
 
 def _token_mask(words: _Words, chosen: np.ndarray) -> np.ndarray:
     """The tokens of the chosen words: indices [k] -> bool [T]."""
-    masked = np.zeros(len(words.sizes), dtype=bool)
-    masked[chosen] = True
-    mask = np.zeros(len(words.ordinary), dtype=bool)
-    mask[words.ordinary] = np.repeat(masked, words.sizes)
+    sizes = words.sizes[chosen]
+    skipped = words.starts[chosen] - (np.cumsum(sizes) - sizes)
+    mask = np.zeros(words.num_tokens, dtype=bool)
+    mask[np.repeat(skipped, sizes) + np.arange(int(sizes.sum()))] = True
     return mask
 
 
