@@ -655,6 +655,9 @@ def _rows(unit: Unit, tally: Tally) -> Iterator[tuple[int, Mapping[str, Any]]]:
 def _json_row(unit: Unit, position: int, text: str) -> dict[str, Any]:
     try:
         row = json.loads(text)
+        if "\\ud" in text or "\\uD" in text:
+            # Half of a surrogate pair is no character: web crawls hold such escapes, tokenizers refuse them.
+            row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
     except ValueError as error:
         raise DataError(f"{place(unit, position)} is no JSON ({error}); each line must hold one object") from error
     if not isinstance(row, dict):

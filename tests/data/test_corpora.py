@@ -147,6 +147,11 @@ def test_bad_documents_are_named_with_file_and_line(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "rows.parquet", skip_empty=True) == ["a"]
 
 
+def test_half_surrogates_become_question_marks(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "half \\ud83d whole \\ud83d\\ude00"}\n')
+    assert texts_of(tmp_path / "a.jsonl") == ["half ? whole \U0001f600"]
+
+
 def test_inputs_that_are_not_there_are_refused(tmp_path: Path) -> None:
     refused("absent.jsonl does not exist", texts_of, tmp_path / "absent.jsonl")
     refused("no file matches", texts_of, tmp_path / "*.jsonl")
