@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tomllib
 import types
 import typing
@@ -162,6 +163,7 @@ _CHOICES = {
     "optim.schedule": ("linear", "cosine", "constant"),
 }
 _AT_LEAST = {
+    "run.seed": 0,
     "data.max_length": 4,
     "data.query_max_length": 4,
     "data.passage_max_length": 4,
@@ -361,6 +363,8 @@ def _checked(key: str, value: Any, hint: Any) -> Any:
         return dict(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if hint is float and isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key} = {value} must be a finite number")
     plain = hint if isinstance(hint, type) and not isinstance(hint, types.GenericAlias) else None
     if plain is not None and isinstance(value, plain) and not (plain is int and isinstance(value, bool)):
         return value
