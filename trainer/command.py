@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 
@@ -13,6 +14,9 @@ from models.sizes import ModelError
 from trainer.config import ConfigError
 
 USER_MISTAKES = (ConfigError, DataError, ModelError)
+
+# Launchers look at their processes once a second.
+_SECONDS_FOR_FIRST_RANK = 5.0
 
 
 def run_command(main: Callable[[], None]) -> None:
@@ -32,6 +36,9 @@ def run_command(main: Callable[[], None]) -> None:
     try:
         main()
     except USER_MISTAKES as error:
+        # One sentence a node: the launcher ends the other ranks while they wait, unless the mistake is theirs alone.
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(_SECONDS_FOR_FIRST_RANK)
         # Written whole, so that the sentences of several ranks do not interleave.
         os.write(2, f"error: {' '.join(str(error).split())}\n".encode())
         sys.stderr.flush()
