@@ -91,13 +91,6 @@ class Checkpointer:
         if found[0] is None:
             return None
         path = Path(found[0])
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        for key, ours, name in (("world_size", engine.world.size, "ranks"), ("stage", engine.stage, "as ZeRO stage")):
-            if manifest[key] != ours:
-                raise ConfigError(
-                    f"checkpoint {path} was saved with {manifest[key]} {name} and this run has {ours}; "
-                    "resume as it was saved"
-                )
         return engine.load(path.parent, path.name)
 
 
@@ -110,8 +103,21 @@ def _is_complete(path: Path) -> bool:
         return False
 
 
-def check_output_folder(recipe: Recipe) -> None:
-    """Refuse to write over another run, or to resume what is not there. Reads only, so every rank may call it."""
+def _check_topology(path: Path, *, world_size: int, stage: int) -> None:
+    manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+    for key, ours, name in (("world_size", world_size, "ranks"), ("stage", stage, "as ZeRO stage")):
+        if manifest[key] != ours:
+            raise ConfigError(
+                f"checkpoint {path} was saved with {manifest[key]} {name} and this run has {ours}; "
+                "resume as it was saved"
+            )
+
+
+def check_output_folder(recipe: Recipe, *, world_size: int, stage: int) -> None:
+    """Refuse to write over another run, or to resume what is not there or was saved by other ranks or ZeRO stage.
+
+    Reads only, so every rank may call it.
+    """
     output = Path(recipe.run.output)
     saved = output / "recipe.toml"
     if output.exists() and not output.is_dir():
@@ -126,7 +132,8 @@ def check_output_folder(recipe: Recipe) -> None:
         raise ConfigError(
             f"run.output {output} holds another run; go on with it by --resume auto, or name another folder"
         )
-    if recipe.run.resume == "required" and not Checkpointer(output / "checkpoints", 1, 1).complete():
+    checkpoints = Checkpointer(output / "checkpoints", 1, 1).complete()
+    if recipe.run.resume == "required" and not checkpoints:
         raise ConfigError(
             f"{output} holds no whole checkpoint to resume; use --resume auto to start from the beginning"
         )
@@ -138,6 +145,8 @@ def check_output_folder(recipe: Recipe) -> None:
                 f"run.output {output} holds a run with {key} = {before[key]!r}, not {value!r}; "
                 "resume with the run's own recipe, or name another folder"
             )
+    if checkpoints:
+        _check_topology(checkpoints[0], world_size=world_size, stage=stage)
 
 
 def _flat(recipe: Recipe) -> dict[str, Any]:

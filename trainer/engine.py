@@ -46,12 +46,19 @@ def read_ds_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"engine.ds_config {path} does not exist; shipped ones are ds_configs/zero{{0,1,2,3}}.json")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"engine.ds_config {path} is not valid JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"engine.ds_config {path} must hold a JSON object, as ds_configs/zero1.json does")
+    for key in ("zero_optimization", "bf16", "fp16", "torch_autocast"):
+        if not isinstance(values.get(key, {}), dict):
+            raise ConfigError(f"{path}: {key} = {values[key]!r} must be an object, as in ds_configs/zero1.json")
     for key, owner in _OWNED_BY_RECIPE.items():
         if key in values:
             raise ConfigError(f"{path} sets {key!r}, which belongs to the recipe; remove it there and use {owner}")
-    stage = int(values.get("zero_optimization", {}).get("stage", 0))
+    stage = values.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"{path}: zero_optimization.stage = {stage!r} must be 0, 1, 2 or 3")
     if stage == 0 and values.get("bf16", {}).get("enabled"):
         raise ConfigError(
             f"{path} asks for bf16 at ZeRO stage 0, where DeepSpeed takes a stray optimizer step at start; "
@@ -62,9 +69,13 @@ def read_ds_config(path: str | Path) -> dict[str, Any]:
     return values
 
 
+def zero_stage(values: dict[str, Any]) -> int:
+    return int(values.get("zero_optimization", {}).get("stage", 0))
+
+
 def full_ds_config(recipe: Recipe, values: dict[str, Any]) -> dict[str, Any]:
     """The JSON handed to DeepSpeed: engine settings plus what follows from the recipe."""
-    stage = int(values.get("zero_optimization", {}).get("stage", 0))
+    stage = zero_stage(values)
     low_precision = bool(values.get("bf16", {}).get("enabled"))
     coalesce = stage >= 2 and not low_precision
     # Stage 0's clipping is ours, see Engine.
@@ -89,7 +100,7 @@ class Engine:
         self.world = world
         self.device = world.device
         self.ds_config = full_ds_config(recipe, read_ds_config(recipe.engine.ds_config))
-        self.stage = int(self.ds_config.get("zero_optimization", {}).get("stage", 0))
+        self.stage = zero_stage(self.ds_config)
         self._coalesces = bool(self.ds_config["managed_gradient_accumulation"])
         optim = recipe.optim
         optimizer = adamw(

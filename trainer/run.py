@@ -47,7 +47,7 @@ from models.sizes import Ladder, Size
 from trainer.checkpoint import Checkpointer, check_output_folder, write_atomically
 from trainer.config import ConfigError, Recipe, as_toml, check_world, load_recipe
 from trainer.distributed import World, start
-from trainer.engine import Engine, read_ds_config
+from trainer.engine import Engine, read_ds_config, zero_stage
 from trainer.evaluation.during_training import Evaluator
 from trainer.flops import Shape
 from trainer.loop import Plan, TrainState, train
@@ -94,10 +94,11 @@ def main(task: str, description: str, argv: Sequence[str] | None = None) -> None
 
 def execute(recipe: Recipe) -> Path:
     """Train what the recipe says; returns the run folder. Every rank calls it."""
-    check_output_folder(recipe)
-    check_world(recipe, int(os.environ.get("WORLD_SIZE", "1")))
-    read_ds_config(recipe.engine.ds_config)
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    check_world(recipe, world_size)
+    check_output_folder(recipe, world_size=world_size, stage=zero_stage(read_ds_config(recipe.engine.ds_config)))
     sources = _open_shards(recipe)
+    stream = _open_stream(recipe, sources, rank=rank, world_size=world_size)
     parts = _build_model(recipe, sources)
     evaluator = Evaluator.of(recipe, embedding_settings(recipe))
     world = start()
@@ -106,18 +107,6 @@ def execute(recipe: Recipe) -> Path:
     if world.is_main:
         write_atomically(Path(recipe.run.output) / "ds_config.json", json.dumps(engine.ds_config, indent=2) + "\n")
 
-    vocabulary = sources[0].vocabulary
-    stream: Stream = Stream(
-        sources,
-        collate=_collator(recipe, vocabulary),
-        seed=recipe.run.seed,
-        global_batch_size=recipe.train.global_batch_size,
-        rank=world.rank,
-        world_size=world.size,
-        weights=recipe.data.weights or None,
-        num_workers=recipe.data.num_workers,
-        shuffle=recipe.data.shuffle,
-    )
     total_steps = recipe.train.steps or math.ceil(
         recipe.train.epochs * stream.samples_per_epoch / recipe.train.global_batch_size
     )
@@ -137,7 +126,7 @@ def execute(recipe: Recipe) -> Path:
         size=Size.parse(recipe.objective.size) if recipe.objective.sizes == "one" else None,
     )
     objective = REGISTRY[recipe.objective.name](
-        recipe, schedule, shape=Shape.of(parts.encoder.config), pad_id=vocabulary.pad_id
+        recipe, schedule, shape=Shape.of(parts.encoder.config), pad_id=sources[0].vocabulary.pad_id
     )
     metrics = Metrics(
         Path(recipe.run.output),
@@ -209,6 +198,20 @@ def _open_shards(recipe: Recipe) -> list[ShardFolder]:
         if recipe.objective.loss == "cosent" and not source.graded:
             raise ConfigError(f"objective.loss = 'cosent' needs graded pairs, and {source.path} has no scores")
     return sources
+
+
+def _open_stream(recipe: Recipe, sources: Sequence[ShardFolder], *, rank: int, world_size: int) -> Stream:
+    return Stream(
+        sources,
+        collate=_collator(recipe, sources[0].vocabulary),
+        seed=recipe.run.seed,
+        global_batch_size=recipe.train.global_batch_size,
+        rank=rank,
+        world_size=world_size,
+        weights=recipe.data.weights or None,
+        num_workers=recipe.data.num_workers,
+        shuffle=recipe.data.shuffle,
+    )
 
 
 def _build_model(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
