@@ -343,6 +343,8 @@ def embedding_settings(recipe: Recipe) -> EmbeddingSettings:
 
 def _write_run_folder(recipe: Recipe, world: World) -> None:
     output = Path(recipe.run.output)
+    # All ranks have looked at the folder before it changes: joining the process group need not wait for them all.
+    dist.barrier()
     if world.is_main:
         output.mkdir(parents=True, exist_ok=True)
         (output / "DONE").unlink(missing_ok=True)
