@@ -314,9 +314,11 @@ def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:
     folder = Path(recipe.run.output) / "model"
     tmp = folder.with_name("tmp-model")
     shutil.rmtree(tmp, ignore_errors=True)
-    model.config.dtype = torch.float32
     transformers_logging.disable_progress_bar()
     model.save_pretrained(tmp, state_dict=tensors)
+    # It has just been set to the engine's precision, in which others would load these float32 weights.
+    model.config.dtype = torch.float32
+    model.config.save_pretrained(tmp)
     parts.tokenizer.save_pretrained(tmp)
     embedding_settings(recipe).save(tmp)
     shutil.rmtree(folder, ignore_errors=True)
