@@ -1,0 +1,245 @@
+"""Six steps are three steps, an end of the process, and three more, to the last bit; and what a run leaves behind.
+
+All runs are whole commands on two ranks under the real launcher, with dropout and shuffled real shards. A first launch
+makes the uninterrupted and the interrupted runs, later ones resume in new processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
+
+from models.encoder import EmbeddingSettings, load_encoder
+from models.sizes import Size
+from tests.trainer.support import LADDER, ROOT, float32_ds_config, launch, recipe_values, with_dropout
+from trainer.config import build_recipe, load_recipe, read_toml
+
+STEPS = 6
+# Of a record in metrics.jsonl, what must repeat to the last bit; the rest is time and memory.
+CLOCKED = {"tokens_per_second", "mfu", "data_wait_share", "memory_mib", "seconds"}
+RESUMED = ("smae_zero0", "srl_zero1", "srl_bf16", "smae_zero3", "srl_torn")
+
+Values = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def runs(document_shards: Path, tuple_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs: <name> uninterrupted, <name>-resumed in two processes; 'srl_zero1-seed' with another seed."""
+    folder = tmp_path_factory.mktemp("resume")
+    gentle = {"lr": 1e-3, "eps": 1e-8, "schedule": "cosine", "warmup_ratio": 0.3}
+    common = {"optim": gentle, "checkpoint": {"every_steps": 3, "keep": 2}, "train": {"steps": STEPS}}
+    smae = with_dropout(recipe_values(document_shards, objective={"name": "masked"}, **common))
+    srl = with_dropout(recipe_values(tuple_shards, **common))
+    srl["train"]["micro_batch_size"] = 3
+    smae["data"]["num_workers"] = 1
+    bf16 = copy.deepcopy(srl) | {"engine": {"ds_config": str(ROOT / "ds_configs/zero1.json")}}
+    bf16["log"]["tensorboard"] = True
+    torn = copy.deepcopy(srl) | {"checkpoint": {"every_steps": 2, "keep": 3}}
+    recipes: dict[str, Values] = {"srl_bf16": bf16}
+    for name, values, stage in (("smae_zero0", smae, 0), ("srl_zero1", srl, 1), ("srl_torn", torn, 1)):
+        recipes[name] = values | {"engine": {"ds_config": str(float32_ds_config(folder, stage))}}
+    recipes["smae_zero3"] = smae | {"engine": {"ds_config": str(float32_ds_config(folder, 3))}}
+    for name, values in recipes.items():
+        (folder / f"{name}.toml").write_text(tomli_w.dumps(values))
+
+    def run(name: str, output: str, *arguments: str) -> dict[str, Any]:
+        task = "masked" if "smae" in name else "contrastive"
+        common = ["--config", str(folder / f"{name}.toml"), f"--run.output={folder / output}"]
+        return {"task": task, "arguments": [*common, *arguments]}
+
+    def start(name: str, runs: list[dict[str, Any]]) -> None:
+        (folder / f"{name}.json").write_text(json.dumps(runs))
+        launch("tests.trainer.worker", "runs", str(folder / f"{name}.json"), str(folder), ranks=2)
+
+    first = []
+    for name in recipes:  # stage 3 comes last: it changes its process
+        if name != "srl_torn":
+            first.append(run(name, name))
+        stop = 4 if name == "srl_torn" else 3
+        first.append(run(name, f"{name}-resumed", f"--train.stop_at_step={stop}"))
+        if name == "srl_zero1":
+            first.append(run(name, f"{name}-seed", "--run.seed=8"))
+    start("first", first)
+
+    for name in RESUMED:
+        output = folder / f"{name}-resumed"
+        assert not (output / "DONE").exists() and not (output / "model").exists()
+        shutil.copytree(output, folder / f"{name}-stopped")
+    checkpoints = folder / "srl_torn-resumed" / "checkpoints"
+    newest = checkpoints / "step_00000004"
+    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-100])
+    # What a kill in the middle of a save leaves.
+    shutil.copytree(newest, checkpoints / "tmp-step_00000005")
+
+    start("second", [run(name, f"{name}-resumed", "--resume=auto") for name in RESUMED if name != "srl_bf16"])
+    arguments = run("srl_bf16", "srl_bf16-resumed", "--resume", "required")["arguments"]
+    launch("trainer.finetune", *arguments, ranks=2)
+    return folder
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in CLOCKED} for line in lines]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resumed_equals_uninterrupted(name: str, runs: Path) -> None:
+    whole = runs / {"srl_torn": "srl_zero1"}.get(name, name)
+    resumed = runs / f"{name}-resumed"
+    got, want = records(resumed), records(whole)
+    assert [record["step"] for record in want] == list(range(1, STEPS + 1))
+    assert got == want
+    got_weights, want_weights = weights(resumed), weights(whole)
+    assert got_weights.keys() == want_weights.keys()
+    assert all(torch.equal(got_weights[key], want_weights[key]) for key in want_weights)
+    assert (resumed / "DONE").is_file()
+
+
+def test_the_resumed_runs_did_resume(runs: Path) -> None:
+    for name in RESUMED:
+        stopped = runs / f"{name}-stopped"
+        assert [record["step"] for record in records(stopped)] == list(range(1, 5 if name == "srl_torn" else 4))
+    # The torn checkpoint was passed over, so steps 3 and 4 were taken, and written, again.
+    lines = (runs / "srl_torn-resumed" / "metrics.jsonl").read_text().splitlines()
+    before = (runs / "srl_torn-stopped" / "metrics.jsonl").read_text().splitlines()
+    assert lines[:2] == before[:2]
+    assert lines[2] != before[2]
+    others = (runs / "srl_zero1-resumed" / "metrics.jsonl").read_text().splitlines()
+    assert others[:3] == (runs / "srl_zero1-stopped" / "metrics.jsonl").read_text().splitlines()
+
+
+def test_another_seed_is_another_run(runs: Path) -> None:
+    """Negative control: the records and weights that are compared above can differ."""
+    other, run = runs / "srl_zero1-seed", runs / "srl_zero1"
+    assert all(a["loss"] != b["loss"] for a, b in zip(records(other), records(run), strict=True))
+    assert not all(torch.equal(value, weights(run)[key]) for key, value in weights(other).items())
+
+
+def test_stages_agree_on_a_whole_run(runs: Path) -> None:
+    """Dropout is drawn alike at every stage, so whole runs differ by rounding alone."""
+    for ours, theirs in zip(records(runs / "smae_zero3"), records(runs / "smae_zero0"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    stage_0, stage_3 = weights(runs / "smae_zero0"), weights(runs / "smae_zero3")
+    assert stage_0.keys() == stage_3.keys()
+    for name, value in stage_0.items():
+        if "key.bias" not in name:  # its gradient is rounding alone, of which Adam makes steps of full size
+            torch.testing.assert_close(stage_3[name], value, rtol=0, atol=5e-4)
+
+
+def test_learning_rates_follow_the_schedule(runs: Path) -> None:
+    rates = [record["lr"] for record in records(runs / "srl_zero1-resumed")]
+    expected = [0.5e-3, 1e-3] + [1e-3 * (1 + math.cos(math.pi * part / 4)) / 2 for part in range(4)]
+    assert rates == pytest.approx(expected)
+
+
+def test_checkpoints_are_kept_as_asked(runs: Path) -> None:
+    folder = runs / "srl_zero1" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["step_00000003", "step_00000006"]
+    assert (folder / "latest").read_text() == "step_00000006"
+
+
+def test_the_recipe_in_the_run_folder_is_the_recipe(runs: Path) -> None:
+    output = runs / "srl_bf16-resumed"
+    again = build_recipe(read_toml(output / "recipe.toml"))
+    overrides = [f"run.output={output}", "run.resume=required"]
+    assert again == load_recipe(runs / "srl_bf16.toml", overrides)
+    assert again == load_recipe(output / "recipe.toml")
+
+
+def test_records(runs: Path) -> None:
+    names = [f"{n}x{d}" for n, d in LADDER]
+    common = {"step", "epoch", "samples", "loss", "lr", "grad_norm", "padding_share", *CLOCKED}
+    expected = {
+        "srl_bf16-resumed": {f"loss/{name}" for name in names} | {f"kl/{name}" for name in names[:-1]},
+        "smae_zero0": {f"{side}/{name}" for side in ("encoder", "decoder") for name in names},
+    }
+    for run, own in expected.items():
+        lines = [json.loads(line) for line in (runs / run / "metrics.jsonl").read_text().splitlines()]
+        for number, line in enumerate(lines, 1):
+            assert set(line) == common | own
+            assert all(math.isfinite(value) for value in line.values())
+            assert (line["step"], line["samples"]) == (number, 12 * number)
+            assert 0 <= line["padding_share"] < 1 and line["tokens_per_second"] > 0 and line["mfu"] > 0
+    # The loss is what SPEC makes of its parts: means over sizes.
+    for line in records(runs / "srl_zero1"):
+        total = sum(line[f"loss/{name}"] for name in names) + sum(line[f"kl/{name}"] for name in names[:-1])
+        assert line["loss"] == pytest.approx(total / 3, rel=1e-5)
+    for line in records(runs / "smae_zero0"):
+        parts = sum(line[f"{side}/{name}"] for side in ("encoder", "decoder") for name in names)
+        assert line["loss"] == pytest.approx(parts / 3, rel=1e-5)
+
+
+def test_tensorboard_shows_the_records(runs: Path) -> None:
+    run = runs / "srl_bf16-resumed"
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    for name in ("loss", "loss/1x16", "kl/1x16", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_mib"):
+        scalars = events.Scalars(name if "/" in name else f"train/{name}")
+        assert [scalar.step for scalar in scalars] == list(range(1, STEPS + 1))
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert [scalar.value for scalar in scalars] == pytest.approx([line[name] for line in lines])
+
+
+def test_other_files_of_a_run(runs: Path) -> None:
+    run = runs / "srl_bf16-resumed"
+    assert json.loads((run / "environment.json").read_text())["world_size"] == 2
+    assert json.loads((run / "ds_config.json").read_text())["bf16"] == {"enabled": True}
+    names = {path.name for path in run.iterdir()}
+    files = {"recipe.toml", "ds_config.json", "environment.json", "metrics.jsonl", "DONE"}
+    assert names == files | {"tensorboard", "checkpoints", "model"}
+
+
+@pytest.mark.parametrize("name", ["srl_zero1", "srl_bf16-resumed"])
+def test_the_model_is_an_ordinary_checkpoint_of_what_was_trained(name: str, runs: Path) -> None:
+    run = runs / name
+    model, report = AutoModel.from_pretrained(run / "model", output_loading_info=True)
+    assert not report["unexpected_keys"] and all(key.startswith("pooler.") for key in report["missing_keys"])
+    saved = run / "checkpoints" / "step_00000006" / "mp_rank_00_model_states.pt"
+    trained = torch.load(saved, weights_only=False)["module"]
+    loaded = {f"backbone.{key}": value for key, value in model.state_dict().items() if not key.startswith("pooler.")}
+    assert loaded.keys() == trained.keys()
+    for key, value in loaded.items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value.to(trained[key].dtype), trained[key])
+    before = weights(runs / "srl_zero1-seed")
+    assert not all(torch.equal(value, before[key]) for key, value in weights(run).items())
+
+    settings = EmbeddingSettings.load(run / "model")
+    assert settings is not None
+    assert settings.ladder == tuple((n, d) for n, d in LADDER)
+    assert (settings.similarity, settings.temperature, settings.query_max_length) == ("cosine", 0.05, 16)
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    encoder = load_encoder(run / "model").eval()
+    batch = tokenizer(["one text", "a somewhat longer second text"], padding=True, return_tensors="pt")
+    vectors = encoder(batch["input_ids"], batch["attention_mask"], [Size(1, 16), Size(3, 48)])
+    assert [tuple(each.shape) for each in vectors] == [(2, 16), (2, 48)]
+
+
+def test_the_pretrained_model_keeps_its_head(runs: Path) -> None:
+    run = runs / "smae_zero0"
+    model, report = AutoModelForMaskedLM.from_pretrained(run / "model", output_loading_info=True)
+    assert not report["unexpected_keys"] and not report["missing_keys"]
+    saved = run / "checkpoints" / "step_00000006" / "mp_rank_00_model_states.pt"
+    trained = torch.load(saved, weights_only=False)["module"]
+    transform = model.cls.predictions.transform
+    assert torch.equal(transform.dense.weight, trained["head.weight"])
+    assert torch.equal(transform.LayerNorm.weight, trained["head.norm_weight"])
+    assert torch.equal(model.cls.predictions.bias, trained["vocabulary_loss.bias"])
+    assert torch.equal(model.bert.embeddings.word_embeddings.weight, trained["vocabulary_loss.weight"])
+    assert not any("decoder.query" in key for key in weights(run))  # the decoder is thrown away
