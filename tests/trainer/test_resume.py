@@ -28,7 +28,7 @@ from trainer.config import build_recipe, load_recipe, read_toml
 STEPS = 6
 # Of a record in metrics.jsonl, what must repeat to the last bit; the rest is time and memory.
 CLOCKED = {"tokens_per_second", "mfu", "data_wait_share", "memory_mib", "seconds"}
-RESUMED = ("smae_zero0", "srl_zero1", "srl_bf16", "smae_zero3", "srl_torn")
+RESUMED = ("smae_zero0", "srl_bf16", "smae_zero3", "srl_torn")
 
 Values = dict[str, dict[str, Any]]
 
@@ -66,8 +66,9 @@ def runs(document_shards: Path, tuple_shards: Path, tmp_path_factory: pytest.Tem
     for name in recipes:  # stage 3 comes last: it changes its process
         if name != "srl_torn":
             first.append(run(name, name))
-        stop = 4 if name == "srl_torn" else 3
-        first.append(run(name, f"{name}-resumed", f"--train.stop_at_step={stop}"))
+        if name in RESUMED:
+            stop = 4 if name == "srl_torn" else 3
+            first.append(run(name, f"{name}-resumed", f"--train.stop_at_step={stop}"))
         if name == "srl_zero1":
             first.append(run(name, f"{name}-seed", "--run.seed=8"))
     start("first", first)
@@ -120,8 +121,8 @@ def test_the_resumed_runs_did_resume(runs: Path) -> None:
     before = (runs / "srl_torn-stopped" / "metrics.jsonl").read_text().splitlines()
     assert lines[:2] == before[:2]
     assert lines[2] != before[2]
-    others = (runs / "srl_zero1-resumed" / "metrics.jsonl").read_text().splitlines()
-    assert others[:3] == (runs / "srl_zero1-stopped" / "metrics.jsonl").read_text().splitlines()
+    others = (runs / "smae_zero3-resumed" / "metrics.jsonl").read_text().splitlines()
+    assert others[:3] == (runs / "smae_zero3-stopped" / "metrics.jsonl").read_text().splitlines()
 
 
 def test_another_seed_is_another_run(runs: Path) -> None:
@@ -143,7 +144,7 @@ def test_stages_agree_on_a_whole_run(runs: Path) -> None:
 
 
 def test_learning_rates_follow_the_schedule(runs: Path) -> None:
-    rates = [record["lr"] for record in records(runs / "srl_zero1-resumed")]
+    rates = [record["lr"] for record in records(runs / "srl_bf16-resumed")]
     expected = [0.5e-3, 1e-3] + [1e-3 * (1 + math.cos(math.pi * part / 4)) / 2 for part in range(4)]
     assert rates == pytest.approx(expected)
 
