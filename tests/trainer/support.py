@@ -144,6 +144,13 @@ def run_process(
     return done
 
 
+def first_parameters(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What training starts from."""
+    recipe = recipe_of(values)
+    module = _build_model(recipe, _open_shards(recipe)).module
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
 def train_naively(values: Mapping[str, Any], *, steps: int, world_size: int = 1) -> list[dict[str, Any]]:
     """What `steps` steps must give: a dict a step with loss, norm (before clipping) and parameters (after the step).
 
@@ -170,7 +177,7 @@ def train_naively(values: Mapping[str, Any], *, steps: int, world_size: int = 1)
         loss = loss_of(module, [next(share) for share in shares], recipe, step)
         optimizer.zero_grad()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(module.parameters(), recipe.optim.max_grad_norm)
+        norm = nn.utils.clip_grad_norm_(module.parameters(), recipe.optim.max_grad_norm or float("inf"))
         optimizer.step()
         parameters = {name: p.detach().clone() for name, p in module.named_parameters()}
         results.append({"loss": loss.item(), "norm": float(norm), "parameters": parameters})
@@ -184,6 +191,8 @@ def plan_of(recipe: Recipe, step: int) -> tuple[list[Size], list[float], list[fl
     kind = recipe.objective.sizes
     if kind == "full":
         return [full], [1.0], [0.0]
+    if kind == "one":
+        return [Size.parse(recipe.objective.size)], [1.0], [0.0]
     if kind == "two_d":
         # The draw itself is the schedule's; its statistics are tested elsewhere.
         from trainer.size_schedules import two_dimensional

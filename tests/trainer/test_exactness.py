@@ -14,13 +14,22 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.support import ROOT, float32_ds_config, launch, recipe_values, train_naively, with_dropout
+from tests.trainer.support import (
+    ROOT,
+    first_parameters,
+    float32_ds_config,
+    launch,
+    recipe_values,
+    train_naively,
+    with_dropout,
+)
 
 LOSS_TOLERANCE = 1e-6  # relative
 PARAMETER_TOLERANCE = 1e-5  # absolute, after steps that move parameters by up to 0.1
 NORM_TOLERANCE = 2e-5  # relative; squares are summed in another order
 
 STAGES = (0, 1, 2, 3)
+RECIPES = ("smae", "mlm", "srl", "direct", "two_d", "mrl", "cosent", "coordinates", "adaptive", "one", "sparse")
 # These take a second step, which would find gradients left over.
 TWICE = ("smae", "srl")
 ON_ONE_RANK = ("smae", "srl")
@@ -56,7 +65,14 @@ def recipes(document_shards: Path, tuple_shards: Path, graded_shards: Path) -> d
         "cosent": pairs(graded_shards, loss="cosent", kl="none"),
         "coordinates": pairs(kl="coordinates", kl_temperature=0.3, pooling="mean", **free_teacher),
         "adaptive": pairs(sizes="adaptive_layers", kl_weight=0.5, detach_teacher=False),
+        "one": pairs(sizes="one", size="2x32"),
+        # Most micro-batches of some ranks have nothing masked.
+        "sparse": masked(encoder_mask_ratio=0.03, decoder_mask_ratio=0.04),
     }
+    cases["adaptive"]["optim"]["max_grad_norm"] = 0.0
+    for name in ("smae", "srl"):
+        cases[f"{name}_recomputed"] = copy.deepcopy(cases[name])
+        cases[f"{name}_recomputed"]["train"]["activation_checkpointing"] = True
     cases["srl_dropout"] = with_dropout(cases["srl"])
     # One micro-batch holds a rank's every text: both ways draw the same dropout.
     cases["one_chunk_dropout"] = with_dropout(pairs(micro=64))
@@ -94,12 +110,13 @@ def one_rank(recipes: dict[str, Any], ds_configs: dict[int, Path], tmp_path_fact
 def two_ranks(
     recipes: dict[str, Any], ds_configs: dict[int, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Results:
-    everywhere = [name for name in recipes if "dropout" not in name]
+    everywhere = RECIPES
+    recomputed = ("smae_recomputed", "srl_recomputed")
     cases = [case(recipes, name, ds_configs[stage]) for stage in (0, 1, 2) for name in everywhere]
-    cases += [case(recipes, name, ds_configs[1]) for name in recipes if "dropout" in name]
+    cases += [case(recipes, name, ds_configs[1]) for name in recipes if "dropout" in name or name in recomputed]
     cases += [case(recipes, name, ds_configs[1], label=c, control=c) for c, name in CONTROLS.items()]
     cases += [case(recipes, name, ROOT / f"ds_configs/{ds}.json") for ds in BF16[:3] for name in ("smae", "srl")]
-    cases += [case(recipes, name, ds_configs[3]) for name in (*everywhere, "srl_dropout")]
+    cases += [case(recipes, name, ds_configs[3]) for name in (*everywhere, *recomputed, "srl_dropout")]
     cases += [case(recipes, name, ROOT / f"ds_configs/{ds}.json") for ds in BF16[3:] for name in ("smae", "srl")]
     return run_cases(cases, tmp_path_factory.mktemp("two") / "run", ranks=2)
 
@@ -118,7 +135,13 @@ def expected(recipes: dict[str, Any]) -> Results:
     return {
         name: train_naively(values, steps=2 if name in TWICE else 1, world_size=2 if "dropout" in name else 1)
         for name, values in recipes.items()
+        if "recomputed" not in name
     }
+
+
+@pytest.fixture(scope="module")
+def starts(recipes: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: first_parameters(recipes[name]) for name in ("smae", "srl")}
 
 
 def differences(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> tuple[float, float, float]:
@@ -139,9 +162,6 @@ def assert_equal(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
     assert loss < LOSS_TOLERANCE
     assert norm < NORM_TOLERANCE
     assert parameter < PARAMETER_TOLERANCE
-
-
-RECIPES = ("smae", "mlm", "srl", "direct", "two_d", "mrl", "cosent", "coordinates", "adaptive")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -181,6 +201,12 @@ def test_dropout_is_the_same_in_both_passes(stage: int, two_ranks: Results, expe
     assert loss > 1e-3  # dropout acts
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", ["smae", "srl"])
+def test_activation_checkpointing_changes_nothing(name: str, stage: int, two_ranks: Results, expected: Results) -> None:
+    assert_equal(two_ranks[f"{name}_recomputed-float32_zero{stage}"], expected[name][:1])
+
+
 def test_cached_equals_direct_with_dropout(two_ranks: Results) -> None:
     cached, direct = two_ranks["one_chunk_dropout-float32_zero1"], two_ranks["direct_dropout-float32_zero1"]
     assert_equal(cached, direct)
@@ -194,8 +220,14 @@ def test_a_broken_trainer_is_noticed(control: str, name: str, two_ranks: Results
 
 @pytest.mark.parametrize("ds_config", BF16)
 @pytest.mark.parametrize("name", ["smae", "srl"])
-def test_bf16_stays_near(name: str, ds_config: str, two_ranks: Results, expected: Results) -> None:
+def test_bf16_stays_near(
+    name: str, ds_config: str, starts: dict[str, dict[str, torch.Tensor]], two_ranks: Results, expected: Results
+) -> None:
     """The shipped configurations: bf16 has 8 bits of mantissa, so a step is near the float32 one, not equal."""
     (got, _), (want, _) = two_ranks[f"{name}-{ds_config}"], expected[name]
     assert abs(got["loss"] - want["loss"]) / want["loss"] < 0.02
     assert abs(got["norm"] - want["norm"]) / want["norm"] < 0.05
+    start = starts[name]
+    moved = torch.cat([(want["parameters"][key] - start[key]).flatten() for key in start])
+    error = torch.cat([(got["parameters"][key] - want["parameters"][key]).flatten() for key in start])
+    assert float(error.norm() / moved.norm()) < 0.1

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import itertools
 import json
 import unittest.mock
@@ -49,7 +48,6 @@ def main() -> None:
         else:
             with unittest.mock.patch.object(dist, "destroy_process_group"):
                 run.main(case["task"], "", case["arguments"])
-        gc.collect()
     dist.barrier()
     dist.destroy_process_group()
 
