@@ -36,6 +36,16 @@ class MaskedAutoencoder(nn.Module):
         self.head, self.vocabulary_loss = head_of(masked_lm, logits_memory_mib=logits_memory_mib)
         self.decoder = MultiSizeDecoder(self.encoder.backbone) if with_decoder else None
 
+    @torch.no_grad()
+    def start_from_frequencies(self, counts: Tensor) -> None:
+        """Set the output bias of an untrained head to the tokens' log frequencies. counts: [V], of the corpus.
+
+        Otherwise a fresh model first learns these frequencies with all its weights, which makes every text's
+        embedding nearly the same, a state that small models take long to leave. Smoothed by one count a token.
+        """
+        counts = counts.to(self.vocabulary_loss.bias) + 1.0
+        self.vocabulary_loss.bias.copy_((counts / counts.sum()).log())
+
     def forward(
         self,
         input_ids: Tensor,

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -257,7 +258,18 @@ def _build_model(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
         with_decoder=recipe.objective.decoder,
         logits_memory_mib=recipe.train.logits_memory_mib,
     )
+    if not source:
+        module.start_from_frequencies(_token_counts(sources, vocabulary.size))
     return ModelParts(module, module.encoder, masked_lm, tokenizer)
+
+
+def _token_counts(sources: Sequence[ShardFolder], size: int, *, documents: int = 4096) -> torch.Tensor:
+    """How often each token occurs in documents taken at even steps from every folder; float32 [size]."""
+    counts = np.zeros(size, dtype=np.int64)
+    for folder in sources:
+        taken = np.unique(np.linspace(0, folder.num_samples - 1, documents).astype(np.int64))
+        counts += np.bincount(np.concatenate(folder.documents(taken)), minlength=size)
+    return torch.from_numpy(counts).float()
 
 
 def _check_lengths(recipe: Recipe, encoder: Encoder) -> None:
