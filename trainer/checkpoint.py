@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.config import ConfigError, Recipe, build_recipe, read_toml
-from trainer.engine import Engine
+from trainer.engine import Engine, checkpoint_layout
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Checkpointer:
             write_atomically(
                 tmp / _MANIFEST,
                 json.dumps(
-                    {"step": state["step"], "world_size": engine.world.size, "stage": engine.stage, "files": files}
+                    {"step": state["step"], "layout": _layout(engine.ds_config, engine.world.size), "files": files}
                 ),
             )
             shutil.rmtree(final, ignore_errors=True)
@@ -103,18 +103,12 @@ def _is_complete(path: Path) -> bool:
         return False
 
 
-def _check_topology(path: Path, *, world_size: int, stage: int) -> None:
-    manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-    for key, ours, name in (("world_size", world_size, "ranks"), ("stage", stage, "as ZeRO stage")):
-        if manifest[key] != ours:
-            raise ConfigError(
-                f"checkpoint {path} was saved with {manifest[key]} {name} and this run has {ours}; "
-                "resume as it was saved"
-            )
+def _layout(ds_config: dict[str, Any], world_size: int) -> dict[str, Any]:
+    return {"ranks": world_size, **checkpoint_layout(ds_config)}
 
 
-def check_output_folder(recipe: Recipe, *, world_size: int, stage: int) -> None:
-    """Refuse to write over another run, or to resume what is not there or was saved by other ranks or ZeRO stage.
+def check_output_folder(recipe: Recipe, ds_config: dict[str, Any], *, world_size: int) -> None:
+    """Refuse to write over another run, or to resume what is not there or was saved by another kind of engine.
 
     Reads only, so every rank may call it.
     """
@@ -146,7 +140,13 @@ def check_output_folder(recipe: Recipe, *, world_size: int, stage: int) -> None:
                 "resume with the run's own recipe, or name another folder"
             )
     if checkpoints:
-        _check_topology(checkpoints[0], world_size=world_size, stage=stage)
+        saved_layout = json.loads((checkpoints[0] / _MANIFEST).read_text(encoding="utf-8"))["layout"]
+        for key, ours in _layout(ds_config, world_size).items():
+            if saved_layout[key] != ours:
+                raise ConfigError(
+                    f"checkpoint {checkpoints[0]} was saved with {key} = {saved_layout[key]} and this run has {ours}; "
+                    "resume as it was saved"
+                )
 
 
 def _flat(recipe: Recipe) -> dict[str, Any]:

@@ -73,6 +73,11 @@ def zero_stage(values: dict[str, Any]) -> int:
     return int(values.get("zero_optimization", {}).get("stage", 0))
 
 
+def checkpoint_layout(values: dict[str, Any]) -> dict[str, Any]:
+    """What of an engine configuration decides which files a checkpoint has: it can only be read back by the same."""
+    return {"ZeRO stage": zero_stage(values), "bf16": bool(values.get("bf16", {}).get("enabled"))}
+
+
 def full_ds_config(recipe: Recipe, values: dict[str, Any]) -> dict[str, Any]:
     """The JSON handed to DeepSpeed: engine settings plus what follows from the recipe."""
     stage = zero_stage(values)

@@ -48,7 +48,7 @@ from models.sizes import Ladder, Size
 from trainer.checkpoint import Checkpointer, check_output_folder, write_atomically
 from trainer.config import ConfigError, Recipe, as_toml, check_world, load_recipe
 from trainer.distributed import World, start
-from trainer.engine import Engine, read_ds_config, zero_stage
+from trainer.engine import Engine, read_ds_config
 from trainer.evaluation.during_training import Evaluator
 from trainer.flops import Shape
 from trainer.loop import Plan, TrainState, train
@@ -97,7 +97,7 @@ def execute(recipe: Recipe) -> Path:
     """Train what the recipe says; returns the run folder. Every rank calls it."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     check_world(recipe, world_size)
-    check_output_folder(recipe, world_size=world_size, stage=zero_stage(read_ds_config(recipe.engine.ds_config)))
+    check_output_folder(recipe, read_ds_config(recipe.engine.ds_config), world_size=world_size)
     sources = _open_shards(recipe)
     stream = _open_stream(recipe, sources, rank=rank, world_size=world_size)
     parts = _build_model(recipe, sources)

@@ -326,11 +326,11 @@ def test_a_checkpoint_of_another_topology(values: Values, refusal: Callable[...,
     folder = tmp_path / "run" / "checkpoints" / "step_00000003"
     folder.mkdir(parents=True)
     (tmp_path / "run" / "recipe.toml").write_text(as_toml(recipe_of(values)))
-    manifest = {"step": 3, "world_size": 2, "stage": 1, "files": {}}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert "2 ranks" in refusal(values, "--resume", "auto")
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "world_size": 1, "stage": 3}))
-    assert "ZeRO stage" in refusal(values, "--resume", "auto")
+    layout = {"ranks": 1, "ZeRO stage": 1, "bf16": True}
+    for key, value in (("ranks", 2), ("ZeRO stage", 3), ("bf16", False)):
+        manifest = {"step": 3, "layout": {**layout, key: value}, "files": {}}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        assert f"saved with {key} = {value}" in refusal(values, "--resume", "auto")
 
 
 def test_bare_arguments_are_not_understood(values: Values, tmp_path: Path, capfd: Any) -> None:
