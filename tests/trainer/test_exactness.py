@@ -225,9 +225,11 @@ def test_bf16_stays_near(
 ) -> None:
     """The shipped configurations: bf16 has 8 bits of mantissa, so a step is near the float32 one, not equal."""
     (got, _), (want, _) = two_ranks[f"{name}-{ds_config}"], expected[name]
-    assert abs(got["loss"] - want["loss"]) / want["loss"] < 0.02
-    assert abs(got["norm"] - want["norm"]) / want["norm"] < 0.05
+    assert abs(got["loss"] - want["loss"]) / want["loss"] < 1e-3
+    assert abs(got["norm"] - want["norm"]) / want["norm"] < 0.02
+    # Autocast keeps float32 weights; the other configurations start from weights rounded to bf16.
+    rounded = torch.float32 if ds_config == "zero0" else torch.bfloat16
     start = starts[name]
-    moved = torch.cat([(want["parameters"][key] - start[key]).flatten() for key in start])
-    error = torch.cat([(got["parameters"][key] - want["parameters"][key]).flatten() for key in start])
-    assert float(error.norm() / moved.norm()) < 0.1
+    expected_move = torch.cat([(want["parameters"][key] - start[key]).flatten() for key in start])
+    move = torch.cat([(got["parameters"][key] - start[key].to(rounded).float()).flatten() for key in start])
+    assert float((move - expected_move).norm() / expected_move.norm()) < 0.06

@@ -71,6 +71,8 @@ def runs(document_shards: Path, tuple_shards: Path, tmp_path_factory: pytest.Tem
             first.append(run(name, f"{name}-resumed", f"--train.stop_at_step={stop}"))
         if name == "srl_zero1":
             first.append(run(name, f"{name}-seed", "--run.seed=8"))
+            one = ["--objective.sizes=one", "--objective.size=2x32", "--train.steps=1"]
+            first.append(run(name, f"{name}-one", *one))
     start("first", first)
 
     for name in RESUMED:
@@ -244,3 +246,12 @@ def test_the_pretrained_model_keeps_its_head(runs: Path) -> None:
     assert torch.equal(model.cls.predictions.bias, trained["vocabulary_loss.bias"])
     assert torch.equal(model.bert.embeddings.word_embeddings.weight, trained["vocabulary_loss.weight"])
     assert not any("decoder.query" in key for key in weights(run))  # the decoder is thrown away
+
+
+def test_a_size_trained_alone_is_a_model_of_its_own(runs: Path) -> None:
+    folder = runs / "srl_zero1-one" / "model"
+    settings = EmbeddingSettings.load(folder)
+    assert settings is not None and settings.ladder == ((2, 32),)
+    model, report = AutoModel.from_pretrained(folder, output_loading_info=True)
+    assert model.config.num_hidden_layers == 2
+    assert not report["unexpected_keys"] and all(key.startswith("pooler.") for key in report["missing_keys"])
