@@ -125,12 +125,22 @@ class Engine:
                 self._norm_at_stage_0 = float(nn.utils.clip_grad_norm_(parameters, limit))
 
             optimizer.register_step_pre_hook(clip)
+        low_precision = bool(self.ds_config.get("bf16", {}).get("enabled"))
+        originals = [p.detach().clone() for p in module.parameters()] if low_precision else []
         # DeepSpeed prints memory tables at start, whatever its log level.
         with contextlib.redirect_stdout(io.StringIO()):
             self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
                 model=module, optimizer=optimizer, config=self.ds_config, dist_init_required=False
             )
         self.module = module
+        self._restore_masters(originals)
+
+    def _restore_masters(self, originals: list[Tensor]) -> None:
+        """Give the float32 masters their full values: DeepSpeed copies them from weights it has rounded to bf16."""
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        for parameter, original in zip(self.module.parameters(), originals):
+            safe_set_full_fp32_param(parameter, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.deepspeed(*args, **kwargs)
