@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 import numpy as np
 
 from data.errors import DataError
+from data.files import sync, write_atomically
 from data.tokens import Vocabulary, load_tokenizer, tokenizer_fingerprint, vocabulary_of
 
 if TYPE_CHECKING:
@@ -333,7 +334,7 @@ class UnitWriter:
         size, digest = self._tar.close()
         final = temporary.with_suffix("")
         temporary.replace(final)
-        _sync_folder(self.folder)
+        sync(self.folder)
         samples = sum(chunk.samples for chunk in self._chunks)
         chunks = tuple(self._chunks)
         self._shards.append(Shard(final.name, digest, size, samples, self._shard_tokens, chunks, self.source))
@@ -523,22 +524,8 @@ def _json_bytes(content: Mapping[str, Any]) -> bytes:
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    with _naming_the_file(path), temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make renames within a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with _naming_the_file(path):
+        write_atomically(path, content)
 
 
 def _save_tokenizer(target: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -547,7 +534,7 @@ def _save_tokenizer(target: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.save_pretrained(str(temporary))
     shutil.rmtree(target, ignore_errors=True)
     temporary.replace(target)
-    _sync_folder(target.parent)
+    sync(target.parent)
 
 
 # ---------------------------------------------------------------------------------------------------------- reading

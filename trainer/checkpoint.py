@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from data.files import sync, write_atomically
 from trainer.config import ConfigError, Recipe, build_recipe, read_toml
 from trainer.engine import Engine, checkpoint_layout
 
@@ -62,7 +62,7 @@ class Checkpointer:
                 str(path.relative_to(tmp)): path.stat().st_size for path in sorted(tmp.rglob("*")) if path.is_file()
             }
             for file in files:
-                _fsync(tmp / file)
+                sync(tmp / file)
             write_atomically(
                 tmp / _MANIFEST,
                 json.dumps(
@@ -71,7 +71,7 @@ class Checkpointer:
             )
             shutil.rmtree(final, ignore_errors=True)
             tmp.rename(final)
-            _fsync(self.folder)
+            sync(self.folder)
             write_atomically(self.folder / "latest", name)
             for old in self.complete()[self.keep :]:
                 shutil.rmtree(old)
@@ -151,22 +151,3 @@ def check_output_folder(recipe: Recipe, ds_config: dict[str, Any], *, world_size
 
 def _flat(recipe: Recipe) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, table in vars(recipe).items() for key, value in vars(table).items()}
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The file holds either what it held or all of `text`, whenever the machine stops."""
-    tmp = path.with_name(path.name + ".tmp")
-    with tmp.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    tmp.replace(path)
-    _fsync(path.parent)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from data.collate import MaskedCollator, PairCollator
+from data.files import write_atomically
 from data.shards import ShardFolder
 from data.stream import Stream
 from data.tokens import load_tokenizer
@@ -45,7 +46,7 @@ from models.encoder import (
 )
 from models.masked_autoencoder import MaskedAutoencoder
 from models.sizes import Ladder, Size
-from trainer.checkpoint import Checkpointer, check_output_folder, write_atomically
+from trainer.checkpoint import Checkpointer, check_output_folder
 from trainer.config import ConfigError, Recipe, as_toml, check_world, load_recipe
 from trainer.distributed import World, start
 from trainer.engine import Engine, read_ds_config
