@@ -34,8 +34,8 @@ TASK = "held-out"
 
 # The short form: fewer packages and steps, the same road.
 QUICK_PACKAGES = ("stdlib", "numpy", "scipy")
-QUICK_PRETRAIN = ("--train.steps=24", "--checkpoint.every_steps=24")
-QUICK_FINETUNE = ("--train.steps=30", "--checkpoint.every_steps=30", "--train.global_batch_size=128")
+QUICK_PRETRAIN = ("--train.steps=60", "--checkpoint.every_steps=60")
+QUICK_FINETUNE = ("--train.steps=80", "--checkpoint.every_steps=80")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def run(*, quick: bool) -> int:
     _call([*python, "data.prepare", "installed-docs", "--output", text, *packages, *held_out])
     _stage("2/8 train a WordPiece tokenizer on it")
     documents, pairs = text / "documents.jsonl", text / "pairs.jsonl"
-    _call([*python, "data.prepare", "tokenizer", documents, "--vocab-size", "8192", "--output", tokenizer])
+    _call([*python, "data.prepare", "tokenizer", documents, "--vocab-size", "4096", "--output", tokenizer])
     _stage("3/8 write tokenized shards")
     for kind, source, name in (("documents", documents, "documents"), ("tuples", pairs, "pairs")):
         _call([*python, "data.prepare", kind, source, "--tokenizer", tokenizer, "--output", shards / name])
