@@ -96,6 +96,9 @@ def main(task: str, description: str, argv: Sequence[str] | None = None) -> None
 
 def execute(recipe: Recipe) -> Path:
     """Train what the recipe says; returns the run folder. Every rank calls it."""
+    # Its tables of unused keys (an MLM head that fine-tuning leaves) read like errors.
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     check_world(recipe, world_size)
     check_output_folder(recipe, read_ds_config(recipe.engine.ds_config), world_size=world_size)
@@ -327,7 +330,6 @@ def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:
     folder = Path(recipe.run.output) / "model"
     tmp = folder.with_name("tmp-model")
     shutil.rmtree(tmp, ignore_errors=True)
-    transformers_logging.disable_progress_bar()
     model.save_pretrained(tmp, state_dict=tensors)
     # It has just been set to the engine's precision, in which others would load these float32 weights.
     model.config.dtype = torch.float32
