@@ -34,8 +34,8 @@ TASK = "held-out"
 
 # The short form: fewer packages and steps, the same road.
 QUICK_PACKAGES = ("stdlib", "numpy", "scipy")
-QUICK_PRETRAIN = ("--train.steps=60", "--checkpoint.every_steps=60")
-QUICK_FINETUNE = ("--train.steps=80", "--checkpoint.every_steps=80")
+QUICK_PRETRAIN = ("--train.steps=30", "--checkpoint.every_steps=30")
+QUICK_FINETUNE = ("--train.steps=150", "--checkpoint.every_steps=150")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,20 +1,16 @@
-"""The fused pre-training loss against a naive restatement of SPEC's formulas, on real text.
-
-The restatement builds every size on its own from transformers' own BERT modules: full logits at every position, one
-decoder pass a size.
-"""
+"""The fused pre-training loss against the naive restatement (tests/models/naive.py), on real text."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers.models.bert.modeling_bert import BertLayer
 
 from models.encoder import build_masked_lm
 from models.fused_linear_cross_entropy import fused_linear_cross_entropy
 from models.masked_autoencoder import MaskedAutoencoder
 from models.sizes import Size
+from tests.models.naive import bert_layer_like, naive_loss
 
 LADDERS = {
     1: [Size(3, 48)],
@@ -47,55 +43,6 @@ def masked_texts(texts: list[str], tokenizer, *, length: int = 32, unmasked_row:
         return ids.masked_fill(chosen, tokenizer.mask_token_id), torch.where(chosen, ids, -100)
 
     return ids, attention, *mask(0.25), *mask(0.5)
-
-
-def naive_head(masked_lm, rows: torch.Tensor) -> torch.Tensor:
-    """The head on rows of width d, with the first d input features of its dense layer."""
-    transform = masked_lm.cls.predictions.transform
-    projected = rows @ transform.dense.weight[:, : rows.shape[-1]].T + transform.dense.bias
-    return transform.LayerNorm(F.gelu(projected))
-
-
-def naive_loss(masked_lm, layer: BertLayer | None, sizes, weights, inputs) -> tuple[torch.Tensor, list, list]:
-    _, attention, encoder_ids, encoder_labels, decoder_ids, decoder_labels = inputs
-    base = masked_lm.base_model
-    hidden = base(encoder_ids, attention_mask=attention, output_hidden_states=True).hidden_states
-    table, bias = base.embeddings.word_embeddings.weight, masked_lm.cls.predictions.bias
-    bias_mask = (1.0 - attention[:, None, None, :].float()) * torch.finfo(torch.float32).min
-    total, encoder_losses, decoder_losses = torch.zeros(()), [], []
-    for size, weight in zip(sizes, weights):
-        states = naive_head(masked_lm, hidden[size.layers][..., : size.dim])
-        encoder_loss = F.cross_entropy((states @ table.T + bias).flatten(0, 1), encoder_labels.flatten())
-        total = total + weight * encoder_loss
-        encoder_losses.append(encoder_loss.item())
-        if layer is not None:
-            decoder_input = torch.cat([states[:, :1], base.embeddings(decoder_ids)[:, 1:]], dim=1)
-            decoded = naive_head(masked_lm, layer(decoder_input, attention_mask=bias_mask))
-            decoder_loss = F.cross_entropy((decoded @ table.T + bias).flatten(0, 1), decoder_labels.flatten())
-            total = total + weight * decoder_loss
-            decoder_losses.append(decoder_loss.item())
-    return total, encoder_losses, decoder_losses
-
-
-def bert_layer_like(model: MaskedAutoencoder) -> BertLayer:
-    """A transformers layer with the decoder's weights, sharing no memory."""
-    config = model.encoder.config
-    config._attn_implementation = "eager"
-    layer = BertLayer(config)
-    ours = model.decoder
-    pairs = {
-        ours.query: layer.attention.self.query,
-        ours.key: layer.attention.self.key,
-        ours.value: layer.attention.self.value,
-        ours.attention_output: layer.attention.output.dense,
-        ours.attention_norm: layer.attention.output.LayerNorm,
-        ours.up: layer.intermediate.dense,
-        ours.down: layer.output.dense,
-        ours.output_norm: layer.output.LayerNorm,
-    }
-    for source, target in pairs.items():
-        target.load_state_dict(source.state_dict())
-    return layer
 
 
 def fused_loss(model: MaskedAutoencoder, sizes, weights, inputs, *, with_decoder: bool = True):

@@ -1,0 +1,321 @@
+"""Benchmark: one SMAE step on BERT-base, ours against the direct way, in one run, alternating, one thread.
+
+    python -m tests.benchmarks.smae_step [--quick] [--json FILE]
+
+The direct way is tests/models/naive.py: transformers' BERT modules, full logits at every position for every size, a
+decoder pass a size; both forward and backward. Figures, all ratios of CPU time or memory unless said otherwise:
+  dense_time_ratio, dense_time_ratio_2x512   direct ÷ ours, float32, 4 texts × 128 and 2 × 512 tokens, no padding
+  real_lengths_time_ratio   direct ÷ ours on real documents cut at 512: the direct way pads to the batch's longest text,
+                            ours cuts it into micro-batches of like lengths (absent without ../shared/data)
+  bf16_time_ratio           direct ÷ ours, both in bf16, 4 × 128
+  memory_ratio_2x512        ours ÷ direct, peak above the model and its gradients
+  floor_ratio               our time ÷ the time of the step's matrix products alone, measured at their shapes
+  gemm_gflops               achieved in those products, a second
+  encoder_share, loss_share, optimizer_share   of our time: encoder alone, heads and decoder, AdamW
+  masking_ratio             vectorised masks ÷ a per-token Python loop, texts a second
+  padding_share             of the tokens computed, real documents at 512, micro-batches of 8 out of 128
+--quick: a small model, to see that the benchmark runs; its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data.corpora import read_documents
+from data.masking import IGNORED, MaskingTables, sample_keys, whole_word_masks
+from data.tokens import Vocabulary
+from models.encoder import base_of, build_masked_lm
+from models.masked_autoencoder import MaskedAutoencoder
+from models.sizes import STARBUCKS_LADDER, Ladder, Size
+from tests.models.naive import bert_layer_like, naive_loss
+from trainer.backward import length_sorted_chunks
+from trainer.optim import adamw
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
+BASE = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)
+SMALL = dict(hidden_size=96, num_hidden_layers=6, num_attention_heads=6, intermediate_size=192)
+SMALL_LADDER = Ladder.of([(1, 16), (2, 32), (3, 48), (4, 64), (5, 80), (6, 96)])
+NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=512)
+Inputs = tuple[torch.Tensor, ...]
+
+
+class Subject:
+    """A model with both ways of computing its step."""
+
+    def __init__(self, *, quick: bool, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
+        self.vocabulary = 2000 if quick else 30522
+        shape = SMALL if quick else BASE
+        masked_lm = build_masked_lm(
+            {"model_type": "bert", **shape, **NO_DROPOUT}, vocab_size=self.vocabulary, pad_token_id=0
+        )
+        self.sizes: list[Size] = list(SMALL_LADDER if quick else STARBUCKS_LADDER)
+        self.weights = [1.0 / len(self.sizes)] * len(self.sizes)
+        self.model = MaskedAutoencoder(masked_lm, pooling="cls", with_decoder=True).to(dtype)
+        self.layer = bert_layer_like(self.model).to(dtype)
+        base_of(masked_lm).set_attn_implementation("eager")  # what the trainer chooses on a CPU
+        self.masked_lm = masked_lm
+
+    def direct(self, inputs: Inputs) -> None:
+        naive_loss(self.masked_lm, self.layer, self.sizes, self.weights, inputs)[0].backward()
+
+    def ours(self, inputs: Inputs) -> None:
+        scales = [1.0 / max(1, int((inputs[k] != IGNORED).sum())) for k in (3, 5)]
+        self._fused(inputs, scales)
+
+    def ours_by_length(self, inputs: Inputs, *, micro_batch_size: int) -> None:
+        scales = [1.0 / max(1, int((inputs[k] != IGNORED).sum())) for k in (3, 5)]
+        lengths = inputs[1].sum(1)
+        for rows in length_sorted_chunks(lengths, micro_batch_size):
+            self._fused(tuple(part[rows, : int(lengths[rows].max())] for part in inputs), scales)
+
+    def _fused(self, inputs: Inputs, scales: list[float]) -> None:
+        _, attention, ids, labels, decoder_ids, decoder_labels = inputs
+        loss = self.model(
+            ids,
+            attention,
+            sizes=self.sizes,
+            labels=labels,
+            decoder_input_ids=decoder_ids,
+            decoder_labels=decoder_labels,
+            size_weights=self.weights,
+            encoder_scale=scales[0],
+            decoder_scale=scales[1],
+        )[0]
+        loss.backward()
+
+    def encoder_alone(self, inputs: Inputs) -> None:
+        states = self.model.encoder.hidden_states(inputs[2], inputs[1], [size.layers for size in self.sizes])
+        torch.stack([state.float().mean() for state in states.values()]).sum().backward()
+
+
+def batch(lengths: list[int], vocabulary: int) -> Inputs:
+    """Random ids of the given lengths with 20 % and 40 % masked; shapes are what costs, not words."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (len(lengths), max(lengths))
+    attention = (torch.arange(shape[1]) < torch.tensor(lengths)[:, None]).long()
+    ids = torch.randint(5, vocabulary, shape, generator=generator) * attention
+    draw = torch.rand(shape, generator=generator)
+    ordinary = attention.bool()
+    ordinary[:, 0] = False
+    sides: list[torch.Tensor] = []
+    for ratio in (0.2, 0.4):
+        chosen = ordinary & (draw < ratio)
+        sides += [ids.masked_fill(chosen, 4), torch.where(chosen, ids, IGNORED)]
+    return ids, attention, *sides
+
+
+def alternate(first: Callable[[], object], second: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """CPU seconds of each, the best of `repeats`, taken in turn."""
+    best = [float("inf")] * 2
+    for _ in range(repeats):
+        for index, action in enumerate((first, second)):
+            begin = time.process_time()
+            action()
+            best[index] = min(best[index], time.process_time() - begin)
+    return best[0], best[1]
+
+
+def product_floor(subject: Subject, inputs: Inputs) -> tuple[float, float]:
+    """(seconds of the step's matrix products alone, their operations): each shape timed by itself."""
+    config = subject.model.encoder.config
+    hidden, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
+    texts, length = inputs[0].shape
+    tokens, sizes = texts * length, len(subject.sizes)
+    encoder_rows, decoder_rows = (int((inputs[k] != IGNORED).sum()) for k in (3, 5))
+    rows = sizes * (encoder_rows + decoder_rows)
+    heads = config.num_attention_heads
+    products = [  # count, (batch, m, k, n) of the forward product; backward has two of the same operations
+        (4 * config.num_hidden_layers, (1, tokens, hidden, hidden)),
+        (1 * config.num_hidden_layers, (1, tokens, hidden, inner)),
+        (1 * config.num_hidden_layers, (1, tokens, inner, hidden)),
+        (1 * config.num_hidden_layers, (texts * heads, length, hidden // heads, length)),
+        (1 * config.num_hidden_layers, (texts * heads, length, length, hidden // heads)),
+        (2, (1, tokens, hidden, hidden)),  # the decoder's common keys and values
+        (1, (1, decoder_rows, hidden, hidden)),  # its queries
+        (1, (texts * heads, decoder_rows // texts, hidden // heads, length)),
+        (1, (texts * heads, decoder_rows // texts, length, hidden // heads)),
+        (2, (1, sizes * decoder_rows, hidden, hidden)),  # its output, and the head
+        (1, (1, sizes * decoder_rows, hidden, inner)),
+        (1, (1, sizes * decoder_rows, inner, hidden)),
+        (1, (1, rows, hidden, vocabulary)),
+    ]
+    products += [(1, (1, encoder_rows + texts, size.dim, hidden)) for size in subject.sizes]
+    seconds = operations = 0.0
+    for count, (groups, m, k, n) in products:
+        # A large product runs in chunks, as in the fused cross-entropy.
+        part = min(m, 2048)
+        operations += 3 * count * 2.0 * groups * m * k * n
+        for a, b, c in ((part, k, n), (part, n, k), (k, part, n)):  # forward, rows' gradient, weight's gradient
+            left, right = torch.randn(groups, a, b), torch.randn(groups, b, c)
+            product = (
+                (lambda x=left[0], y=right[0]: x @ y) if groups == 1 else (lambda x=left, y=right: torch.bmm(x, y))
+            )
+            product()
+            best = min(_cpu_seconds(product) for _ in range(3))
+            seconds += count * best * m / part
+    return seconds, operations
+
+
+def _cpu_seconds(action: Callable[[], object]) -> float:
+    begin = time.process_time()
+    action()
+    return time.process_time() - begin
+
+
+def peak_memory(way: str, *, quick: bool) -> float:
+    """MiB that one 2×512 step takes above the model and its gradients, in a process of its own."""
+    arguments = ["--memory-of", way, *(["--quick"] if quick else [])]
+    out = subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks.smae_step", *arguments], capture_output=True, text=True, check=True
+    )
+    return float(out.stdout.split()[-1])
+
+
+def measure_memory(way: str, *, quick: bool) -> float:
+    subject = Subject(quick=quick)
+    action = subject.direct if way == "direct" else subject.ours
+    for parameter in subject.masked_lm.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for parameter in (*subject.layer.parameters(), *subject.model.decoder.parameters()):
+        parameter.grad = torch.zeros_like(parameter)
+    action(batch([8, 8], subject.vocabulary))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    action(batch([512, 512] if not quick else [64, 64], subject.vocabulary))
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
+def real_lengths() -> list[int] | None:
+    """Lengths in tokens of real documents, cut at 512; None without the data."""
+    folder = SHARED / "text"
+    if not folder.is_dir():
+        return None
+    from transformers import BertTokenizerFast
+
+    tokenizer = BertTokenizerFast(str(SHARED / "vocab" / "bert-base-uncased-vocab.txt"))
+    texts = [record["text"] for record in read_documents([str(p) for p in sorted(folder.glob("*.jsonl.gz"))])]
+    order = np.random.Generator(np.random.Philox(0)).permutation(len(texts))[:1024]
+    encoded = tokenizer.backend_tokenizer.encode_batch([texts[i] for i in order])
+    return [min(512, len(item.ids)) for item in encoded]
+
+
+def padding_share(lengths: list[int], *, batch_size: int, micro_batch_size: int) -> float:
+    computed = 0
+    for start in range(0, len(lengths) - batch_size + 1, batch_size):
+        share = torch.tensor(lengths[start : start + batch_size])
+        chunks = length_sorted_chunks(share, micro_batch_size)
+        computed += sum(len(rows) * int(share[rows].max()) for rows in chunks)
+    real = sum(lengths[: len(lengths) // batch_size * batch_size])
+    return 1.0 - real / computed
+
+
+def masking_ratio() -> float:
+    """32 × 512 tokens, words of one to three tokens, one mask: ours against one text and one token at a time."""
+    rng = np.random.Generator(np.random.Philox(1))
+    continuation = rng.random(30522) < 0.3
+    continuation[:5] = False
+    vocabulary = Vocabulary(30522, 2, 3, 0, 4, (0, 1, 2, 3, 4), continuation)
+    tokens = rng.integers(5, 30522, 32 * 512).astype(np.int32)
+    offsets = np.arange(33) * 512
+    tokens[offsets[:-1]], tokens[offsets[1:] - 1] = 2, 3
+    tables = MaskingTables.of(vocabulary)
+    zeros = np.zeros(32, dtype=np.int64)
+    keys = sample_keys(0, epochs=zeros, sources=zeros, samples=np.arange(32))
+    texts = [tokens[offsets[i] : offsets[i + 1]].tolist() for i in range(32)]
+    is_continuation = continuation.tolist()
+
+    def vectorised() -> None:
+        whole_word_masks(tokens, offsets, tables=tables, keys=keys, ratios=[0.15])
+
+    def loop() -> None:
+        for text in texts:
+            words: list[list[int]] = []
+            for place, token in enumerate(text):
+                if token < 5:
+                    continue
+                if words and is_continuation[token]:
+                    words[-1].append(place)
+                else:
+                    words.append([place])
+            budget, masked = round(len(text) * 0.15), [0] * len(text)
+            for word in rng.permutation(len(words)).tolist():
+                if len(words[word]) <= budget:
+                    budget -= len(words[word])
+                    for place in words[word]:
+                        masked[place] = 1
+
+    vectorised()
+    slow, fast = alternate(loop, vectorised, 10)
+    return slow / fast
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--memory-of", choices=("direct", "ours"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.memory_of:
+        print(measure_memory(args.memory_of, quick=args.quick))
+        return
+    repeats = 1 if args.quick else 2
+    figures: dict[str, float] = {}
+
+    def show(**new: float) -> None:
+        figures.update(new)
+        print("  ".join(f"{name} {value:.3f}" for name, value in new.items()), flush=True)
+
+    subject = Subject(quick=args.quick)
+    for name, lengths in (("dense_time_ratio", [128] * 4), ("dense_time_ratio_2x512", [512] * 2)):
+        inputs = batch(lengths if not args.quick else [32] * 4, subject.vocabulary)
+        subject.ours(inputs)
+        direct, ours = alternate(partial(subject.direct, inputs), partial(subject.ours, inputs), repeats)
+        show(**{name: direct / ours, f"{name}_seconds_ours": ours})
+        if name == "dense_time_ratio":
+            floor, operations = product_floor(subject, inputs)
+            show(floor_ratio=ours / floor, gemm_gflops=operations / floor / 1e9)
+            optimizer = adamw(subject.model, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+            optimizer.step()
+            encoder, update = alternate(partial(subject.encoder_alone, inputs), optimizer.step, repeats)
+            whole = ours + update
+            show(encoder_share=encoder / whole, loss_share=(ours - encoder) / whole, optimizer_share=update / whole)
+            optimizer.zero_grad()
+    lengths = real_lengths()
+    if lengths is None:
+        print("real lengths: skipped, ../shared/data is absent")
+    else:
+        show(padding_share=padding_share(lengths, batch_size=128, micro_batch_size=8))
+        some = lengths[:8] if not args.quick else [min(32, n) for n in lengths[:8]]
+        inputs = batch(some, subject.vocabulary)
+        direct, ours = alternate(
+            partial(subject.direct, inputs), partial(subject.ours_by_length, inputs, micro_batch_size=2), 1
+        )
+        show(real_lengths_time_ratio=direct / ours)
+    del subject
+    low = Subject(quick=args.quick, dtype=torch.bfloat16)
+    inputs = batch([128] * 4 if not args.quick else [32] * 4, low.vocabulary)
+    low.ours(inputs)
+    direct, ours = alternate(partial(low.direct, inputs), partial(low.ours, inputs), repeats)
+    show(bf16_time_ratio=direct / ours, bf16_seconds_ours=ours)
+    del low
+    memory = {way: peak_memory(way, quick=args.quick) for way in ("direct", "ours")}
+    show(memory_ratio_2x512=memory["ours"] / memory["direct"], memory_mib_ours=memory["ours"])
+    show(masking_ratio=masking_ratio())
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
