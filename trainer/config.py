@@ -40,7 +40,7 @@ class ModelConfig:
     source: str = ""  # folder or hub name of a Hugging Face encoder; empty: from scratch by `config`
     config: dict[str, Any] = field(default_factory=dict)  # model_type and that family's own keys
     pooling: str = "cls"  # cls | mean
-    attention: str = "auto"  # auto | eager | sdpa | flash_attention_2; auto: eager on CPU, sdpa elsewhere
+    attention: str = "auto"  # auto | eager | sdpa | flash_attention_2; auto: eager in bf16 on CPU, else sdpa
     ladder: list[list[int]] = field(
         default_factory=lambda: [[2, 32], [4, 64], [6, 128], [8, 256], [10, 512], [12, 768]]
     )

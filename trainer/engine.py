@@ -73,6 +73,11 @@ def zero_stage(values: dict[str, Any]) -> int:
     return int(values.get("zero_optimization", {}).get("stage", 0))
 
 
+def multiplies_in_bf16(values: dict[str, Any]) -> bool:
+    """Whether matrix products run in bf16, with weights in bf16 or under autocast."""
+    return any(bool(values.get(section, {}).get("enabled")) for section in ("bf16", "torch_autocast"))
+
+
 def checkpoint_layout(values: dict[str, Any]) -> dict[str, Any]:
     """What of an engine configuration decides which files a checkpoint has: it can only be read back by the same."""
     return {"ZeRO stage": zero_stage(values), "bf16": bool(values.get("bf16", {}).get("enabled"))}
