@@ -150,6 +150,15 @@ def encoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:
     return lists[0]
 
 
+def longest_input(backbone: nn.Module) -> int | None:
+    """Tokens that the position table holds; None where positions are computed (rotary)."""
+    for name, module in backbone.named_modules():
+        if name.rpartition(".")[2] == "position_embeddings" and isinstance(module, nn.Embedding):
+            # RoBERTa counts positions from the padding index on.
+            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+    return None
+
+
 def truncate_layers(backbone: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     """Cut the backbone to its first layers, in place, with the count in its config set to match."""
     have = int(backbone.config.num_hidden_layers)

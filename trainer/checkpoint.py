@@ -34,8 +34,10 @@ _FREE_KEYS = (
     "train.micro_batch_size",
     "data.num_workers",
     "model.attention",
+    "train.activation_checkpointing",
+    "train.logits_memory_mib",
+    "train.score_memory_mib",
 )
-_FREE_TRAIN_KEYS = ("train.activation_checkpointing", "train.logits_memory_mib", "train.score_memory_mib")
 
 
 @dataclass
@@ -86,7 +88,8 @@ class Checkpointer:
 
     def load_newest(self, engine: Engine) -> dict[str, Any] | None:
         """Load the newest whole checkpoint into the engine; its state, or None where there is none."""
-        found: list[str | None] = [str(self.complete()[0]) if engine.world.is_main and self.complete() else None]
+        whole = self.complete() if engine.world.is_main else []
+        found: list[str | None] = [str(whole[0]) if whole else None]
         dist.broadcast_object_list(found, src=0)
         if found[0] is None:
             return None
@@ -133,7 +136,7 @@ def check_output_folder(recipe: Recipe, ds_config: dict[str, Any], *, world_size
         )
     before = _flat(build_recipe(read_toml(saved)))
     for key, value in _flat(recipe).items():
-        free = key.split(".")[0] in _FREE_SECTIONS or key in _FREE_KEYS + _FREE_TRAIN_KEYS
+        free = key.split(".")[0] in _FREE_SECTIONS or key in _FREE_KEYS
         if not free and before[key] != value:
             raise ConfigError(
                 f"run.output {output} holds a run with {key} = {before[key]!r}, not {value!r}; "

@@ -148,6 +148,11 @@ class Recipe:
     def ladder(self) -> Ladder:
         return Ladder.of(self.model.ladder)
 
+    @property
+    def single_size(self) -> Size | None:
+        """The size that is trained on its own, for objective.sizes = "one"."""
+        return Size.parse(self.objective.size) if self.objective.sizes == "one" else None
+
 
 _CHOICES = {
     "run.resume": ("never", "auto", "required"),
@@ -273,7 +278,7 @@ def check(recipe: Recipe) -> None:
             raise ConfigError(f"{key} = {flat[key]} must be at least 0 and below 1")
     try:
         ladder = recipe.ladder
-        one = Size.parse(recipe.objective.size) if recipe.objective.sizes == "one" else None
+        one = recipe.single_size
     except ModelError as error:
         key = "objective.size" if recipe.objective.sizes == "one" and "form" in str(error) else "model.ladder"
         raise ConfigError(f"{key}: {error}") from None

@@ -59,7 +59,7 @@ def read_ds_config(path: str | Path) -> dict[str, Any]:
     stage = values.get("zero_optimization", {}).get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"{path}: zero_optimization.stage = {stage!r} must be 0, 1, 2 or 3")
-    if stage == 0 and values.get("bf16", {}).get("enabled"):
+    if stage == 0 and has_bf16_weights(values):
         raise ConfigError(
             f"{path} asks for bf16 at ZeRO stage 0, where DeepSpeed takes a stray optimizer step at start; "
             "use torch_autocast there, or stage 1"
@@ -75,19 +75,22 @@ def zero_stage(values: dict[str, Any]) -> int:
 
 def multiplies_in_bf16(values: dict[str, Any]) -> bool:
     """Whether matrix products run in bf16, with weights in bf16 or under autocast."""
-    return any(bool(values.get(section, {}).get("enabled")) for section in ("bf16", "torch_autocast"))
+    return has_bf16_weights(values) or bool(values.get("torch_autocast", {}).get("enabled"))
+
+
+def has_bf16_weights(values: dict[str, Any]) -> bool:
+    return bool(values.get("bf16", {}).get("enabled"))
 
 
 def checkpoint_layout(values: dict[str, Any]) -> dict[str, Any]:
     """What of an engine configuration decides which files a checkpoint has: it can only be read back by the same."""
-    return {"ZeRO stage": zero_stage(values), "bf16": bool(values.get("bf16", {}).get("enabled"))}
+    return {"ZeRO stage": zero_stage(values), "bf16": has_bf16_weights(values)}
 
 
 def full_ds_config(recipe: Recipe, values: dict[str, Any]) -> dict[str, Any]:
     """The JSON handed to DeepSpeed: engine settings plus what follows from the recipe."""
     stage = zero_stage(values)
-    low_precision = bool(values.get("bf16", {}).get("enabled"))
-    coalesce = stage >= 2 and not low_precision
+    coalesce = stage >= 2 and not has_bf16_weights(values)
     # Stage 0's clipping is ours, see Engine.
     clipping = recipe.optim.max_grad_norm if stage > 0 else 0.0
     return {
@@ -120,7 +123,6 @@ class Engine:
             eps=optim.eps,
             weight_decay=optim.weight_decay,
         )
-        self.num_parameters = sum(p.numel() for p in module.parameters())
         self._norm_at_stage_0: float | None = None
         if self.stage == 0:
             limit = optim.max_grad_norm if optim.max_grad_norm > 0 else float("inf")
@@ -130,8 +132,8 @@ class Engine:
                 self._norm_at_stage_0 = float(nn.utils.clip_grad_norm_(parameters, limit))
 
             optimizer.register_step_pre_hook(clip)
-        low_precision = bool(self.ds_config.get("bf16", {}).get("enabled"))
-        originals = [p.detach().clone() for p in module.parameters()] if low_precision else []
+        rounds = has_bf16_weights(self.ds_config)
+        originals = [p.detach().clone() for p in module.parameters()] if rounds else []
         # DeepSpeed prints memory tables at start, whatever its log level.
         with contextlib.redirect_stdout(io.StringIO()):
             self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(

@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModel
 from transformers.utils import logging as hf_logging
 
 from data.tokens import load_tokenizer
-from models.encoder import EmbeddingSettings, Encoder, load_encoder
+from models.encoder import EmbeddingSettings, Encoder, load_encoder, longest_input
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from trainer.command import USER_MISTAKES
 from trainer.config import ConfigError
@@ -61,15 +60,6 @@ def untrained_encoder(encoder: Encoder, *, seed: int = 0) -> Encoder:
         torch.manual_seed(seed)
         fresh = AutoModel.from_config(copy.deepcopy(encoder.config)).float()
     return Encoder(fresh, encoder.pooling)
-
-
-def longest_input(backbone: nn.Module) -> int | None:
-    """Tokens that the position table holds; None where positions are computed (rotary)."""
-    for name, module in backbone.named_modules():
-        if name.rpartition(".")[2] == "position_embeddings" and isinstance(module, nn.Embedding):
-            # RoBERTa counts positions from the padding index on.
-            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
-    return None
 
 
 def choose_sizes(text: str, ladder: Ladder, encoder: Encoder) -> list[Size]:

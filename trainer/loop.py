@@ -7,7 +7,7 @@ delivered, and a checkpoint is written between steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,7 +61,7 @@ def train(
     """Run steps until `plan.stop_at_step`, saving and evaluating between them; saved at the end."""
     engine.train()
     saved_at = state.step
-    for step in _remaining(state, plan):
+    for step in range(state.step, min(plan.stop_at_step, plan.total_steps)):
         begin = time.perf_counter()
         seed_step(plan.seed, step, engine.world.rank)
         batch = next(stream)  # this rank's whole share of the global batch
@@ -87,8 +87,3 @@ def train(
             metrics.evaluation(state.step, evaluate())
     if saved_at != state.step:
         save()
-
-
-def _remaining(state: TrainState, plan: Plan) -> Iterator[int]:
-    while state.step < min(plan.stop_at_step, plan.total_steps):
-        yield state.step

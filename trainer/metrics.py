@@ -1,7 +1,7 @@
 """What a person watches: TensorBoard, metrics.jsonl and a progress bar, all from one record a logged step.
 
 Records are means over the steps since the last one. `metrics.jsonl` has one JSON object a line with: step, epoch,
-samples, tokens; loss and its parts by size; lr; grad_norm (before clipping, of the last step); tokens_per_second
+samples; loss and its parts by size; lr; grad_norm (before clipping, of the last step); tokens_per_second
 (without padding, all ranks); mfu (model FLOPs utilisation, trainer/flops.py); padding_share (of the tokens computed);
 data_wait_share (of the time); memory_mib (peak on this rank's device; resident on CPU); seconds (a step).
 """

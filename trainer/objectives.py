@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.collate import MaskedBatch, PairBatch, Texts, pad_flat
-from models.sizes import Size
+from models.masked_autoencoder import IGNORED
 from trainer.backward import accumulate, grad_cache, length_sorted_chunks
 from trainer.config import Recipe
 from trainer.distributed import derive_seed, gather_counts, gather_rows, scatter_gradients, sum_over_ranks
@@ -24,8 +24,6 @@ from trainer.engine import Engine
 from trainer.flops import FORWARD_AND_BACKWARD, Shape, encoder_flops, masked_flops
 from trainer.losses import coordinate_divergence, cosent, multi_size_contrastive
 from trainer.size_schedules import Schedule, SizePlan
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -260,4 +258,4 @@ REGISTRY: dict[str, Callable[..., Objective]] = {"masked": masked, "contrastive"
 
 def wanted_layers(recipe: Recipe) -> int:
     """How many layers the encoder keeps: all, but for a size trained on its own."""
-    return Size.parse(recipe.objective.size).layers if recipe.objective.sizes == "one" else recipe.ladder.full.layers
+    return (recipe.single_size or recipe.ladder.full).layers

@@ -42,10 +42,11 @@ from models.encoder import (
     build_masked_lm,
     load_encoder,
     load_masked_lm,
+    longest_input,
     truncate_layers,
 )
 from models.masked_autoencoder import MaskedAutoencoder
-from models.sizes import Ladder, Size
+from models.sizes import Ladder
 from trainer.checkpoint import Checkpointer, check_output_folder
 from trainer.config import ConfigError, Recipe, as_toml, check_world, load_recipe
 from trainer.distributed import World, start
@@ -128,7 +129,7 @@ def execute(recipe: Recipe) -> Path:
         recipe.ladder,
         reduction=recipe.objective.reduction,
         seed=recipe.run.seed,
-        size=Size.parse(recipe.objective.size) if recipe.objective.sizes == "one" else None,
+        size=recipe.single_size,
     )
     objective = REGISTRY[recipe.objective.name](
         recipe, schedule, shape=Shape.of(parts.encoder.config), pad_id=sources[0].vocabulary.pad_id
@@ -231,8 +232,9 @@ def _build_model(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
         else:
             encoder = load_encoder(source, pooling=recipe.model.pooling)
         if not Path(source).is_dir() or any(Path(source).glob("tokenizer*")) or (Path(source) / "vocab.txt").is_file():
+            model_tokenizer = load_tokenizer(source)
             for folder in sources:
-                folder.check_tokenizer(load_tokenizer(source))
+                folder.check_tokenizer(model_tokenizer)
     else:
         masked_lm = build_masked_lm(recipe.model.config, vocab_size=vocabulary.size, pad_token_id=vocabulary.pad_id)
         encoder = Encoder(base_of(masked_lm), recipe.model.pooling)
@@ -278,11 +280,9 @@ def _token_counts(sources: Sequence[ShardFolder], size: int, *, documents: int =
 
 
 def _check_lengths(recipe: Recipe, encoder: Encoder) -> None:
-    positions = getattr(encoder.config, "max_position_embeddings", None)
-    if positions is None:
+    room = longest_input(encoder.backbone) or getattr(encoder.config, "max_position_embeddings", None)
+    if room is None:
         return
-    # RoBERTa counts positions from its padding id on.
-    room = positions - (encoder.config.pad_token_id + 1 if "roberta" in encoder.config.model_type else 0)
     used = ("max_length",) if recipe.objective.name == "masked" else ("query_max_length", "passage_max_length")
     for name in used:
         if getattr(recipe.data, name) > room:
@@ -345,9 +345,7 @@ def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:
 
 def embedding_settings(recipe: Recipe) -> EmbeddingSettings:
     """What goes into barista.json. A size trained on its own is a ladder of one."""
-    ladder = recipe.ladder
-    if recipe.objective.sizes == "one":
-        ladder = Ladder((Size.parse(recipe.objective.size),))
+    ladder = recipe.ladder if recipe.single_size is None else Ladder((recipe.single_size,))
     masked = recipe.objective.name == "masked"
     return EmbeddingSettings(
         pooling=recipe.model.pooling,

@@ -11,7 +11,7 @@ are encoded block by block: see `trainer.evaluation.retrieval.retrieve`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,9 @@ from trainer.config import ConfigError
 
 Forward = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 """(input_ids, attention_mask), both int64 [batch, seq], to one [batch, size.dim] a size, not normalised."""
+
+EncodeTexts = Callable[[Sequence[str]], Mapping[Size, np.ndarray]]
+"""Texts to size -> float32 [n, size.dim]: `encode` with everything but the texts bound."""
 
 DEFAULT_BATCH_TOKENS = 16_384
 _TEXTS_PER_TOKENIZER_CALL = 8_192

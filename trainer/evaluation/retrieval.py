@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,12 +28,12 @@ from torch import Tensor
 
 from models.sizes import Size
 from trainer.config import ConfigError
+from trainer.evaluation.encode import EncodeTexts
 
 log = logging.getLogger(__name__)
 
 Qrels = Mapping[str, Mapping[str, int]]
 Run = Mapping[str, Mapping[str, float]]
-EncodeTexts = Callable[[Sequence[str]], Mapping[Size, np.ndarray]]
 
 METRICS = ("ndcg_cut_10", "recip_rank", "recip_rank_10", "map", "recall_100", "recall_1000")
 DEFAULT_TOP_K = 1_000

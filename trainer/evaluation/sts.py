@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +19,9 @@ from scipy import stats
 
 from models.sizes import Size
 from trainer.config import ConfigError
+from trainer.evaluation.encode import EncodeTexts
 
 log = logging.getLogger(__name__)
-
-EncodeTexts = Callable[[Sequence[str]], Mapping[Size, np.ndarray]]
-"""Texts to size -> float32 [n, size.dim]: `encode` with everything but the texts bound."""
 
 _JSON_NAMES = (("sentence1", "sentence2"), ("text1", "text2"), ("s1", "s2"))
 
