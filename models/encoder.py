@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
 
+from models.packed_attention import Packing, packs
 from models.sizes import Ladder, ModelError, Size
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,13 @@ class Encoder(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.pooling = pooling
+        self._last_layer_skips = _let_last_layer_skip(backbone)
+
+    @property
+    def _first_position(self) -> int:
+        """RoBERTa counts positions from the padding index on."""
+        table = _position_table(self.backbone)
+        return 0 if table is None or table.padding_idx is None else table.padding_idx + 1
 
     @property
     def config(self) -> PretrainedConfig:
@@ -110,25 +118,92 @@ class Encoder(nn.Module):
     def word_embeddings(self) -> nn.Embedding:
         return cast(nn.Embedding, self.backbone.get_input_embeddings())
 
-    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
+    def hidden_states(
+        self, input_ids: Tensor, attention_mask: Tensor, layers: Sequence[int], *, read: Tensor | None = None
+    ) -> dict[int, Tensor]:
         """Layer number -> [batch, seq, hidden]; layer 0 is the embedding layer.
 
-        `input_ids`, `attention_mask`: [batch, seq].
+        input_ids, attention_mask: [batch, seq]; padding only at the right. read: bool [batch, seq], the positions
+        whose last layer will be read; None: all. What the last layer returns elsewhere, and at padding, is undefined.
         """
-        out = self.backbone(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True)
+        packing = Packing.of(attention_mask) if packs(self.backbone) else None
+        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if packing is not None:
+            inputs = {
+                "input_ids": packing.pack(input_ids)[None],
+                "position_ids": packing.positions[None] + self._first_position,
+                "cu_seq_lens_q": packing.offsets,
+                "max_length_q": packing.longest,
+            }
+        if read is not None and self._last_layer_skips:
+            inputs[ReadRows.KEYWORD] = read if packing is None else packing.pack(read)[None]
+        out = self.backbone(**inputs, output_hidden_states=True)
         final_norm = _final_norm(self.backbone)
         states = {}
         for layer in sorted(set(layers)):
             state = out.hidden_states[layer]
             # The last state has been through the final norm already.
-            states[layer] = final_norm(state) if final_norm is not None and 0 < layer < self.num_layers else state
+            state = final_norm(state) if final_norm is not None and 0 < layer < self.num_layers else state
+            states[layer] = state if packing is None else packing.unpack(state[0])
         return states
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, sizes: Sequence[Size]) -> tuple[Tensor, ...]:
         """One pass for all sizes: a tuple of [batch, size.dim], pooled and cut, not normalised."""
-        states = self.hidden_states(input_ids, attention_mask, [size.layers for size in sizes])
+        read = None
+        if self.pooling == "cls":
+            read = torch.zeros_like(attention_mask, dtype=torch.bool)
+            read[:, 0] = True
+        states = self.hidden_states(input_ids, attention_mask, [size.layers for size in sizes], read=read)
         pooled = {layer: pool(state, attention_mask, self.pooling) for layer, state in states.items()}
         return tuple(pooled[size.layers][:, : size.dim] for size in sizes)
+
+
+_READ_FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
+
+
+class ReadRows:
+    """Hooks that let the last layer's feed-forward run only for the positions that will be read.
+
+    Nothing attends to the last layer, so its feed-forward, two thirds of its products, is needed only where a loss or
+    a pooling reads: at masked positions and at CLS. `read_positions` (bool [batch, seq]) travels as a keyword through
+    the backbone to its layers, so that activation checkpointing repeats it; a call without it computes everything.
+    """
+
+    KEYWORD = "read_positions"
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.read: Tensor | None = None
+        self.shape = torch.Size()
+        intermediate, output = cast(nn.Module, layer.intermediate), cast(nn.Module, layer.output)
+        layer.register_forward_pre_hook(self._before_layer, with_kwargs=True)
+        intermediate.register_forward_pre_hook(self._before_up)
+        output.register_forward_pre_hook(self._before_down)
+        output.register_forward_hook(self._after_down)
+
+    def _before_layer(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self.read = kwargs.get(self.KEYWORD)
+
+    def _before_up(self, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        self.shape = args[0].shape  # [batch, seq, hidden]
+        return args if self.read is None else (args[0][self.read],)
+
+    def _before_down(self, module: nn.Module, args: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return args if self.read is None else (args[0], args[1][self.read])
+
+    def _after_down(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if self.read is None:
+            return output
+        return output.new_zeros(self.shape).masked_scatter(self.read[..., None], output)
+
+
+def _let_last_layer_skip(backbone: PreTrainedModel) -> bool:
+    """Attach ReadRows to the last layer, once; False for families whose layers have another form."""
+    if backbone.config.model_type not in _READ_FAMILIES:
+        return False
+    layer: Any = encoder_layers(backbone)[-1]
+    if not hasattr(layer, "read_rows"):
+        layer.read_rows = ReadRows(layer)
+    return True
 
 
 def _final_norm(backbone: nn.Module) -> nn.Module | None:
@@ -150,13 +225,20 @@ def encoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:
     return lists[0]
 
 
-def longest_input(backbone: nn.Module) -> int | None:
-    """Tokens that the position table holds; None where positions are computed (rotary)."""
+def _position_table(backbone: nn.Module) -> nn.Embedding | None:
     for name, module in backbone.named_modules():
         if name.rpartition(".")[2] == "position_embeddings" and isinstance(module, nn.Embedding):
-            # RoBERTa counts positions from the padding index on.
-            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+            return module
     return None
+
+
+def longest_input(backbone: nn.Module) -> int | None:
+    """Tokens that the position table holds; None where positions are computed (rotary)."""
+    table = _position_table(backbone)
+    if table is None:
+        return None
+    # RoBERTa counts positions from the padding index on.
+    return table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
 
 
 def truncate_layers(backbone: PreTrainedModel, num_layers: int) -> PreTrainedModel:
@@ -167,6 +249,7 @@ def truncate_layers(backbone: PreTrainedModel, num_layers: int) -> PreTrainedMod
     layers = encoder_layers(backbone)
     del layers[num_layers:]
     backbone.config.num_hidden_layers = num_layers
+    _let_last_layer_skip(backbone)
     # ModernBERT lists the kind of every layer; a longer list would not load again.
     if getattr(backbone.config, "layer_types", None):
         backbone.config.layer_types = list(backbone.config.layer_types)[:num_layers]

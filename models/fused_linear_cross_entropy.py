@@ -13,12 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BYTES_PER_LOGIT = 8  # the logits and their softmax, in float32
+
+def rows_per_chunk(vocab_size: int, *, memory_mib: float, dtype: torch.dtype) -> int:
+    """How many rows' logits and their softmax, both of `dtype`, fit in the budget.
+
+    At least 16, so that a tiny budget still makes progress.
+    """
+    return max(16, int(memory_mib * 2**20 / (2 * dtype.itemsize * vocab_size)))
 
 
-def rows_per_chunk(vocab_size: int, *, memory_mib: float) -> int:
-    """How many rows of logits fit in the budget; at least 16, so that a tiny budget still makes progress."""
-    return max(16, int(memory_mib * 2**20 / (BYTES_PER_LOGIT * vocab_size)))
+def product_dtype(rows: Tensor) -> torch.dtype:
+    """What matrix products of `rows` run in: the autocast dtype where autocast is on."""
+    device = rows.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
 
 
 def fused_linear_cross_entropy(
@@ -36,8 +43,7 @@ def fused_linear_cross_entropy(
         # A text may be too short for any mask. The zero keeps every parameter in the graph on this rank.
         anchor = (rows.sum() + weight.sum() + (bias.sum() if bias is not None else 0.0)).float() * 0.0
         return anchor, rows.new_zeros(0, dtype=torch.float32)
-    device = rows.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
+    dtype = product_dtype(rows)
     loss, losses = _Chunked.apply(rows, weight, bias, targets, row_weights, chunk_rows, dtype, torch.is_grad_enabled())
     return loss, losses
 
@@ -100,8 +106,9 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        # In place, for the table's gradient is the step's largest tensor; autograd refuses a second backward.
         scaled = [
-            None if saved is None else (saved * grads[0]).to(dtype)
+            None if saved is None else saved.mul_(grads[0]).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes)
         ]
         return (*scaled, None, None, None, None, None)

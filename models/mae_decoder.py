@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
@@ -140,8 +141,12 @@ class MultiSizeDecoder(nn.Module):
         rows = merged[:, filled]  # [S, M, D]
         attended = F.dropout(self.attention_output(rows), self.dropout, self.training)
         states = self.attention_norm(attended + asked[filled])
-        inner = F.dropout(self.down(self.activation(self.up(states))), self.dropout, self.training)
-        return self.output_norm(inner + states)
+        # The widest tensors of the step outside the encoder: made again in backward, for one more product of `up`.
+        inner = checkpoint(self._feed_forward, states, use_reentrant=False)
+        return self.output_norm(F.dropout(inner, self.dropout, self.training) + states)
+
+    def _feed_forward(self, states: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(states)))
 
     def _split(self, states: Tensor) -> Tensor:
         """[B, n, D] -> [B, heads, n, D / heads]."""

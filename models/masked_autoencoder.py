@@ -27,7 +27,7 @@ class MaskedAutoencoder(nn.Module):
     """Encoder, head and (optionally) bottleneck decoder, sharing embeddings and head."""
 
     def __init__(
-        self, masked_lm: PreTrainedModel, *, pooling: str, with_decoder: bool, logits_memory_mib: float = 256.0
+        self, masked_lm: PreTrainedModel, *, pooling: str, with_decoder: bool, logits_memory_mib: float = 64.0
     ) -> None:
         super().__init__()
         # Kept beside the module tree: its parts are registered below, by reference, under the names used here.
@@ -69,8 +69,10 @@ class MaskedAutoencoder(nn.Module):
         """
         if labels is None:
             return self.encoder(input_ids, attention_mask, sizes)
-        states = self.encoder.hidden_states(input_ids, attention_mask, [size.layers for size in sizes])
         masked = labels != IGNORED  # [B, L]
+        read = masked.clone()
+        read[:, 0] = True
+        states = self.encoder.hidden_states(input_ids, attention_mask, [size.layers for size in sizes], read=read)
         cut = [states[size.layers][masked][:, : size.dim] for size in sizes]  # S of [M_enc, d]
         weights = torch.tensor(size_weights, dtype=torch.float32, device=input_ids.device)
         count = int(masked.sum())

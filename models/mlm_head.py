@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.fused_linear_cross_entropy import fused_linear_cross_entropy, rows_per_chunk
+from models.fused_linear_cross_entropy import fused_linear_cross_entropy, product_dtype, rows_per_chunk
 from models.sizes import ModelError
 
 
@@ -50,7 +50,8 @@ class VocabularyLoss(nn.Module):
         super().__init__()
         self.weight = embeddings
         self.bias = bias
-        self.chunk_rows = rows_per_chunk(bias.shape[0], memory_mib=logits_memory_mib)
+        self.vocab_size = bias.shape[0]
+        self.logits_memory_mib = logits_memory_mib
 
     def forward(self, rows: Tensor, targets: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor]:
         """rows: [R, D]; targets: [R]; row_weights: [R]. Returns (weighted sum, each row's loss detached [R])."""
@@ -60,7 +61,7 @@ class VocabularyLoss(nn.Module):
             bias=self.bias,
             targets=targets,
             row_weights=row_weights,
-            chunk_rows=self.chunk_rows,
+            chunk_rows=rows_per_chunk(self.vocab_size, memory_mib=self.logits_memory_mib, dtype=product_dtype(rows)),
         )
 
 

@@ -1,15 +1,20 @@
 """How a step's gradient is made from micro-batches.
 
-`accumulate`: losses that add up over micro-batches. `grad_cache`: losses that compare all texts with all others
-(GradCache, Gao et al. 2021): embed everything without a graph, take the loss's gradient with respect to the embeddings
-once, then embed again micro-batch by micro-batch and send that gradient through. Exact at any ZeRO stage because every
-backward has its own engine forward just before it, and gradients are summed, never averaged, over micro-batches.
+`micro_batches` cuts a rank's texts by length and a token budget, so that little is computed on padding. `accumulate`:
+losses that add up over micro-batches. `grad_cache`: losses that compare all texts with all others (GradCache, Gao et
+al. 2021): embed everything without a graph, take the loss's gradient with respect to the embeddings once, then embed
+again micro-batch by micro-batch and send that gradient through. Exact at any ZeRO stage because every backward has its
+own engine forward just before it, and gradients are summed, never averaged, over micro-batches.
+
+Ranks may have different numbers of micro-batches, and one may have no text at all: it then runs EMPTY ones, a filler
+without weight, for ZeRO's collectives must match.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,21 +24,53 @@ from trainer.engine import Engine
 Embed = Callable[[Tensor], tuple[Tensor, ...]]
 LossAndGradients = Callable[[list[Tensor]], tuple[dict[str, Tensor], list[Tensor]]]
 
-
-def accumulate(engine: Engine, chunks: Iterable[Tensor], *, loss_of: Callable[[Tensor], Tensor]) -> None:
-    """Run each micro-batch's loss and send it back. Every rank must bring the same number of chunks."""
-    with engine.accumulation():
-        for rows in chunks:
-            engine.backward(loss_of(rows))
+EMPTY = torch.empty(0, dtype=torch.int64)
+# What starting a micro-batch is worth, as a share of the token budget: less would fill the device badly.
+_START_COST = 1 / 64
 
 
-def length_sorted_chunks(lengths: Tensor, chunk_size: int) -> list[Tensor]:
-    """Row numbers cut into chunks of texts of like length, longest first, so that little is padding.
+def micro_batches(lengths: Tensor, *, token_budget: int, packed: bool = False) -> list[Tensor]:
+    """Row numbers of texts of like length, longest first, each part within `token_budget` tokens, padding counted.
 
-    Longest first, because a micro-batch that does not fit should fail at once.
+    lengths: int64 [n]. The cuts minimise padding plus a cost for every micro-batch (a shortest path over the sorted
+    lengths), whatever texts there are; packed texts have no padding and fill the budget. A text longer than the budget
+    stands alone. Longest first, because a micro-batch that does not fit in memory should fail at once.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
-    return list(order.split(chunk_size))
+    ordered = lengths[order].numpy()
+    count = len(ordered)
+    if not count:
+        return []
+    if packed:
+        cuts, tokens = [0], 0
+        for row, length in enumerate(ordered.tolist()):
+            if tokens + length > token_budget and row > cuts[-1]:
+                cuts.append(row)
+                tokens = 0
+            tokens += length
+        return list(order.tensor_split(cuts[1:]))
+    cost = np.full(count + 1, np.inf)  # of the best cuts of the first k texts
+    cost[0] = 0.0
+    begin = np.zeros(count + 1, dtype=np.int64)  # where the last of those parts begins
+    for start, longest in enumerate(ordered.tolist()):
+        most = max(1, token_budget // max(1, longest))
+        ends = np.arange(start + 1, min(count, start + most) + 1)
+        through = cost[start] + token_budget * _START_COST + longest * (ends - start)
+        better = through < cost[ends]
+        cost[ends[better]] = through[better]
+        begin[ends[better]] = start
+    cuts = [count]
+    while cuts[-1]:
+        cuts.append(int(begin[cuts[-1]]))
+    return list(order.tensor_split(cuts[-2:0:-1]))
+
+
+def accumulate(engine: Engine, chunks: Sequence[Tensor], *, loss_of: Callable[[Tensor], Tensor]) -> None:
+    """Run each micro-batch's loss and send it back. `loss_of(EMPTY)` must be a zero that went through the engine."""
+    count = max_over_ranks(len(chunks), engine.device)
+    with engine.accumulation():
+        for index in range(count):
+            engine.backward(loss_of(chunks[index] if index < len(chunks) else EMPTY))
 
 
 def grad_cache(
@@ -47,19 +84,19 @@ def grad_cache(
 ) -> dict[str, Tensor]:
     """Gradient of a loss over all texts of all ranks, a chunk at a time.
 
-    chunks: int64 row numbers, together each of 0..n-1 once. embed(rows): engine forward, K of [len(rows), d_k].
+    chunks: int64 row numbers, together each of 0..n-1 once. embed(rows): engine forward, K of [len(rows), d_k];
+    `embed(EMPTY)` must go through the engine too.
     loss_and_gradients(K of float32 [n, d_k]) -> (metrics, K of d GLOBAL loss / d these rows [n, d_k]).
     Dropout is the same in both passes: each chunk's forward is seeded by (seed, chunk).
     `cached` False: one chunk, one pass; the graph is kept through the loss.
     """
-    assert cached or len(chunks) == 1, "without caching there is one chunk"
+    assert cached or len(chunks) <= 1, "without caching there is one chunk"
     count = max_over_ranks(len(chunks), engine.device)
     num_rows = sum(len(rows) for rows in chunks)
 
     def forward(index: int) -> tuple[Tensor, ...]:
         torch.manual_seed(derive_seed(seed, index))
-        # Ranks with fewer chunks repeat one text with no weight: ZeRO's collectives must match.
-        return embed(chunks[index] if index < len(chunks) else chunks[0][:1])
+        return embed(chunks[index] if index < len(chunks) else EMPTY)
 
     outputs: tuple[Tensor, ...] = ()
     embeddings: list[Tensor] = []

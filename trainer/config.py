@@ -40,7 +40,7 @@ class ModelConfig:
     source: str = ""  # folder or hub name of a Hugging Face encoder; empty: from scratch by `config`
     config: dict[str, Any] = field(default_factory=dict)  # model_type and that family's own keys
     pooling: str = "cls"  # cls | mean
-    attention: str = "auto"  # auto | eager | sdpa | flash_attention_2; auto: eager in bf16 on CPU, else sdpa
+    attention: str = "auto"  # auto | eager | sdpa | flash_attention_2 | packed (no padding, see docs/performance.md)
     ladder: list[list[int]] = field(
         default_factory=lambda: [[2, 32], [4, 64], [6, 128], [8, 256], [10, 512], [12, 768]]
     )
@@ -99,9 +99,9 @@ class TrainConfig:
     epochs: float = 1.0
     stop_at_step: int = 0  # end this process early, with a checkpoint, the schedule still set by steps; 0: do not
     global_batch_size: int = 128
-    micro_batch_size: int = 32  # per rank
+    micro_batch_size: int = 32  # texts of the longest length a micro-batch, per rank; of shorter ones more fit
     activation_checkpointing: bool = False
-    logits_memory_mib: float = 256.0  # the largest block of vocabulary logits held at once
+    logits_memory_mib: float = 64.0  # the largest block of vocabulary logits held at once
     score_memory_mib: float = 256.0  # the largest block of query-passage scores held at once
 
 
@@ -157,7 +157,7 @@ class Recipe:
 _CHOICES = {
     "run.resume": ("never", "auto", "required"),
     "model.pooling": ("cls", "mean"),
-    "model.attention": ("auto", "eager", "sdpa", "flash_attention_2"),
+    "model.attention": ("auto", "eager", "sdpa", "flash_attention_2", "packed"),
     "objective.name": ("masked", "contrastive"),
     "objective.sizes": ("ladder", "full", "one", "mrl", "adaptive_layers", "two_d"),
     "objective.reduction": ("mean", "sum"),

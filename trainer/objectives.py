@@ -17,7 +17,7 @@ from torch import Tensor
 
 from data.collate import MaskedBatch, PairBatch, Texts, pad_flat
 from models.masked_autoencoder import IGNORED
-from trainer.backward import accumulate, grad_cache, length_sorted_chunks
+from trainer.backward import accumulate, grad_cache, micro_batches
 from trainer.config import Recipe
 from trainer.distributed import derive_seed, gather_counts, gather_rows, scatter_gradients, sum_over_ranks
 from trainer.engine import Engine
@@ -46,7 +46,8 @@ class MaskedObjective:
 
     schedule: Schedule
     shape: Shape
-    micro_batch_size: int
+    token_budget: int
+    packed: bool
     pad_id: int
     loss_scale: float
 
@@ -68,11 +69,12 @@ class MaskedObjective:
             nonlocal totals, padded
 
             def cut(values: Tensor, fill: int) -> Tensor:
+                if not len(rows):
+                    return torch.full((1, 1), fill, device=device)
                 return pad_flat(values, batch.offsets, rows, fill=fill).long().to(device)
 
-            columns = torch.arange(int(lengths[rows].max()))
-            attention_mask = (columns < lengths[rows, None]).long().to(device)
-            padded += attention_mask.numel()
+            attention_mask = cut(torch.ones_like(batch.encoder_input_ids), 0 if len(rows) else 1)
+            padded += int(lengths[rows].sum()) if self.packed else attention_mask.numel()
             decoder = {}
             if batch.decoder_input_ids is not None and batch.decoder_labels is not None:
                 decoder = {
@@ -93,7 +95,7 @@ class MaskedObjective:
             totals = totals + torch.cat([loss.detach().view(1), per_size])
             return loss
 
-        accumulate(engine, length_sorted_chunks(lengths, self.micro_batch_size), loss_of=loss_of)
+        accumulate(engine, micro_batches(lengths, token_budget=self.token_budget, packed=self.packed), loss_of=loss_of)
         decoder_rows = local_counts[1] if len(local_counts) > 1 else 0
         flops = masked_flops(
             self.shape, lengths, encoder_rows=local_counts[0], decoder_rows=decoder_rows, sizes=plan.sizes
@@ -108,7 +110,8 @@ class ContrastiveObjective:
 
     schedule: Schedule
     shape: Shape
-    micro_batch_size: int
+    token_budget: int
+    packed: bool
     pad_id: int
     loss: str
     similarity: str
@@ -125,11 +128,17 @@ class ContrastiveObjective:
         plan = self.schedule(step)
         texts = _concatenate(batch.queries, batch.passages)
         lengths = texts.lengths
-        chunks = length_sorted_chunks(lengths, self.micro_batch_size if self.cached else len(texts))
-        padded = sum(len(rows) * int(lengths[rows].max()) for rows in chunks)
+        if self.cached:
+            chunks = micro_batches(lengths, token_budget=self.token_budget, packed=self.packed)
+        else:
+            chunks = [lengths.argsort(descending=True, stable=True)] if len(texts) else []
+        padded = int(lengths.sum() if self.packed else sum(len(rows) * int(lengths[rows].max()) for rows in chunks))
 
         def embed(rows: Tensor) -> tuple[Tensor, ...]:
-            input_ids, attention_mask = texts.pad(rows, pad_id=self.pad_id)
+            if len(rows):
+                input_ids, attention_mask = texts.pad(rows, pad_id=self.pad_id)
+            else:
+                input_ids, attention_mask = torch.tensor([[self.pad_id]]), torch.tensor([[1]])
             return engine(input_ids.to(engine.device), attention_mask.to(engine.device), sizes=plan.sizes)
 
         losses = grad_cache(
@@ -227,18 +236,25 @@ def _concatenate(first: Texts, second: Texts) -> Texts:
     return Texts(torch.cat([first.tokens, second.tokens]), offsets)
 
 
-def masked(recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int) -> MaskedObjective:
+def masked(recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int, packed: bool) -> MaskedObjective:
     return MaskedObjective(
-        schedule, shape, recipe.train.micro_batch_size, pad_id=pad_id, loss_scale=recipe.objective.loss_scale
+        schedule,
+        shape,
+        token_budget=recipe.train.micro_batch_size * recipe.data.max_length,
+        packed=packed,
+        pad_id=pad_id,
+        loss_scale=recipe.objective.loss_scale,
     )
 
 
-def contrastive(recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int) -> ContrastiveObjective:
+def contrastive(recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int, packed: bool) -> ContrastiveObjective:
     chosen = recipe.objective
+    longest = max(recipe.data.query_max_length, recipe.data.passage_max_length)
     return ContrastiveObjective(
         schedule,
         shape,
-        recipe.train.micro_batch_size,
+        token_budget=recipe.train.micro_batch_size * longest,
+        packed=packed,
         pad_id=pad_id,
         loss=chosen.loss,
         similarity=chosen.similarity,

@@ -46,6 +46,7 @@ from models.encoder import (
     truncate_layers,
 )
 from models.masked_autoencoder import MaskedAutoencoder
+from models.packed_attention import check_packs, fast_on, packs
 from models.sizes import Ladder
 from trainer.checkpoint import Checkpointer, check_output_folder
 from trainer.config import ConfigError, Recipe, as_toml, check_world, load_recipe
@@ -132,7 +133,11 @@ def execute(recipe: Recipe) -> Path:
         size=recipe.single_size,
     )
     objective = REGISTRY[recipe.objective.name](
-        recipe, schedule, shape=Shape.of(parts.encoder.config), pad_id=sources[0].vocabulary.pad_id
+        recipe,
+        schedule,
+        shape=Shape.of(parts.encoder.config),
+        pad_id=sources[0].vocabulary.pad_id,
+        packed=packs(parts.encoder.backbone),
     )
     metrics = Metrics(
         Path(recipe.run.output),
@@ -247,12 +252,7 @@ def _build_model(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
     recipe.ladder.check_against(num_layers=encoder.num_layers, hidden_size=encoder.hidden_size)
     _check_lengths(recipe, encoder)
     truncate_layers(encoder.backbone, wanted_layers(recipe))
-    attention = recipe.model.attention
-    if attention == "auto":
-        # PyTorch's fused attention saves memory, but in bf16 on a CPU it takes twice the time of plain products.
-        slow = multiplies_in_bf16(read_ds_config(recipe.engine.ds_config)) and not torch.cuda.is_available()
-        attention = "eager" if slow else "sdpa"
-    encoder.backbone.set_attn_implementation(attention)
+    encoder.backbone.set_attn_implementation(_attention(recipe, encoder.backbone))
     if recipe.train.activation_checkpointing:
         encoder.backbone.activation_checkpointing_enable({"use_reentrant": False})
     if recipe.objective.name == "contrastive":
@@ -268,6 +268,19 @@ def _build_model(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
     if not source:
         module.start_from_frequencies(_token_counts(sources, vocabulary.size))
     return ModelParts(module, module.encoder, masked_lm, tokenizer)
+
+
+def _attention(recipe: Recipe, backbone: PreTrainedModel) -> str:
+    """The attention the recipe names, or the fastest that is exact here."""
+    if recipe.model.attention == "packed":
+        check_packs(backbone)
+    if recipe.model.attention != "auto":
+        return recipe.model.attention
+    half_precision = multiplies_in_bf16(read_ds_config(recipe.engine.ds_config))
+    if not torch.cuda.is_available():
+        # PyTorch's fused attention saves memory, but in bf16 on a CPU it takes twice the time of plain products.
+        return "eager" if half_precision else "sdpa"
+    return "packed" if half_precision and fast_on(torch.device("cuda"), backbone) else "sdpa"
 
 
 def _token_counts(sources: Sequence[ShardFolder], size: int, *, documents: int = 4096) -> torch.Tensor:

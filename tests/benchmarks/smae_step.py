@@ -6,39 +6,56 @@ The direct way is tests/models/naive.py: transformers' BERT modules, full logits
 decoder pass a size; both forward and backward. Figures, all ratios of CPU time or memory unless said otherwise:
   dense_time_ratio, dense_time_ratio_2x512   direct ÷ ours, float32, 4 texts × 128 and 2 × 512 tokens, no padding
   real_lengths_time_ratio   direct ÷ ours on real documents cut at 512: the direct way pads to the batch's longest text,
-                            ours cuts it into micro-batches of like lengths (absent without ../shared/data)
+                            ours cuts micro-batches by length (absent without ../shared/data)
+  packed_time_ratio         the same, ours packed instead of padded
   bf16_time_ratio           direct ÷ ours, both in bf16, 4 × 128
-  memory_ratio_2x512        ours ÷ direct, peak above the model and its gradients
+  compiled_time_ratio       ours ÷ ours with train.compile, 4 × 128, float32
+  memory_ratio_2x512        ours ÷ direct, peak above the model and its gradients, freed blocks given back at once
   floor_ratio               our time ÷ the time of the step's matrix products alone, measured at their shapes
   gemm_gflops               achieved in those products, a second
   encoder_share, loss_share, optimizer_share   of our time: encoder alone, heads and decoder, AdamW
-  masking_ratio             vectorised masks ÷ a per-token Python loop, texts a second
-  padding_share             of the tokens computed, real documents at 512, micro-batches of 8 out of 128
+  masking_ratio             our collator ÷ one that asks the tokenizer for every token's text and whether it is special,
+                            as transformers 4's DataCollatorForWholeWordMask did; texts a second, 32 × 512 tokens
+  masking_ratio_bare        our collator ÷ the same loop over a plain list of the vocabulary
+  masking_ratio_transformers   our collator ÷ transformers' own whole-word collator (no token budget, [MASK] only)
+  padding_share             of the tokens computed, real documents at 512, 128 a step, budget 8 × 512 tokens
 --quick: a small model, to see that the benchmark runs; its figures mean nothing.
+On a machine with CUDA, one more part runs: 64 × 512 tokens in bf16 there, tokens a second, MFU, peak memory of both
+ways and the profile's top ten.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import random
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
+from data.collate import MaskedCollator
 from data.corpora import read_documents
-from data.masking import IGNORED, MaskingTables, sample_keys, whole_word_masks
+from data.masking import IGNORED
+from data.stream import Sample
 from data.tokens import Vocabulary
 from models.encoder import base_of, build_masked_lm
 from models.masked_autoencoder import MaskedAutoencoder
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from tests.models.naive import bert_layer_like, naive_loss
-from trainer.backward import length_sorted_chunks
+from trainer.backward import micro_batches
+from trainer.config import TrainConfig
+from trainer.flops import FORWARD_AND_BACKWARD, Shape, masked_flops, peak_flops
 from trainer.optim import adamw
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -52,7 +69,7 @@ Inputs = tuple[torch.Tensor, ...]
 class Subject:
     """A model with both ways of computing its step."""
 
-    def __init__(self, *, quick: bool, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, *, quick: bool, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         torch.manual_seed(0)
         self.vocabulary = 2000 if quick else 30522
         shape = SMALL if quick else BASE
@@ -61,8 +78,11 @@ class Subject:
         )
         self.sizes: list[Size] = list(SMALL_LADDER if quick else STARBUCKS_LADDER)
         self.weights = [1.0 / len(self.sizes)] * len(self.sizes)
-        self.model = MaskedAutoencoder(masked_lm, pooling="cls", with_decoder=True).to(dtype)
-        self.layer = bert_layer_like(self.model).to(dtype)
+        self.model = MaskedAutoencoder(
+            masked_lm, pooling="cls", with_decoder=True, logits_memory_mib=TrainConfig.logits_memory_mib
+        )
+        self.model.to(dtype=dtype, device=device)
+        self.layer = bert_layer_like(self.model).to(dtype=dtype, device=device)
         # What the trainer chooses on a CPU, for both ways.
         base_of(masked_lm).set_attn_implementation("eager" if dtype == torch.bfloat16 else "sdpa")
         self.masked_lm = masked_lm
@@ -74,10 +94,11 @@ class Subject:
         scales = [1.0 / max(1, int((inputs[k] != IGNORED).sum())) for k in (3, 5)]
         self._fused(inputs, scales)
 
-    def ours_by_length(self, inputs: Inputs, *, micro_batch_size: int) -> None:
+    def ours_by_length(self, inputs: Inputs, *, token_budget: int, packed: bool = False) -> None:
+        self.masked_lm.base_model.set_attn_implementation("packed" if packed else "sdpa")
         scales = [1.0 / max(1, int((inputs[k] != IGNORED).sum())) for k in (3, 5)]
         lengths = inputs[1].sum(1)
-        for rows in length_sorted_chunks(lengths, micro_batch_size):
+        for rows in micro_batches(lengths, token_budget=token_budget, packed=packed):
             self._fused(tuple(part[rows, : int(lengths[rows].max())] for part in inputs), scales)
 
     def _fused(self, inputs: Inputs, scales: list[float]) -> None:
@@ -178,7 +199,12 @@ def peak_memory(way: str, *, quick: bool) -> float:
     """MiB that one 2×512 step takes above the model and its gradients, in a process of its own."""
     arguments = ["--memory-of", way, *(["--quick"] if quick else [])]
     out = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.smae_step", *arguments], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "tests.benchmarks.smae_step", *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        # Else glibc keeps freed blocks of up to 32 MiB, and the peak tells of its habits instead of live memory.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)},
     )
     return float(out.stdout.split()[-1])
 
@@ -216,54 +242,149 @@ def real_lengths() -> list[int] | None:
     return [min(512, len(item.ids)) for item in encoded]
 
 
-def padding_share(lengths: list[int], *, batch_size: int, micro_batch_size: int) -> float:
+def padding_share(lengths: list[int], *, batch_size: int, token_budget: int) -> float:
     computed = 0
     for start in range(0, len(lengths) - batch_size + 1, batch_size):
         share = torch.tensor(lengths[start : start + batch_size])
-        chunks = length_sorted_chunks(share, micro_batch_size)
+        chunks = micro_batches(share, token_budget=token_budget)
         computed += sum(len(rows) * int(share[rows].max()) for rows in chunks)
     real = sum(lengths[: len(lengths) // batch_size * batch_size])
     return 1.0 - real / computed
 
 
-def masking_ratio() -> float:
-    """32 × 512 tokens, words of one to three tokens, one mask: ours against one text and one token at a time."""
+def masking_ratios() -> dict[str, float]:
+    """32 texts of 512 tokens, words of one to three tokens, one mask of 15 %: whole collators."""
     rng = np.random.Generator(np.random.Philox(1))
-    continuation = rng.random(30522) < 0.3
-    continuation[:5] = False
-    vocabulary = Vocabulary(30522, 2, 3, 0, 4, (0, 1, 2, 3, 4), continuation)
-    tokens = rng.integers(5, 30522, 32 * 512).astype(np.int32)
-    offsets = np.arange(33) * 512
-    tokens[offsets[:-1]], tokens[offsets[1:] - 1] = 2, 3
-    tables = MaskingTables.of(vocabulary)
-    zeros = np.zeros(32, dtype=np.int64)
-    keys = sample_keys(0, epochs=zeros, sources=zeros, samples=np.arange(32))
-    texts = [tokens[offsets[i] : offsets[i + 1]].tolist() for i in range(32)]
-    is_continuation = continuation.tolist()
+    names = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *(f"{'##' if rng.random() < 0.3 else ''}w{i}" for i in range(30517)),
+    ]
+    continuation = np.array([name.startswith("##") for name in names])
+    vocabulary = Vocabulary(len(names), 2, 3, 0, 4, (0, 1, 2, 3, 4), continuation)
+    documents = rng.integers(5, len(names), (32, 510)).astype(np.uint16)
+    samples = [Sample(0, i, 0, i, document) for i, document in enumerate(documents)]
+    collate = MaskedCollator(
+        vocabulary, max_length=512, encoder_mask_ratio=0.15, decoder_mask_ratio=None, nested=False, seed=0
+    )
+    texts = [[2, *document.tolist(), 3] for document in documents]
+    draw = random.Random(0)
 
-    def vectorised() -> None:
-        whole_word_masks(tokens, offsets, tables=tables, keys=keys, ratios=[0.15])
+    tokenizer = _tokenizer(names)
 
-    def loop() -> None:
+    def token_by_token(*, bare: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, labels = [], []
         for text in texts:
             words: list[list[int]] = []
-            for place, token in enumerate(text):
-                if token < 5:
+            written = [names[i] if bare else tokenizer.convert_ids_to_tokens(i) for i in text]
+            for place, (number, token) in enumerate(zip(text, written)):
+                if number in ((0, 1, 2, 3, 4) if bare else tokenizer.all_special_ids):
                     continue
-                if words and is_continuation[token]:
+                if words and token.startswith("##"):
                     words[-1].append(place)
                 else:
                     words.append([place])
-            budget, masked = round(len(text) * 0.15), [0] * len(text)
-            for word in rng.permutation(len(words)).tolist():
-                if len(words[word]) <= budget:
-                    budget -= len(words[word])
-                    for place in words[word]:
-                        masked[place] = 1
+            draw.shuffle(words)
+            budget, chosen = round(len(text) * 0.15), set()
+            for word in words:
+                if len(chosen) + len(word) <= budget:
+                    chosen.update(word)
+            changed, wanted = list(text), [IGNORED] * len(text)
+            for place in range(len(text)):
+                if place in chosen:
+                    wanted[place] = text[place]
+                    action = draw.random()
+                    if action < 0.8:
+                        changed[place] = 4
+                    elif action < 0.9:
+                        changed[place] = draw.randrange(5, len(names))
+            inputs.append(changed)
+            labels.append(wanted)
+        return torch.tensor(inputs), torch.tensor(labels)
 
-    vectorised()
-    slow, fast = alternate(loop, vectorised, 10)
-    return slow / fast
+    collate(samples)
+    slow, fast = alternate(partial(token_by_token, bare=False), lambda: collate(samples), 3)
+    bare, fast_too = alternate(partial(token_by_token, bare=True), lambda: collate(samples), 20)
+    theirs = DataCollatorForLanguageModeling(
+        tokenizer, whole_word_mask=True, mlm_probability=0.15, mask_replace_prob=1.0, random_replace_prob=0.0
+    )
+    offsets = [(0, 0)]
+    for name in (names[i] for i in texts[0][1:-1]):
+        begin = offsets[-1][1] + (not name.startswith("##"))
+        offsets.append((begin, begin + len(name)))
+    encoded = [
+        {"input_ids": text, "offset_mapping": [*offsets, (0, 0)], "special_tokens_mask": [1, *[0] * 510, 1]}
+        for text in texts
+    ]
+    peer, fast_again = alternate(lambda: theirs(encoded), lambda: collate(samples), 3)
+    return {
+        "masking_ratio": slow / fast,
+        "masking_ratio_bare": bare / fast_too,
+        "masking_ratio_transformers": peer / fast_again,
+        "collated_a_second": 32 / fast_too,
+    }
+
+
+def _tokenizer(names: list[str]) -> Any:
+    core = Tokenizer(WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    special = dict(pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]")
+    return PreTrainedTokenizerFast(tokenizer_object=core, **special)
+
+
+def on_cuda(show: Callable[..., None]) -> None:
+    """64 × 512 tokens in bf16: speed of the whole step, MFU, memory of both ways, the profile."""
+    subject = Subject(quick=False, dtype=torch.bfloat16, device="cuda")
+    inputs = tuple(part.cuda() for part in batch([512] * 64, subject.vocabulary))
+    subject.masked_lm.base_model.set_attn_implementation("packed")
+    optimizer = adamw(subject.model, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+
+    def step() -> None:
+        subject.ours(inputs)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    for _ in range(10):
+        step()
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - begin) / 10
+    peak = torch.cuda.max_memory_allocated()
+    rows = [int((inputs[k] != IGNORED).sum()) for k in (3, 5)]
+    flops = FORWARD_AND_BACKWARD * masked_flops(
+        Shape.of(subject.model.encoder.config),
+        inputs[1].sum(1).cpu(),
+        encoder_rows=rows[0],
+        decoder_rows=rows[1],
+        sizes=subject.sizes,
+    )
+    show(
+        cuda_tokens_a_second=64 * 512 / seconds,
+        cuda_mfu=flops / seconds / peak_flops(torch.device("cuda")),
+        cuda_peak_gib=peak / 2**30,
+    )
+    with torch.profiler.profile() as profile:
+        step()
+        torch.cuda.synchronize()
+    print(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=10))
+    # The direct way holds twelve whole logit tensors: an eighth of the batch, and its memory grows in proportion.
+    few = tuple(part[:8] for part in inputs)
+    subject.masked_lm.base_model.set_attn_implementation("sdpa")
+    subject.direct(few)
+    torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    subject.direct(few)
+    torch.cuda.synchronize()
+    show(
+        cuda_direct_tokens_a_second=8 * 512 / (time.perf_counter() - begin),
+        cuda_direct_peak_gib_at_8=torch.cuda.max_memory_allocated() / 2**30,
+    )
 
 
 def main() -> None:
@@ -302,13 +423,22 @@ def main() -> None:
     if lengths is None:
         print("real lengths: skipped, ../shared/data is absent")
     else:
-        show(padding_share=padding_share(lengths, batch_size=128, micro_batch_size=8))
-        some = lengths[:8] if not args.quick else [min(32, n) for n in lengths[:8]]
+        show(padding_share=padding_share(lengths, batch_size=128, token_budget=8 * 512))
+        some, budget = (lengths[:8], 2 * 512) if not args.quick else ([min(32, n) for n in lengths[:8]], 64)
         inputs = batch(some, subject.vocabulary)
-        direct, ours = alternate(
-            partial(subject.direct, inputs), partial(subject.ours_by_length, inputs, micro_batch_size=2), 1
+        padded = partial(subject.ours_by_length, inputs, token_budget=budget)
+        direct, ours = alternate(partial(subject.direct, inputs), padded, 1)
+        ours_again, packed = alternate(
+            padded, partial(subject.ours_by_length, inputs, token_budget=budget, packed=True), 2
         )
-        show(real_lengths_time_ratio=direct / ours)
+        subject.masked_lm.base_model.set_attn_implementation("sdpa")
+        show(real_lengths_time_ratio=direct / ours, packed_time_ratio=direct / ours * ours_again / packed)
+    inputs = batch([128] * 4 if not args.quick else [32] * 4, subject.vocabulary)
+    subject.ours(inputs)
+    plain = min(_cpu_seconds(partial(subject.ours, inputs)) for _ in range(repeats + 1))
+    subject.model.encoder.backbone.compile(dynamic=True)
+    subject.ours(inputs)
+    show(compiled_time_ratio=plain / min(_cpu_seconds(partial(subject.ours, inputs)) for _ in range(repeats + 1)))
     del subject
     low = Subject(quick=args.quick, dtype=torch.bfloat16)
     inputs = batch([128] * 4 if not args.quick else [32] * 4, low.vocabulary)
@@ -318,7 +448,9 @@ def main() -> None:
     del low
     memory = {way: peak_memory(way, quick=args.quick) for way in ("direct", "ours")}
     show(memory_ratio_2x512=memory["ours"] / memory["direct"], memory_mib_ours=memory["ours"])
-    show(masking_ratio=masking_ratio())
+    show(**masking_ratios())
+    if torch.cuda.is_available() and not args.quick:
+        on_cuda(show)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 

@@ -10,10 +10,12 @@ from models.encoder import (
     Encoder,
     base_of,
     build_masked_lm,
+    encoder_layers,
     load_encoder,
     load_masked_lm,
     truncate_layers,
 )
+from models.packed_attention import check_packs
 from models.sizes import ModelError, Size
 
 SHAPE = dict(hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96)
@@ -107,3 +109,70 @@ def test_refusals(tmp_path, monkeypatch):
     (tmp_path / "barista.json").write_text("{}")
     with pytest.raises(ModelError, match="settings"):
         EmbeddingSettings.load(tmp_path)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_packed_texts_are_the_padded_ones(family):
+    ids, mask = texts()
+    padded, packed = build(family), build(family)
+    if family == "modernbert":
+        with pytest.raises(ModelError, match="sliding"):
+            check_packs(packed.backbone)
+        return
+    packed.backbone.set_attn_implementation("packed")
+    for encoder in (padded, packed):
+        sum(each.pow(power).sum() for power, each in enumerate(encoder(ids, mask, SIZES), start=2)).backward()
+    for (name, ours), theirs in zip(packed.named_parameters(), padded.parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
+    assert "packed" not in packed.backbone.config.to_json_string()
+
+
+def test_texts_that_attend_to_each_other_are_noticed():
+    """The control: one text of all tokens is not three texts."""
+    ids, mask = texts()
+    encoder = build("bert")
+    encoder.backbone.set_attn_implementation("packed")
+    apart = encoder(ids, mask, SIZES)
+    together = encoder(ids[mask.bool()][None], torch.ones(1, int(mask.sum()), dtype=torch.long), SIZES)
+    assert (apart[2][:1] - together[2]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "packed"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["bert", "distilbert", "roberta"])
+def test_the_last_layer_reads_only_what_is_asked(family, checkpointing, attention):
+    """Values and gradients at the positions read are those of the whole layer; the feed-forward ran for fewer rows."""
+    ids, mask = texts()
+    read = torch.zeros_like(mask, dtype=torch.bool)
+    read[:, 0] = read[0, 5] = read[1, 3] = True
+    states, rows = [], []
+    models = [build(family).train() for _ in range(2)]
+    for encoder, asked in zip(models, (None, read)):
+        encoder.backbone.set_attn_implementation(attention)
+        for module in encoder.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+            if "dropout_prob" in vars(module):
+                module.dropout_prob = 0.0
+        if checkpointing:
+            encoder.backbone.activation_checkpointing_enable({"use_reentrant": False})
+        layer = encoder_layers(encoder.backbone)[-1]
+        last = next(m for m in reversed(list(layer.modules())) if isinstance(m, torch.nn.Linear))
+        last.register_forward_hook(lambda m, args, out, into=rows: into.append(out.shape[:-1].numel()))
+        state = encoder.hidden_states(ids, mask, [2, 3], read=asked)
+        states.append(state[3][read])
+        (state[3][read].square().sum() + state[2].sum() * 0.1).backward()
+    torch.testing.assert_close(states[1], states[0], rtol=1e-5, atol=1e-6)
+    for (name, ours), theirs in zip(models[1].named_parameters(), models[0].parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
+    if family != "distilbert":  # its layers have another form, and compute all
+        assert rows[-1] == int(read.sum()) < rows[0]
+
+
+def test_a_plain_call_after_reading_computes_everything():
+    ids, mask = texts()
+    encoder = build("bert")
+    before = encoder.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
+    encoder.hidden_states(ids, mask, [3], read=torch.eye(3, 12, dtype=torch.bool))
+    after = encoder.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
+    assert torch.equal(before, after)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from data.collate import MaskedBatch, PairBatch, pad_flat
 from data.stream import Stream
 from models.sizes import Size
-from trainer.backward import length_sorted_chunks
+from trainer.backward import micro_batches
 from trainer.config import Recipe, build_recipe, check
 from trainer.distributed import derive_seed, free_port
 from trainer.run import _build_model, _collator, _open_shards
@@ -299,8 +299,10 @@ def _embed_naively(
     texts += [batch.passages.tokens[a:b] for a, b in zip(batch.passages.offsets, batch.passages.offsets[1:])]
     lengths = torch.tensor([len(text) for text in texts])
     drops = recipe.model.config.get("hidden_dropout_prob", 0.0) > 0
-    share = recipe.train.micro_batch_size if recipe.objective.backward == "grad_cache" else len(texts)
-    chunks = length_sorted_chunks(lengths, share) if drops else [torch.arange(len(texts))]
+    chunks = [torch.arange(len(texts))]
+    if drops and recipe.objective.backward == "grad_cache":
+        longest = max(recipe.data.query_max_length, recipe.data.passage_max_length)
+        chunks = micro_batches(lengths, token_budget=recipe.train.micro_batch_size * longest)
     outputs: list[list[Tensor]] = [[] for _ in sizes]
     for index, rows in enumerate(chunks):
         if drops:

@@ -75,7 +75,11 @@ def take_steps(values: dict[str, Any], world: World, *, steps: int) -> list[dict
         size=Size.parse(recipe.objective.size) if recipe.objective.sizes == "one" else None,
     )
     objective = objectives.REGISTRY[recipe.objective.name](
-        recipe, schedule, shape=run.Shape.of(parts.encoder.config), pad_id=sources[0].vocabulary.pad_id
+        recipe,
+        schedule,
+        shape=run.Shape.of(parts.encoder.config),
+        pad_id=sources[0].vocabulary.pad_id,
+        packed=run.packs(parts.encoder.backbone),
     )
     results = []
     with _counted_chunks() as counts:
@@ -102,12 +106,12 @@ def take_steps(values: dict[str, Any], world: World, *, steps: int) -> list[dict
 def _counted_chunks() -> Iterator[list[int]]:
     counts: list[int] = []
 
-    def counted(lengths: torch.Tensor, chunk_size: int) -> list[torch.Tensor]:
-        chunks = backward.length_sorted_chunks(lengths, chunk_size)
+    def counted(lengths: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+        chunks = backward.micro_batches(lengths, **options)
         counts.append(len(chunks))
         return chunks
 
-    with unittest.mock.patch.object(objectives, "length_sorted_chunks", counted):
+    with unittest.mock.patch.object(objectives, "micro_batches", counted):
         yield counts
 
 

@@ -1,0 +1,146 @@
+"""Attention over texts packed one after another, so that nothing is computed on padding.
+
+A batch of texts becomes one row of all their tokens; linear layers, norms and embeddings do not mind, and attention
+keeps the texts apart. Registered with transformers under the name `packed`, for every backbone that takes position ids
+and lets its attention be chosen. On CUDA in half precision it is PyTorch's variable-length flash attention; elsewhere,
+and where attention weights are dropped out, which that kernel cannot, each text attends by itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from models.sizes import ModelError
+
+log = logging.getLogger(__name__)
+
+NAME = "packed"
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the tokens of a padded batch [B, L] are in the packed row of T tokens."""
+
+    batch: int
+    length: int
+    places: Tensor  # int64 [T]: of each token in the flattened batch
+    positions: Tensor  # int64 [T]: of each token within its text
+    offsets: Tensor  # int32 [B + 1]: where each text begins
+    longest: int
+
+    @classmethod
+    def of(cls, attention_mask: Tensor) -> Packing:
+        """attention_mask: [B, L], 1 for tokens, 0 for padding."""
+        batch, length = attention_mask.shape
+        counts = attention_mask.sum(1)
+        places = attention_mask.flatten().nonzero().squeeze(1)
+        offsets = F.pad(counts.cumsum(0), (1, 0)).int()
+        return cls(batch, length, places, places % length, offsets, int(counts.max()))
+
+    def pack(self, values: Tensor) -> Tensor:
+        """[B, L, ...] -> [T, ...]."""
+        return values.flatten(0, 1)[self.places]
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """[T, ...] -> [B, L, ...], zero at padding."""
+        padded = packed.new_zeros((self.batch * self.length, *packed.shape[1:]))
+        return padded.index_copy(0, self.places, packed).unflatten(0, (self.batch, self.length))
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface. query, key, value: [1, heads, T, width]. Returns [1, T, heads, width].
+
+    cu_seq_lens_q: int32 [texts + 1], where each text begins.
+    """
+    assert attention_mask is None and query.shape[0] == 1, "packed texts come in one row, without a mask"
+    if query.is_cuda and dropout == 0.0 and query.dtype in (torch.float16, torch.bfloat16):
+        from torch.nn.attention.varlen import varlen_attn
+
+        q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))  # [T, heads, width]
+        mixed = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling)
+        assert isinstance(mixed, Tensor)
+        return mixed[None], None
+    # In bf16 on a CPU, PyTorch's fused attention takes twice the time of plain products.
+    attend = _plain_attention if query.dtype == torch.bfloat16 and not query.is_cuda else F.scaled_dot_product_attention
+    lengths = cu_seq_lens_q.diff().tolist()
+    texts = zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2))
+    attended = [attend(q, k, v, dropout_p=dropout, scale=scaling) for q, k, v in texts]
+    return torch.cat(attended, dim=2).transpose(1, 2), None
+
+
+def _plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float = 0.0, scale: float | None = None
+) -> Tensor:
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    return F.dropout(torch.softmax(scores, dim=-1), dropout_p) @ value
+
+
+def fast_on(device: torch.device, backbone: PreTrainedModel) -> bool:
+    """Whether packing gains: on CUDA, without attention dropout, where the kernel gives what plain attention gives."""
+    config = backbone.config
+    rates = (getattr(config, name, 0.0) for name in ("attention_probs_dropout_prob", "attention_dropout"))
+    if device.type != "cuda" or any(rates) or why_not_packed(backbone) is not None:
+        return False
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (1, 2, 48, 64)
+    q, k, v = (torch.randn(shape, device=device, generator=generator).bfloat16() for _ in range(3))
+    offsets = torch.tensor([0, 31, 48], dtype=torch.int32, device=device)
+    try:
+        packed, _ = packed_attention(backbone, q, k, v, None, cu_seq_lens_q=offsets, max_length_q=31)
+    except (ImportError, RuntimeError) as error:
+        log.warning("variable-length attention does not run on this device (%s): texts are padded", error)
+        return False
+    texts = (slice(0, 31), slice(31, 48))
+    plain = torch.cat([_plain_attention(q[:, :, part], k[:, :, part], v[:, :, part]) for part in texts], dim=2)
+    return bool(torch.allclose(packed.transpose(1, 2), plain, atol=2e-2))
+
+
+def _no_mask(**_: Any) -> None:
+    return None
+
+
+AttentionInterface.register(NAME, packed_attention)
+AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def packs(backbone: PreTrainedModel) -> bool:
+    """Whether texts are packed: the backbone's attention is this module's."""
+    return backbone.config._attn_implementation == NAME
+
+
+def check_packs(backbone: PreTrainedModel) -> None:
+    """Refuse a backbone whose attention or positions would mix packed texts up."""
+    if (reason := why_not_packed(backbone)) is not None:
+        raise ModelError(f'model.attention = "packed": {type(backbone).__name__} {reason}; use "auto" or "sdpa"')
+
+
+def why_not_packed(backbone: PreTrainedModel) -> str | None:
+    """Why this backbone cannot read packed texts; None where it can."""
+    if "position_ids" not in inspect.signature(type(backbone).forward).parameters:
+        return "takes no position ids"
+    if not getattr(type(backbone), "_supports_attention_backend", False):
+        return "does not let its attention be chosen"
+    if set(getattr(backbone.config, "layer_types", None) or ()) - {"full_attention"}:
+        return "has layers of sliding attention"
+    return None
