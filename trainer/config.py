@@ -101,6 +101,7 @@ class TrainConfig:
     global_batch_size: int = 128
     micro_batch_size: int = 32  # texts of the longest length a micro-batch, per rank; of shorter ones more fit
     activation_checkpointing: bool = False
+    compile: bool = False  # torch.compile of the encoder: minutes at start, pays on long runs; not with ZeRO stage 3
     logits_memory_mib: float = 64.0  # the largest block of vocabulary logits held at once
     score_memory_mib: float = 256.0  # the largest block of query-passage scores held at once
 

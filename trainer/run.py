@@ -51,7 +51,7 @@ from models.sizes import Ladder
 from trainer.checkpoint import Checkpointer, check_output_folder
 from trainer.config import ConfigError, Recipe, as_toml, check_world, load_recipe
 from trainer.distributed import World, start
-from trainer.engine import Engine, multiplies_in_bf16, read_ds_config
+from trainer.engine import Engine, multiplies_in_bf16, read_ds_config, zero_stage
 from trainer.evaluation.during_training import Evaluator
 from trainer.flops import Shape
 from trainer.loop import Plan, TrainState, train
@@ -104,6 +104,11 @@ def execute(recipe: Recipe) -> Path:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     check_world(recipe, world_size)
     check_output_folder(recipe, read_ds_config(recipe.engine.ds_config), world_size=world_size)
+    if recipe.train.compile and zero_stage(read_ds_config(recipe.engine.ds_config)) == 3:
+        raise ConfigError(
+            f"train.compile = true does not go with {recipe.engine.ds_config}, whose stage 3 fetches weights layer by "
+            "layer; use a stage up to 2, or train.compile = false"
+        )
     sources = _open_shards(recipe)
     stream = _open_stream(recipe, sources, rank=rank, world_size=world_size)
     parts = _build_model(recipe, sources)
@@ -255,6 +260,9 @@ def _build_model(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
     encoder.backbone.set_attn_implementation(_attention(recipe, encoder.backbone))
     if recipe.train.activation_checkpointing:
         encoder.backbone.activation_checkpointing_enable({"use_reentrant": False})
+    if recipe.train.compile:
+        # Lengths differ from one micro-batch to the next.
+        encoder.backbone.compile(dynamic=True)
     if recipe.objective.name == "contrastive":
         return ModelParts(encoder, encoder, encoder.backbone, tokenizer)
     assert masked_lm is not None

@@ -176,3 +176,17 @@ def test_a_plain_call_after_reading_computes_everything():
     encoder.hidden_states(ids, mask, [3], read=torch.eye(3, 12, dtype=torch.bool))
     after = encoder.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
     assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_the_compiled_encoder_is_the_encoder(pooling):
+    """Tracing sees the hooks and lengths of the moment. Code generation is PyTorch's own to test, and slow."""
+    ids, mask = texts()
+    plain, compiled = build("bert", pooling), build("bert", pooling)
+    compiled.backbone.compile(dynamic=True, backend="aot_eager")
+    for length in (12, 7, 9):
+        for encoder in (plain, compiled):
+            outputs = encoder(ids[:, :length], mask[:, :length], SIZES)
+            sum(each.pow(power).sum() for power, each in enumerate(outputs, start=2)).backward()
+    for (name, ours), theirs in zip(compiled.named_parameters(), plain.named_parameters()):
+        torch.testing.assert_close(ours.grad, theirs[1].grad, rtol=1e-4, atol=1e-5, msg=name)

@@ -166,6 +166,8 @@ def test_combinations(values: Values, masked_values: Values, refusal: Callable[.
     assert "outgrows" in refusal(changed(one, "objective.size", "4x8"))
     assert "train.epochs" in refusal(changed(changed(values, "train.steps", 0), "train.epochs", 0.0))
     assert "train.epochs" in refusal(changed(changed(values, "train.steps", 0), "train.epochs", float("inf")))
+    partitioned = changed(values, "engine.ds_config", "ds_configs/zero3.json")
+    assert "train.compile" in refusal(changed(partitioned, "train.compile", True))
     cosent = changed(changed(values, "objective.loss", "cosent"), "objective.kl", "none")
     assert "no scores" in refusal(cosent)
     low = changed(masked_values, "objective.decoder_mask_ratio", 0.1)
