@@ -217,12 +217,12 @@ def measure_memory(way: str, *, quick: bool) -> float:
     for parameter in (*subject.layer.parameters(), *subject.model.decoder.parameters()):
         parameter.grad = torch.zeros_like(parameter)
     action(batch([8, 8], subject.vocabulary))
-    before = _peak_mib()
+    before = peak_mib()
     action(batch([512, 512] if not quick else [64, 64], subject.vocabulary))
-    return _peak_mib() - before
+    return peak_mib() - before
 
 
-def _peak_mib() -> float:
+def peak_mib() -> float:
     """Peak resident memory of this process alone: rusage's figure would be the parent's, if that was larger."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) / 1024

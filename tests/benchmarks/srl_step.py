@@ -1,0 +1,247 @@
+"""Benchmark: one contrastive step of a small BERT, ours against sentence-transformers, alternating, one thread.
+
+    python -m tests.benchmarks.srl_step [--quick] [--json FILE]
+
+The same encoder (6 layers × 384), the same tokens, the same batch, cosine at τ = 0.05, mean pooling, AdamW. Theirs:
+`CachedMultipleNegativesRankingLoss` inside `MatryoshkaLoss`, six widths of the last layer (it cannot do layers), texts
+padded by column as its collator does, in mini-batches of 32 (its default) and again by its own token budget. Ours: six
+(layers, width) sizes with KL to the full one, through the objective and the engine that training uses (ZeRO stage 0).
+Batches are real: NLI triplets, and SciFact claims with their abstracts. Figures:
+  time_ratio                theirs ÷ ours, CPU seconds a step, both batches together, theirs at its best
+  nli_time_ratio, scifact_time_ratio   the batches one by one
+  peak_memory_growth        our peak above the idle model at 4,096 triplets ÷ at 512, each in a process of its own
+  padding_share             of the tokens ours computes
+--quick: small batches, to see that the benchmark runs; its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.collate import PairBatch, PairCollator
+from data.shards import Tuple
+from data.stream import Sample
+from data.tokens import vocabulary_of
+from models.encoder import Encoder, base_of, build_masked_lm
+from tests.benchmarks.smae_step import SHARED, alternate, peak_mib
+from trainer.config import Recipe, build_recipe
+from trainer.distributed import start
+from trainer.engine import Engine
+from trainer.flops import Shape
+from trainer.objectives import contrastive
+from trainer.optim import adamw
+from trainer.size_schedules import build_schedule
+
+LADDER = [[1, 32], [2, 64], [3, 128], [4, 192], [5, 256], [6, 384]]
+MODEL = dict(hidden_size=384, num_hidden_layers=6, num_attention_heads=6, intermediate_size=1536)
+NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+MAX_LENGTH = 256
+MICRO_BATCH = 32
+
+
+def recipe() -> Recipe:
+    return build_recipe(
+        {
+            "model": {"ladder": LADDER, "pooling": "mean"},
+            "data": {"query_max_length": MAX_LENGTH, "passage_max_length": MAX_LENGTH, "num_negatives": 1},
+            "objective": {"name": "contrastive", "similarity": "cosine", "temperature": 0.05},
+            "train": {"micro_batch_size": MICRO_BATCH},
+            "optim": {"max_grad_norm": 0.0},
+        }
+    )
+
+
+def build_encoder() -> Encoder:
+    torch.manual_seed(0)
+    masked_lm = build_masked_lm({"model_type": "bert", **MODEL, **NO_DROPOUT}, vocab_size=30522, pad_token_id=0)
+    encoder = Encoder(base_of(masked_lm), "mean").train()
+    encoder.backbone.set_attn_implementation("sdpa")
+    return encoder
+
+
+class Ours:
+    def __init__(self) -> None:
+        chosen = recipe()
+        self.encoder = build_encoder()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "zero0.json"
+            path.write_text(json.dumps({"zero_optimization": {"stage": 0}}))
+            values = {"engine": {"ds_config": str(path)}, "optim": {"max_grad_norm": 0.0}}
+            self.engine = Engine(self.encoder, build_recipe(values), start())
+        self.engine.train()
+        schedule = build_schedule("ladder", chosen.ladder, reduction="mean", seed=0)
+        self.objective = contrastive(chosen, schedule, shape=Shape.of(self.encoder.config), pad_id=0, packed=False)
+
+    def step(self, batch: PairBatch) -> Any:
+        report = self.objective.forward_backward(self.engine, batch, 0)
+        self.engine.step(1e-5)
+        return report
+
+
+class Theirs:
+    """sentence-transformers' loss over an encoder of ours, wrapped as one of its modules."""
+
+    def __init__(self, **options: Any) -> None:
+        from sentence_transformers import SentenceTransformer
+        from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss, MatryoshkaLoss
+        from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+        encoder = build_encoder()
+        with tempfile.TemporaryDirectory() as folder:
+            encoder.backbone.save_pretrained(folder)
+            _tokenizer().save_pretrained(folder)
+            transformer = Transformer(folder, model_kwargs={"add_pooling_layer": False})
+        self.model = SentenceTransformer(modules=[transformer, Pooling(384, "mean")], device="cpu").train()
+        inner = CachedMultipleNegativesRankingLoss(self.model, scale=20.0, **options)
+        self.loss = MatryoshkaLoss(self.model, inner, [width for _, width in LADDER])
+        self.optimizer = adamw(self.model, lr=1e-5, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+
+    def step(self, columns: Sequence[dict[str, Tensor]]) -> None:
+        # The loss may add entries to the features it is given.
+        loss = self.loss([dict(column) for column in columns], torch.empty(0))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def columns_of(batch: PairBatch) -> list[dict[str, Tensor]]:
+    """Anchors, positives and negatives, each padded to its longest text."""
+    per_query = len(batch.passages) // len(batch.queries)
+    columns = [(batch.queries, torch.arange(len(batch.queries)))]
+    columns += [(batch.passages, batch.targets + offset) for offset in range(per_query)]
+    return [dict(zip(("input_ids", "attention_mask"), texts.pad(rows, pad_id=0))) for texts, rows in columns]
+
+
+def _tokenizer() -> Any:
+    from transformers import BertTokenizerFast
+
+    return BertTokenizerFast(str(SHARED / "vocab" / "bert-base-uncased-vocab.txt"))
+
+
+def _batch(rows: Sequence[Sequence[str]]) -> PairBatch:
+    """rows: (query, positive, negatives ...)."""
+    tokenizer = _tokenizer()
+    vocabulary = vocabulary_of(tokenizer)
+    encode = tokenizer.backend_tokenizer.encode_batch
+
+    def ids(texts: list[str]) -> list[Any]:
+        return [torch.tensor(item.ids).numpy() for item in encode(texts, add_special_tokens=False)]
+
+    columns = [ids(list(column)) for column in zip(*rows)]
+    samples = [
+        Sample(0, i, 0, i, Tuple(query=query, passages=list(passages), num_positives=1, score=None))
+        for i, (query, *passages) in enumerate(zip(*columns))
+    ]
+    return PairCollator(
+        vocabulary, query_max_length=MAX_LENGTH, passage_max_length=MAX_LENGTH, num_negatives=1, seed=0
+    )(samples)
+
+
+def nli(count: int) -> PairBatch:
+    rows: list[list[str]] = []
+    for name in ("snli_devtest_triplets.tsv", "cad_snli_triplets.tsv"):
+        with (SHARED / "nli" / name).open(encoding="utf-8") as file:
+            rows += list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))[1:]
+    assert len(rows) >= count
+    return _batch(rows[:count])
+
+
+def scifact(count: int) -> PairBatch:
+    folder = SHARED / "retrieval" / "scifact"
+
+    def records(name: str) -> dict[str, dict[str, Any]]:
+        lines = (folder / name).read_text(encoding="utf-8").splitlines()
+        return {record["_id"]: record for record in map(json.loads, lines)}
+
+    corpus, queries = records("corpus.jsonl"), records("queries.jsonl")
+    pairs = [line.split("\t") for line in (folder / "qrels" / "train.tsv").read_text().splitlines()[1:]]
+    rows = [(queries[q]["text"], corpus[d]["title"] + " " + corpus[d]["text"]) for q, d, grade in pairs if int(grade)]
+    assert len(rows) >= count
+    return _batch(rows[:count])
+
+
+def peak_memory(count: int) -> float:
+    """MiB above the idle model that a step of so many triplets takes, in a process of its own."""
+    alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "MASTER_PORT")}
+    out = subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks.srl_step", "--memory-of", str(count)],
+        capture_output=True,
+        text=True,
+        check=True,
+        # Else glibc keeps freed blocks of up to 32 MiB, and the peak tells of its habits instead of live memory.
+        env={**alone, "MALLOC_MMAP_THRESHOLD_": str(2**20)},
+    )
+    return float(out.stdout.split()[-1])
+
+
+def measure_memory(count: int) -> float:
+    ours = Ours()
+    ours.step(nli(8))
+    batch = nli(count)
+    before = peak_mib()
+    ours.step(batch)
+    return peak_mib() - before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if not SHARED.is_dir():
+        raise SystemExit("this benchmark reads ../shared/data, which is absent")
+    if args.memory_of:
+        print(measure_memory(args.memory_of))
+        return
+    figures: dict[str, float] = {}
+
+    def show(**new: float) -> None:
+        figures.update(new)
+        print("  ".join(f"{name} {value:.3f}" for name, value in new.items()), flush=True)
+
+    ours = Ours()
+    ways: dict[str, Callable[[], Theirs]] = {
+        "mini_batch_size": lambda: Theirs(mini_batch_size=MICRO_BATCH),
+        "mini_batch_num_tokens": lambda: Theirs(mini_batch_num_tokens=MICRO_BATCH * MAX_LENGTH),
+    }
+    built = {name: make() for name, make in ways.items()}
+    small, large = (8, 64) if args.quick else (512, 4096)
+    theirs_total = ours_total = 0.0
+    computed = real = 0
+    for data, make in (("nli", nli), ("scifact", scifact)):
+        batch = make(small)
+        columns = columns_of(batch)
+        report = ours.step(batch)
+        computed, real = computed + report.padded_tokens, real + report.tokens
+        seconds = {}
+        own = float("inf")
+        for name, peer in built.items():
+            seconds[name], ours_seconds = alternate(partial(peer.step, columns), partial(ours.step, batch), 1)
+            own = min(own, ours_seconds)
+        show(**{f"{data}_seconds_{name}": value for name, value in seconds.items()}, **{f"{data}_seconds_ours": own})
+        show(**{f"{data}_time_ratio": min(seconds.values()) / own})
+        theirs_total, ours_total = theirs_total + min(seconds.values()), ours_total + own
+    show(time_ratio=theirs_total / ours_total, padding_share=1 - real / computed)
+    memory = {count: peak_memory(count) for count in (small, large)}
+    show(peak_memory_growth=memory[large] / memory[small], peak_memory_mib=memory[small])
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
