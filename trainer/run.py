@@ -218,7 +218,7 @@ def _open_stream(recipe: Recipe, sources: Sequence[ShardFolder], *, rank: int, w
     data, samples_per_epoch = recipe.data, sum(source.num_samples for source in sources)
     collate = _collator(recipe, sources)
     if rank == 0 and max(len(set(data.query_prompts)), len(set(data.passage_prompts))) > 1:
-        log.warning("the folders' prompts differ, so barista.json will name none: evaluation must be given its own")
+        log.warning("the folders' prompts differ, so barista.json will name none; write the one to embed with into it")
     return Stream(
         sources,
         collate=collate,
