@@ -8,6 +8,8 @@ Figures a global batch size (128, 1024, 4096), CPU time of one thread:
   planned_samples_per_second    the part that every loader process does for the whole global batch: read, draw, hash and
                                 exchange a window of batches, nothing collated
   plain_repeats, distinct_repeats   samples that share a text with another of their batch, per 1,000
+  copies_left, copies_forced    copies of a text beyond a batch's first, per 1,000 samples: what no_duplicates leaves,
+                                and what any exchange must leave, for a text has more copies than a window batches
 --quick: few batches, to see that the benchmark runs; its rates mean nothing.
 """
 
@@ -19,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -44,13 +46,36 @@ def shards(folder: Path) -> ShardFolder:
     return ShardFolder(folder / "shards")
 
 
-def repeats(batch: PairBatch) -> int:
-    """Samples of a batch that share a text with another of it."""
+def texts_of(batch: PairBatch) -> list[set[int]]:
+    """Each sample's texts, by hash."""
     texts = [{query} for query in batch.query_hashes.tolist()]
     for query, text in zip(batch.passage_query.tolist(), batch.passage_hashes.tolist()):
         texts[query].add(text)
-    held = Counter(text for mine in texts for text in mine)
-    return sum(any(held[text] > 1 for text in mine) for mine in texts)
+    return texts
+
+
+def copies(batch: PairBatch) -> Counter[int]:
+    """How many samples of a batch hold a text."""
+    return Counter(text for mine in texts_of(batch) for text in mine)
+
+
+def repeats(batch: PairBatch) -> int:
+    """Samples of a batch that share a text with another of it."""
+    held = copies(batch)
+    return sum(any(held[text] > 1 for text in mine) for mine in texts_of(batch))
+
+
+def copies_left(batch: PairBatch) -> int:
+    return sum(count - 1 for count in copies(batch).values())
+
+
+def copies_forced(batches: Sequence[PairBatch]) -> int:
+    """What no exchange within windows could part."""
+    forced = 0
+    for start in range(0, len(batches), WINDOW_BATCHES):
+        held = sum(map(copies, batches[start : start + WINDOW_BATCHES]), Counter[int]())
+        forced += sum(max(0, count - WINDOW_BATCHES) for count in held.values())
+    return forced
 
 
 def timed(batches: Iterable[PairBatch], samples: int) -> tuple[float, list[PairBatch]]:
@@ -91,6 +116,8 @@ def measure(folder: ShardFolder, *, global_batch_size: int, windows: int) -> dic
         "planned_samples_per_second": round(planned_rate),
         "plain_repeats": round(1000 * sum(map(repeats, plain_batches)) / samples, 2),
         "distinct_repeats": round(1000 * sum(map(repeats, distinct_batches)) / samples, 2),
+        "copies_left": round(1000 * sum(map(copies_left, distinct_batches)) / samples, 2),
+        "copies_forced": round(1000 * copies_forced(distinct_batches) / samples, 2),
     }
 
 
