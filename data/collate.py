@@ -6,14 +6,17 @@ What is decided here:
 - Special tokens are added here, for shards hold ids without them. A document longer than the model reads is cut to a
   random window, drawn anew each epoch (Starbucks §4: "long documents cut to a random window"); queries and passages
   are cut at their end, as retrieval models are served.
+- A prompt stands between [CLS] and the text and counts towards the length; each source has its own (`data.tokens`
+  says when that equals tokenizing the joined text). Hashes are of the text as cut, without prompt or special tokens.
 - All draws are keyed by (seed, epoch, source, sample), see `data.masking`: a sample's batch entry does not depend on
-  the batch it is in.
+  the batch it is in, and what a sample would bring to a batch is known before there is one (`drawn_texts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -105,6 +108,8 @@ class PairBatch:
     scores: torch.Tensor | None  # float32 [n], graded pairs only
     query_hashes: torch.Tensor  # int64 [n], equal for equal texts
     passage_hashes: torch.Tensor  # int64 [m], equal for equal texts
+    known_hashes: torch.Tensor  # int64 [t]: of all known positives of each query, drawn or not
+    known_offsets: torch.Tensor  # int64 [n + 1]: where each query's known positives start
     sample_ids: torch.Tensor  # int64 [n]
 
     @property
@@ -179,50 +184,77 @@ class MaskedCollator:
         )
 
 
+class _Drawn(NamedTuple):
+    """One tuple as its batch holds it, all texts cut to what the model reads."""
+
+    query: np.ndarray
+    passages: list[np.ndarray]  # the drawn positive, then the drawn negatives
+    positives: list[np.ndarray]  # all that are known, drawn or not
+
+
 @dataclass(frozen=True, eq=False)
 class PairCollator:
     """Tuples -> PairBatch: one of a query's positives, and up to `num_negatives` of its negatives (ragged allowed)."""
 
     vocabulary: Vocabulary
     _: KW_ONLY
-    query_max_length: int  # tokens, special ones included
+    query_max_length: int  # tokens, prompt and special ones included
     passage_max_length: int
     num_negatives: int
     seed: int
+    graded: bool = False  # every pair has a score
+    query_prompts: Sequence[np.ndarray] = ()  # ids, one prompt a source; empty: none
+    passage_prompts: Sequence[np.ndarray] = ()
 
     def __post_init__(self) -> None:
-        _check_length("query_max_length", self.query_max_length)
-        _check_length("passage_max_length", self.passage_max_length)
+        _check_length("query_max_length", self.query_max_length, self.query_prompts)
+        _check_length("passage_max_length", self.passage_max_length, self.passage_prompts)
         if self.num_negatives < 0:
             raise DataError(f"num_negatives is {self.num_negatives}; give 0 or more")
 
     def __call__(self, samples: Sequence[Sample]) -> PairBatch:
-        keys = _keys(samples, self.seed)  # [n]
-        tuples = [sample.payload for sample in samples]
-        num_positives = np.asarray([item.num_positives for item in tuples], dtype=np.int64)
-        num_passages = np.asarray([len(item.passages) for item in tuples], dtype=np.int64)
-        positive_bits = draws(purpose_keys(keys, Purpose.POSITIVE), np.zeros(len(samples), dtype=np.uint64))
-        positives = integers(positive_bits, num_positives).tolist()
-        negatives = self._draw_negatives(keys, num_passages - num_positives)
-
-        room = self.passage_max_length - 2
-        passages = []
-        for item, positive, chosen in zip(tuples, positives, negatives):
-            passages.append(item.passages[positive][:room])
-            passages += [item.passages[item.num_positives + index][:room] for index in chosen]
-        queries = [item.query[: self.query_max_length - 2] for item in tuples]
-        passages_per_query = np.asarray([1 + len(chosen) for chosen in negatives], dtype=np.int64)
-        targets = np.cumsum(passages_per_query) - passages_per_query
+        drawn = self._draw(samples)
+        queries = [item.query for item in drawn]
+        passages = [text for item in drawn for text in item.passages]
+        known = [text for item in drawn for text in item.positives]
+        passages_per_query = np.asarray([len(item.passages) for item in drawn], dtype=np.int64)
+        passage_query = np.repeat(np.arange(len(samples)), passages_per_query)
+        sources = [sample.source for sample in samples]
         return PairBatch(
-            queries=_texts(queries, self.vocabulary),
-            passages=_texts(passages, self.vocabulary),
-            targets=torch.from_numpy(targets),
-            passage_query=torch.from_numpy(np.repeat(np.arange(len(samples)), passages_per_query)),
-            scores=_scores(tuples),
+            queries=self._with_prompts(queries, sources, self.query_prompts),
+            passages=self._with_prompts(passages, [sources[n] for n in passage_query.tolist()], self.passage_prompts),
+            targets=torch.from_numpy(np.cumsum(passages_per_query) - passages_per_query),
+            passage_query=torch.from_numpy(passage_query),
+            scores=_scores([sample.payload for sample in samples], graded=self.graded),
             query_hashes=torch.from_numpy(text_hashes(queries)),
             passage_hashes=torch.from_numpy(text_hashes(passages)),
+            known_hashes=torch.from_numpy(text_hashes(known)),
+            known_offsets=torch.from_numpy(_offsets([len(item.positives) for item in drawn])),
             sample_ids=_sample_ids(samples),
         )
+
+    def drawn_texts(self, samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+        """Hashes of all that each sample brings to its batch, whichever that is: (int64 [t], offsets int64 [n + 1])."""
+        drawn = self._draw(samples)
+        hashes = text_hashes([text for item in drawn for text in (item.query, *item.passages)])
+        return hashes, _offsets([1 + len(item.passages) for item in drawn])
+
+    def _draw(self, samples: Sequence[Sample]) -> list[_Drawn]:
+        keys = _keys(samples, self.seed)  # [n]
+        tuples: list[Tuple] = [sample.payload for sample in samples]
+        num_positives = np.asarray([item.num_positives for item in tuples], dtype=np.int64)
+        num_passages = np.asarray([len(item.passages) for item in tuples], dtype=np.int64)
+        bits = draws(purpose_keys(keys, Purpose.POSITIVE), np.zeros(len(samples), dtype=np.uint64))
+        choices = integers(bits, num_positives).tolist()
+        negatives = self._draw_negatives(keys, num_passages - num_positives)
+        drawn = []
+        for sample, item, choice, chosen in zip(samples, tuples, choices, negatives):
+            query_room = self.query_max_length - 2 - _prompt_length(self.query_prompts, sample.source)
+            room = self.passage_max_length - 2 - _prompt_length(self.passage_prompts, sample.source)
+            positives = [text[:room] for text in item.passages[: item.num_positives]]
+            others = [item.passages[item.num_positives + index][:room] for index in chosen]
+            drawn.append(_Drawn(item.query[:query_room], [positives[choice], *others], positives))
+        return drawn
 
     def _draw_negatives(self, keys: np.ndarray, num_available: np.ndarray) -> list[list[int]]:
         """Which of each query's negatives are taken, without replacement: those with the smallest draws."""
@@ -235,6 +267,14 @@ class PairCollator:
                 order = np.argsort(draws(streams[index : index + 1], np.arange(available)), kind="stable")
                 chosen.append(order[: self.num_negatives].tolist())
         return chosen
+
+    def _with_prompts(
+        self, texts: Sequence[np.ndarray], sources: Sequence[int], prompts: Sequence[np.ndarray]
+    ) -> Texts:
+        if prompts:
+            texts = [np.concatenate((prompts[source], text)) for source, text in zip(sources, texts)]
+        tokens, offsets = _with_specials(texts, self.vocabulary)
+        return Texts(torch.from_numpy(tokens), torch.from_numpy(offsets))
 
 
 def text_hashes(texts: Sequence[np.ndarray]) -> np.ndarray:
@@ -252,11 +292,27 @@ def text_hashes(texts: Sequence[np.ndarray]) -> np.ndarray:
     return mix64((totals[offsets[1:]] - totals[offsets[:-1]]) ^ mix64(lengths.astype(np.uint64))).view(np.int64)
 
 
-def _check_length(name: str, value: int) -> None:
+def _check_length(name: str, value: int, prompts: Sequence[np.ndarray] = ()) -> None:
     if value < 3:
         raise DataError(
             f"{name} is {value}, which leaves no room for text beside the two special tokens; give 3 or more"
         )
+    longest = max(map(len, prompts), default=0)
+    if value < 3 + longest:
+        raise DataError(
+            f"{name} is {value}, which leaves no room for text beside a prompt of {longest} tokens and the two special "
+            f"tokens; give {3 + longest} or more, or shorten the prompt"
+        )
+
+
+def _prompt_length(prompts: Sequence[np.ndarray], source: int) -> int:
+    return len(prompts[source]) if prompts else 0
+
+
+def _offsets(lengths: Sequence[int]) -> np.ndarray:
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
 def _keys(samples: Sequence[Sample], seed: int) -> np.ndarray:
@@ -274,8 +330,7 @@ def _sample_ids(samples: Sequence[Sample]) -> torch.Tensor:
 
 def _with_specials(texts: Sequence[np.ndarray], vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
     """(int32 tokens [T] with cls before and sep after each text, int64 offsets [n + 1])."""
-    offsets = np.zeros(len(texts) + 1, dtype=np.int64)
-    np.cumsum([len(text) + 2 for text in texts], out=offsets[1:])
+    offsets = _offsets([len(text) + 2 for text in texts])
     tokens = np.empty(int(offsets[-1]), dtype=np.int32)
     inside = np.ones(len(tokens), dtype=bool)
     for border, special_id in ((offsets[:-1], vocabulary.cls_id), (offsets[1:] - 1, vocabulary.sep_id)):
@@ -286,16 +341,11 @@ def _with_specials(texts: Sequence[np.ndarray], vocabulary: Vocabulary) -> tuple
     return tokens, offsets
 
 
-def _texts(texts: Sequence[np.ndarray], vocabulary: Vocabulary) -> Texts:
-    tokens, offsets = _with_specials(texts, vocabulary)
-    return Texts(torch.from_numpy(tokens), torch.from_numpy(offsets))
-
-
-def _scores(tuples: Sequence[Tuple]) -> torch.Tensor | None:
-    scores = [item.score for item in tuples]
-    graded = [score for score in scores if score is not None]
-    if graded and len(graded) < len(scores):
+def _scores(tuples: Sequence[Tuple], *, graded: bool) -> torch.Tensor | None:
+    scores = [item.score for item in tuples if item.score is not None]
+    if len(scores) != (len(tuples) if graded else 0):
         raise DataError(
-            "a batch mixes graded and ungraded pairs, for which there is no common loss; train on them in separate runs"
+            f"{len(scores)} of {len(tuples)} pairs have a score where {'all' if graded else 'none'} should; graded and "
+            "ungraded pairs have no common loss, so train on them in separate runs"
         )
-    return torch.tensor(graded, dtype=torch.float32) if graded else None
+    return torch.tensor(scores, dtype=torch.float32) if graded else None

@@ -7,7 +7,8 @@ spread over thousands of positions, while reading touches a few shards at a time
 sample exactly once an epoch, uneven shards included, and nothing here knows of ranks or workers.
 
 Mixtures repeat one cycle of sum(weights) positions in which source k stands exactly weights[k] times, each of its
-places as near as possible to even spacing (places sorted by (j + 1/2) / weights[k]).
+places as near as possible to even spacing (places sorted by (j + 1/2) / weights[k]). The positions are samples, or
+whole batches where every batch is to come from one source.
 
 Random numbers are raw Philox words under a key of (seed, domain) and a counter of (source, epoch, item): numpy
 guarantees that stream for good, which it does not for Generator methods (NEP 19), and old checkpoints must find their
@@ -149,6 +150,11 @@ class Mixture:
         sources = self.pattern[places]
         return sources, cycles * self._counts[sources] + self._before[places]
 
+    def taken(self, positions: int) -> np.ndarray:
+        """How many of the first `positions` positions each source has: int64 [sources]."""
+        cycles, rest = divmod(positions, len(self.pattern))
+        return cycles * self._counts + np.bincount(self.pattern[:rest], minlength=len(self.weights))
+
 
 def interleave(weights: Sequence[int]) -> np.ndarray:
     """The source at each position of one cycle, int16 [sum(weights)]: source k weights[k] times, evenly spread."""
@@ -188,20 +194,26 @@ def integer_weights(weights: Sequence[float]) -> list[int]:
     return [int(count) // divisor for count in counts]
 
 
-def rank_share(first: int, *, global_batch_size: int, rank: int, world_size: int) -> np.ndarray:
-    """The positions, int64 [global_batch_size / world_size], that a rank takes of the batch that starts at `first`.
+def tempered_weights(sizes: Sequence[int], temperature: float) -> list[float]:
+    """Mixture weights proportional to size^(1 / temperature): at 1 the sizes themselves, towards infinity all equal."""
+    if not 1 <= temperature < float("inf"):
+        raise DataError(f"mixture temperature {temperature} must be a number of at least 1")
+    if temperature == 1:
+        return list(sizes)
+    return [(size / max(sizes)) ** (1 / temperature) for size in sizes]
+
+
+def rank_share(first: int, *, batch_size: int, rank: int, world_size: int) -> np.ndarray:
+    """The positions, int64 [n], that a rank takes of the global batch of `batch_size` samples that starts at `first`.
 
     The shares are contiguous: joined in the order of the ranks, they are the same global batch for every world size.
+    Where a batch does not divide, the first ranks take one sample more; a rank may get none of a short batch.
     """
-    if global_batch_size < 1 or global_batch_size % world_size:
-        raise DataError(
-            f"global_batch_size {global_batch_size} does not divide over {world_size} ranks; "
-            f"use a multiple of {world_size}"
-        )
     if not 0 <= rank < world_size:
         raise DataError(f"rank {rank} is not below world_size {world_size}; check the launcher's environment")
-    share = global_batch_size // world_size
-    return np.arange(first + rank * share, first + (rank + 1) * share, dtype=np.int64)
+    share, spare = divmod(batch_size, world_size)
+    start = first + rank * share + min(rank, spare)
+    return np.arange(start, start + share + (rank < spare), dtype=np.int64)
 
 
 def check_seed(seed: int) -> int:

@@ -1,9 +1,15 @@
-"""An endless stream of batches whose state is a few global numbers.
+"""A stream of batches whose state is a few global numbers.
 
 Position g of the stream is a pure function of (seed, weights, manifests): the mixture says which source and which index
 within it, that source's epoch order says which sample. Step s takes positions [s·B, (s+1)·B), each rank a contiguous
 share, so the global batches are the same for every number of ranks and of loader workers. Epochs flow into each other
-(a batch may straddle the end); each source counts its own.
+(a batch may straddle the end); each source counts its own. A stream is endless, or ends after `total_samples` with a
+batch of what remains.
+
+Batches fall into lanes: one lane of everything, or, where every batch is to come from one dataset, a lane a source, to
+which the mixture gives whole batches in turn. A lane is a sequence of places, cut into batches in that order. Where
+batches are to hold no duplicates, each window of WINDOW_BATCHES batches of a lane is rearranged (data/duplicates.py),
+which needs the texts of that window and nothing before it: a seek costs one window.
 
 The state counts samples DELIVERED to the caller; what workers have prefetched is made again after a resume, at once,
 since nothing is read forward. Workers are a plain DataLoader: worker w of n makes the steps s ≡ w (mod n), and
@@ -15,14 +21,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from data.duplicates import separate
 from data.errors import DataError
-from data.order import EpochOrder, Mixture, check_seed, integer_weights, rank_share, sample_rng
+from data.order import EpochOrder, Mixture, check_seed, integer_weights, rank_share, sample_rng, tempered_weights
 from data.shards import ShardFolder
 
 __all__ = ["Sample", "Stream", "sample_rng"]
@@ -32,6 +39,14 @@ logger = logging.getLogger(__name__)
 Batch = TypeVar("Batch")
 
 PREFETCHED_STEPS_PER_WORKER = 4
+# Batches that exchange samples so that none repeats a text: room for a text's 16 copies, and what a seek must hash.
+WINDOW_BATCHES = 16
+# Samples hashed at once, so that a window of any size fits in memory.
+HASHED_SAMPLES = 4096
+
+Batches = Literal["mixed", "one_dataset"]
+# The hashes of the texts that each sample brings to its batch: (int64 [t], offsets int64 [n + 1]).
+TextHashes = Callable[[Sequence["Sample"]], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +61,12 @@ class Sample:
 
 
 class Stream(Iterator[Batch], Generic[Batch]):
-    """This rank's share of every step's batch, without end: `collate` turns its list of samples into a batch.
+    """This rank's share of every step's batch: `collate` turns its list of samples, which may be empty, into a batch.
 
-    `weights` are proportions of samples; without them every source counts by its size, so that all epochs keep pace.
+    `weights` are proportions of samples; without them every source counts by its size to the power of
+    1 / `mixture_temperature`, so that at 1 all epochs keep pace. `batches` "one_dataset": all samples of a global batch
+    are of one source. With `distinct_texts`, no two samples of a global batch share a text, as far as a window allows;
+    `repeats` counts the rest. `total_samples`: where the stream ends; None: never.
     """
 
     def __init__(
@@ -61,6 +79,10 @@ class Stream(Iterator[Batch], Generic[Batch]):
         rank: int = 0,
         world_size: int = 1,
         weights: Sequence[float] | None = None,
+        mixture_temperature: float = 1.0,
+        batches: Batches = "mixed",
+        distinct_texts: TextHashes | None = None,
+        total_samples: int | None = None,
         num_workers: int = 0,
         shuffle: bool = True,
     ) -> None:
@@ -68,8 +90,16 @@ class Stream(Iterator[Batch], Generic[Batch]):
             raise DataError("a stream needs at least one shard folder; name one")
         if weights is not None and len(weights) != len(sources):
             raise DataError(f"{len(weights)} weights are given for {len(sources)} shard folders; give one a folder")
+        if weights is not None and mixture_temperature != 1:
+            raise DataError(
+                f"weights {list(weights)} and mixture_temperature {mixture_temperature} both say how to mix; give one"
+            )
         if num_workers < 0:
             raise DataError(f"num_workers {num_workers} is negative; use 0 to read in the training process")
+        if global_batch_size < 1 or (total_samples is not None and total_samples < 1):
+            raise DataError(
+                f"global_batch_size {global_batch_size} and total_samples {total_samples} must be at least 1"
+            )
         for other in sources[1:]:
             for what, mine, theirs in (
                 ("kind", sources[0].kind, other.kind),
@@ -80,10 +110,13 @@ class Stream(Iterator[Batch], Generic[Batch]):
                     raise DataError(
                         f"shard folders {sources[0].path} and {other.path} differ in {what}; mix folders of one {what}"
                     )
-        rank_share(0, global_batch_size=global_batch_size, rank=rank, world_size=world_size)
+        rank_share(0, batch_size=global_batch_size, rank=rank, world_size=world_size)
         self.samples_per_epoch = sum(source.num_samples for source in sources)
         self.global_batch_size = global_batch_size
-        self.weights = integer_weights(weights or [source.num_samples for source in sources])
+        self.total_samples = total_samples
+        self.repeats = 0  # samples delivered since the start of this process that share a text with another of theirs
+        sizes = [source.num_samples for source in sources]
+        self.weights = integer_weights(weights or tempered_weights(sizes, mixture_temperature))
         self._source = _Steps(
             sources=list(sources),
             orders=[
@@ -95,6 +128,9 @@ class Stream(Iterator[Batch], Generic[Batch]):
             global_batch_size=global_batch_size,
             rank=rank,
             world_size=world_size,
+            batches=batches,
+            distinct_texts=distinct_texts,
+            total_samples=total_samples,
         )
         self._seed = seed
         self._shuffle = shuffle
@@ -103,18 +139,39 @@ class Stream(Iterator[Batch], Generic[Batch]):
         self._batches: Iterator[Any] | None = None
 
     def __next__(self) -> Batch:
+        if self._consumed == self.total_samples:
+            raise StopIteration
         if self._batches is None:
             self._batches = self._start()
         try:
-            batch = next(self._batches)
-            if isinstance(batch, _Failure):
-                raise batch.error
+            delivery = next(self._batches)
+            if isinstance(delivery, _Failure):
+                raise delivery.error
         except BaseException:
             # A generator or worker that raised has ended; whoever goes on regardless starts again at this step.
             self.close()
             raise
-        self._consumed += self.global_batch_size
-        return batch
+        self._count_repeats(delivery)
+        self._consumed += delivery.batch_size
+        return delivery.batch
+
+    def _count_repeats(self, delivery: _Delivery) -> None:
+        if delivery.repeats and not self.repeats and self._source.rank == 0:
+            logger.warning(
+                "%d of the %d samples of the batch at sample %d share a text with another of them: %d batches hold too "
+                "many copies to part them (said once)",
+                delivery.repeats,
+                delivery.batch_size,
+                self._consumed,
+                WINDOW_BATCHES,
+            )
+        self.repeats += delivery.repeats
+
+    @property
+    def num_steps(self) -> int:
+        """Batches from the first sample to the last, a short one included."""
+        assert self.total_samples is not None, "an endless stream has no number of steps"
+        return -(-self.total_samples // self.global_batch_size)
 
     @property
     def samples(self) -> int:
@@ -135,6 +192,9 @@ class Stream(Iterator[Batch], Generic[Batch]):
             "fingerprints": [source.fingerprint for source in self._source.sources],
             "weights": list(self.weights),
             "shuffle": self._shuffle,
+            "batches": self._source.batches,
+            "no_duplicates": self._source.distinct_texts is not None,
+            "total_samples": self.total_samples,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -145,7 +205,12 @@ class Stream(Iterator[Batch], Generic[Batch]):
             "fingerprints": "resume with the very shard folders of the run, in their order",
             "weights": "resume with the weights of the run",
             "shuffle": "resume with the shuffling of the run",
+            "batches": "resume with the kind of batches of the run",
+            "no_duplicates": "resume as the run was started",
+            "total_samples": "resume with the length of the run",
         }
+        if self._source.order_needs_batch_size:
+            mends["global_batch_size"] = "where batches decide the order, resume with the batch size of the run"
         for key, mend in mends.items():
             if state.get(key) != mine[key]:
                 raise DataError(
@@ -185,7 +250,10 @@ class Stream(Iterator[Batch], Generic[Batch]):
 
 
 class _Steps(IterableDataset):
-    """The batches of one rank from position `first` on: all of them, or every n-th in one of n loader workers."""
+    """The batches of one rank from position `first` on: all of them, or every n-th in one of n loader workers.
+
+    Iterating yields a `_Delivery` a step.
+    """
 
     def __init__(
         self,
@@ -197,6 +265,9 @@ class _Steps(IterableDataset):
         global_batch_size: int,
         rank: int,
         world_size: int,
+        batches: Batches,
+        distinct_texts: TextHashes | None,
+        total_samples: int | None,
     ) -> None:
         self.sources = sources
         self.orders = orders
@@ -205,7 +276,16 @@ class _Steps(IterableDataset):
         self.global_batch_size = global_batch_size
         self.rank = rank
         self.world_size = world_size
+        self.batches = batches
+        self.distinct_texts = distinct_texts
+        self.total_samples = total_samples
         self.first = 0
+        # Lane -> the window it stands in: its first place, the place of each of its samples, and what it left repeated.
+        self._windows: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}
+
+    @property
+    def order_needs_batch_size(self) -> bool:
+        return self.batches == "one_dataset" or self.distinct_texts is not None
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
@@ -213,17 +293,71 @@ class _Steps(IterableDataset):
             return self._batches(self.first, every=1)
         return _with_failures(self._batches(self.first + worker.id * self.global_batch_size, every=worker.num_workers))
 
-    def _batches(self, first: int, *, every: int) -> Iterator[Any]:
-        while True:
-            positions = rank_share(
-                first, global_batch_size=self.global_batch_size, rank=self.rank, world_size=self.world_size
-            )
-            yield self.collate(self._samples(positions))
+    def _batches(self, first: int, *, every: int) -> Iterator[_Delivery]:
+        while self.total_samples is None or first < self.total_samples:
+            batch_size = self._size(first)
+            positions = rank_share(first, batch_size=batch_size, rank=self.rank, world_size=self.world_size)
+            lane, start = self._lane(first)
+            places, repeats = positions - first + start, 0
+            if self.distinct_texts is not None:
+                places, repeats = self._rearranged(lane, places, start)
+            yield _Delivery(self.collate(self._samples(lane, places, positions)), batch_size, repeats)
             first += every * self.global_batch_size
 
-    def _samples(self, positions: np.ndarray) -> list[Sample]:
-        samples: list[Sample | None] = [None] * len(positions)
-        source_of, index_within = self.mixture.locate(positions)
+    def _size(self, first: int) -> int:
+        """Samples of the global batch that starts at position `first`."""
+        if self.total_samples is None:
+            return self.global_batch_size
+        return min(self.global_batch_size, self.total_samples - first)
+
+    def _lane(self, first: int) -> tuple[int, int]:
+        """The lane of the global batch that starts at position `first`, and the batch's first place in it."""
+        if self.batches == "mixed":
+            return 0, first
+        lane, batch = self.mixture.locate(np.asarray([first // self.global_batch_size]))
+        return int(lane[0]), int(batch[0]) * self.global_batch_size
+
+    def _lane_end(self, lane: int) -> int | None:
+        """The places of a lane; the stream's last batch, which may be short, is the last of its lane."""
+        if self.total_samples is None or self.batches == "mixed":
+            return self.total_samples
+        num_steps = -(-self.total_samples // self.global_batch_size)
+        last = (num_steps - 1) * self.global_batch_size
+        missing = self.global_batch_size - self._size(last) if self._lane(last)[0] == lane else 0
+        return int(self.mixture.taken(num_steps)[lane]) * self.global_batch_size - missing
+
+    def _rearranged(self, lane: int, places: np.ndarray, start: int) -> tuple[np.ndarray, int]:
+        """(Where the samples for `places` stand before the window's exchange, samples that stay repeated.)
+
+        start: the first place of the global batch that `places` are of.
+        """
+        samples_per_window = WINDOW_BATCHES * self.global_batch_size
+        window = start - start % samples_per_window
+        if lane not in self._windows or self._windows[lane][0] != window:
+            end = self._lane_end(lane)
+            stop = window + samples_per_window if end is None else min(window + samples_per_window, end)
+            self._windows[lane] = (window, *self._exchange(lane, window, stop))
+        _, order, repeats = self._windows[lane]
+        return window + order[places - window], int(repeats[(start - window) // self.global_batch_size])
+
+    def _exchange(self, lane: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        assert self.distinct_texts is not None
+        hashes, counts = [], []
+        for first in range(start, stop, HASHED_SAMPLES):
+            places = np.arange(first, min(first + HASHED_SAMPLES, stop))
+            block, offsets = self.distinct_texts(self._samples(lane, places, places))
+            hashes.append(block)
+            counts.append(np.diff(offsets))
+        offsets = np.concatenate(([0], np.cumsum(np.concatenate(counts))))
+        return separate(np.concatenate(hashes), offsets, batch_size=self.global_batch_size)
+
+    def _samples(self, lane: int, places: np.ndarray, positions: np.ndarray) -> list[Sample]:
+        """The samples at `places` [n] of a lane, which are delivered at `positions` [n] of the stream."""
+        samples: list[Sample | None] = [None] * len(places)
+        if self.batches == "mixed":
+            source_of, index_within = self.mixture.locate(places)
+        else:
+            source_of, index_within = np.full(len(places), lane), places
         for number, (source, order) in enumerate(zip(self.sources, self.orders)):
             chosen = np.flatnonzero(source_of == number)
             epochs, within = np.divmod(index_within[chosen], source.num_samples)
@@ -233,7 +367,16 @@ class _Steps(IterableDataset):
             rows = zip(chosen.tolist(), indices.tolist(), epochs.tolist(), source.samples(indices))
             for row, index, epoch, payload in rows:
                 samples[row] = Sample(number, index, epoch, int(positions[row]), payload)
-        return samples  # type: ignore[return-value]  # every position belongs to one source
+        return samples  # type: ignore[return-value]  # every place belongs to one source
+
+
+@dataclass(frozen=True)
+class _Delivery:
+    """One rank's batch, and what is true of the whole global batch."""
+
+    batch: Any
+    batch_size: int  # samples, over all ranks
+    repeats: int  # samples that share a text with another one
 
 
 @dataclass(frozen=True)

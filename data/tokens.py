@@ -4,6 +4,8 @@ The fingerprint is the sha256 of the fast tokenizer's JSON without "truncation" 
 whenever somebody makes one padded call, and they do not change which ids a text gets.
 Whole-word masking (Starbucks §4, after BERT's whole-word masking) needs word boundaries from ids alone, because shards
 hold ids: WordPiece marks continuations with "##", byte-level BPE and SentencePiece mark word starts with a space sign.
+A prompt is tokenized once and put before ids that were tokenized without it, though evaluation tokenizes the joined
+text; `prompt_ids` refuses a prompt for which the two differ.
 Torch is not needed here; transformers is imported only when a tokenizer is loaded.
 """
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 # How byte-level BPE writes the white-space bytes: space, newline, tab, carriage return.
 BYTE_LEVEL_SPACES = ("Ġ", "Ċ", "ĉ", "č")
+# Beginnings of texts that a prompt is tried with.
+TEXT_BEGINNINGS = ("the first", "what is a", "A man in", "In this", "7 of them")
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +105,31 @@ def load_tokenizer(name_or_folder: str | Path) -> PreTrainedTokenizerFast:
         ) from error
     _require_fast(tokenizer)
     return tokenizer
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, prompt: str) -> np.ndarray:
+    """What a prompt adds before a text's own ids, without special tokens: int64 [p].
+
+    WordPiece drops the space at a prompt's end and splits at every sign, so a prompt that ends in a space or a sign
+    agrees with the joined text. Where a text's first word is tokenized with a space before it (SentencePiece), so is
+    the joined text's. Byte-level BPE makes the space a part of the next word, whose ids then differ: refused.
+    """
+    _require_fast(tokenizer)
+
+    def ids(text: str) -> list[int]:
+        return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+    found = set()
+    for text in TEXT_BEGINNINGS if prompt else ():
+        own, joined = ids(text), ids(prompt + text)
+        found.add(tuple(joined[: -len(own)]) if joined[-len(own) :] == own else None)
+    # A letter joins the next word whatever comes, though some words may still be cut at the seam.
+    if prompt[-1:].isalnum() or None in found or len(found) > 1 or (found == {()} and prompt.strip()):
+        raise DataError(
+            f"prompt {prompt!r} runs into the first word of a text with tokenizer {tokenizer.name_or_path!r}; "
+            "end it in ': ', ':' or a line break, whichever this tokenizer keeps apart"
+        )
+    return np.asarray(next(iter(found), ()), dtype=np.int64)
 
 
 def _require_fast(tokenizer: Any) -> None:

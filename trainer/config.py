@@ -50,9 +50,14 @@ class ModelConfig:
 class DataConfig:
     shards: list[str] = field(default_factory=list)  # folders written by data.prepare
     weights: list[float] = field(default_factory=list)  # of each folder in the mixture; empty: by its sample count
+    mixture_temperature: float = 1.0  # without weights: shares ∝ samples^(1/this); 1: by samples, large: all alike
+    batches: str = "mixed"  # mixed | one_dataset: every global batch is of one folder, the folders in turn
+    no_duplicates: bool = False  # no text twice in a global batch: samples change places with nearby batches
     max_length: int = 512  # tokens of a pre-training text, special tokens included
-    query_max_length: int = 64
+    query_max_length: int = 64  # of a query, its prompt and special tokens included
     passage_max_length: int = 256
+    query_prompts: list[str] = field(default_factory=list)  # before the text: none, one for all folders, or one each
+    passage_prompts: list[str] = field(default_factory=list)
     num_negatives: int = 0  # hard negatives a query, drawn from those in the shards
     num_workers: int = 1  # loader processes a rank
     shuffle: bool = True
@@ -159,6 +164,7 @@ _CHOICES = {
     "run.resume": ("never", "auto", "required"),
     "model.pooling": ("cls", "mean"),
     "model.attention": ("auto", "eager", "sdpa", "flash_attention_2", "packed"),
+    "data.batches": ("mixed", "one_dataset"),
     "objective.name": ("masked", "contrastive"),
     "objective.sizes": ("ladder", "full", "one", "mrl", "adaptive_layers", "two_d"),
     "objective.reduction": ("mean", "sum"),
@@ -170,6 +176,7 @@ _CHOICES = {
 }
 _AT_LEAST = {
     "run.seed": 0,
+    "data.mixture_temperature": 1,
     "data.max_length": 4,
     "data.query_max_length": 4,
     "data.passage_max_length": 4,
@@ -294,6 +301,7 @@ def check(recipe: Recipe) -> None:
         )
     if any(not weight > 0 for weight in recipe.data.weights):
         raise ConfigError(f"data.weights = {recipe.data.weights} must all be above 0")
+    _check_feed(recipe)
     if bool(recipe.model.source) == bool(recipe.model.config):
         raise ConfigError("give either model.source (a folder or hub name) or [model.config] (from scratch), not both")
     if recipe.train.steps == 0 and not recipe.train.epochs > 0:
@@ -313,19 +321,33 @@ def check(recipe: Recipe) -> None:
         )
 
 
-def check_world(recipe: Recipe, world_size: int) -> None:
-    """The global batch must split evenly over ranks and micro-batches."""
-    total, micro = recipe.train.global_batch_size, recipe.train.micro_batch_size
-    if total % world_size:
+def _check_feed(recipe: Recipe) -> None:
+    """How folders are mixed and what stands before their texts."""
+    data, masked = recipe.data, recipe.objective.name == "masked"
+    if data.weights and data.mixture_temperature != 1:
         raise ConfigError(
-            f"train.global_batch_size = {total} does not divide over {world_size} ranks; "
-            f"use a multiple of {world_size}, such as {max(1, round(total / world_size)) * world_size}"
+            f"data.mixture_temperature = {data.mixture_temperature} and data.weights both say how folders are mixed; "
+            "give one of them"
         )
-    share = total // world_size
-    if share % micro and share > micro:
+    for name, prompts in (("query_prompts", data.query_prompts), ("passage_prompts", data.passage_prompts)):
+        if prompts and masked:
+            raise ConfigError(f"data.{name} = {prompts} is for fine-tuning; pre-training reads documents as they are")
+        if len(prompts) not in (0, 1, len(data.shards)):
+            raise ConfigError(
+                f"data.{name} has {len(prompts)} entries for {len(data.shards)} folders in data.shards; "
+                "give one a folder, one for all, or none"
+            )
+    if data.no_duplicates and masked:
+        raise ConfigError("data.no_duplicates = true is for fine-tuning, where a batch's other texts are negatives")
+
+
+def check_world(recipe: Recipe, world_size: int) -> None:
+    """Every rank must get samples of a full global batch; shares need not be equal."""
+    total = recipe.train.global_batch_size
+    if total < world_size:
         raise ConfigError(
-            f"each rank's share of {share} samples does not divide by train.micro_batch_size = {micro}; "
-            f"use a divisor of {share}"
+            f"train.global_batch_size = {total} leaves some of {world_size} ranks without a sample; "
+            f"use {world_size} or more, or fewer ranks"
         )
 
 

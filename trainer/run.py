@@ -12,7 +12,6 @@ import functools
 import importlib.metadata
 import json
 import logging
-import math
 import os
 import platform
 import shutil
@@ -21,7 +20,7 @@ import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,10 +30,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from data.collate import MaskedCollator, PairCollator
+from data.errors import DataError
 from data.files import write_atomically
 from data.shards import ShardFolder
-from data.stream import Stream
-from data.tokens import load_tokenizer
+from data.stream import Batches, Stream
+from data.tokens import load_tokenizer, prompt_ids
 from models.encoder import (
     EmbeddingSettings,
     Encoder,
@@ -119,9 +119,7 @@ def execute(recipe: Recipe) -> Path:
     if world.is_main:
         write_atomically(Path(recipe.run.output) / "ds_config.json", json.dumps(engine.ds_config, indent=2) + "\n")
 
-    total_steps = recipe.train.steps or math.ceil(
-        recipe.train.epochs * stream.samples_per_epoch / recipe.train.global_batch_size
-    )
+    total_steps = recipe.train.steps or stream.num_steps
     checkpointer = Checkpointer(
         Path(recipe.run.output) / "checkpoints", recipe.checkpoint.every_steps, recipe.checkpoint.keep
     )
@@ -217,16 +215,24 @@ def _open_shards(recipe: Recipe) -> list[ShardFolder]:
 
 
 def _open_stream(recipe: Recipe, sources: Sequence[ShardFolder], *, rank: int, world_size: int) -> Stream:
+    data, samples_per_epoch = recipe.data, sum(source.num_samples for source in sources)
+    collate = _collator(recipe, sources)
+    if rank == 0 and max(len(set(data.query_prompts)), len(set(data.passage_prompts))) > 1:
+        log.warning("the folders' prompts differ, so barista.json will name none; write the one to embed with into it")
     return Stream(
         sources,
-        collate=_collator(recipe, sources[0].vocabulary),
+        collate=collate,
         seed=recipe.run.seed,
         global_batch_size=recipe.train.global_batch_size,
         rank=rank,
         world_size=world_size,
-        weights=recipe.data.weights or None,
-        num_workers=recipe.data.num_workers,
-        shuffle=recipe.data.shuffle,
+        weights=data.weights or None,
+        mixture_temperature=data.mixture_temperature,
+        batches=cast(Batches, data.batches),
+        distinct_texts=collate.drawn_texts if data.no_duplicates and isinstance(collate, PairCollator) else None,
+        total_samples=None if recipe.train.steps else max(1, round(recipe.train.epochs * samples_per_epoch)),
+        num_workers=data.num_workers,
+        shuffle=data.shuffle,
     )
 
 
@@ -310,8 +316,8 @@ def _check_lengths(recipe: Recipe, encoder: Encoder) -> None:
             raise ConfigError(f"data.{name} = {getattr(recipe.data, name)} is beyond the encoder's {room} positions")
 
 
-def _collator(recipe: Recipe, vocabulary: Any) -> MaskedCollator | PairCollator:
-    chosen = recipe.objective
+def _collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> MaskedCollator | PairCollator:
+    chosen, vocabulary = recipe.objective, sources[0].vocabulary
     if chosen.name == "masked":
         if vocabulary.mask_id is None:
             raise ConfigError("the shards' tokenizer has no mask token; prepare the data with one that has")
@@ -329,7 +335,22 @@ def _collator(recipe: Recipe, vocabulary: Any) -> MaskedCollator | PairCollator:
         passage_max_length=recipe.data.passage_max_length,
         num_negatives=recipe.data.num_negatives,
         seed=recipe.run.seed,
+        graded=sources[0].graded,
+        query_prompts=_prompt_ids("query_prompts", recipe.data.query_prompts, sources),
+        passage_prompts=_prompt_ids("passage_prompts", recipe.data.passage_prompts, sources),
     )
+
+
+def _prompt_ids(name: str, prompts: Sequence[str], sources: Sequence[ShardFolder]) -> list[np.ndarray]:
+    """The ids of each folder's prompt; none at all where there are no prompts."""
+    if not any(prompts):
+        return []
+    tokenizer = load_tokenizer(sources[0].tokenizer_path)
+    try:
+        found = [prompt_ids(tokenizer, prompt) for prompt in prompts]
+    except DataError as error:
+        raise ConfigError(f"data.{name}: {error}") from None
+    return found * len(sources) if len(found) == 1 else found
 
 
 def _save(checkpointer: Checkpointer, engine: Engine, state: TrainState, stream: Stream) -> None:
@@ -374,8 +395,15 @@ def embedding_settings(recipe: Recipe) -> EmbeddingSettings:
         ladder=tuple((size.layers, size.dim) for size in ladder),
         query_max_length=recipe.data.max_length if masked else recipe.data.query_max_length,
         passage_max_length=recipe.data.max_length if masked else recipe.data.passage_max_length,
+        query_prompt=_common(recipe.data.query_prompts),
+        passage_prompt=_common(recipe.data.passage_prompts),
         temperature=recipe.objective.temperature,
     )
+
+
+def _common(prompts: Sequence[str]) -> str:
+    """The prompt that all folders share, or none."""
+    return prompts[0] if len(set(prompts)) == 1 else ""
 
 
 def _write_run_folder(recipe: Recipe, world: World) -> None:

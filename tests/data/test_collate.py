@@ -159,12 +159,15 @@ def test_positives_and_negatives_are_drawn_uniformly(vocabulary: Vocabulary) -> 
 
 
 def test_scores_of_graded_pairs(vocabulary: Vocabulary) -> None:
-    collate = PairCollator(vocabulary, query_max_length=8, passage_max_length=8, num_negatives=0, seed=3)
+    settings = {"query_max_length": 8, "passage_max_length": 8, "num_negatives": 0, "seed": 3}
+    collate = PairCollator(vocabulary, **settings, graded=True)  # type: ignore[arg-type]
     batch = collate(tuples([(1, 0)] * 2, score=2.5))
     assert batch.scores is not None and batch.scores.dtype == torch.float32
     assert batch.scores.tolist() == [2.5, 2.5]
-    with pytest.raises(DataError, match="graded and ungraded"):
-        collate(tuples([(1, 0)], score=0.5) + tuples([(1, 0)]))
+    for graded in (True, False):
+        with pytest.raises(DataError, match="graded and ungraded"):
+            mixed = tuples([(1, 0)], score=0.5) + tuples([(1, 0)])
+            PairCollator(vocabulary, **settings, graded=graded)(mixed)  # type: ignore[arg-type]
 
 
 def test_equal_texts_and_only_they_have_equal_hashes() -> None:
@@ -188,6 +191,94 @@ def test_hashes_are_those_of_the_text_the_model_sees(vocabulary: Vocabulary) -> 
     assert batch.query_hashes[0] == batch.query_hashes[1]
     assert batch.passage_hashes[0] == batch.passage_hashes[1]
     assert batch.query_hashes[0] != batch.passage_hashes[0]
+
+
+def test_all_known_positives_are_listed_as_the_model_reads_them(vocabulary: Vocabulary) -> None:
+    shapes = [(1, 3), (2, 0), (3, 9), (1, 0)]
+    samples = tuples(shapes)
+    collate = PairCollator(vocabulary, query_max_length=5, passage_max_length=4, num_negatives=2, seed=3)
+    batch = collate(samples)
+    assert batch.known_offsets.tolist() == [0, 1, 3, 6, 7]
+    assert batch.known_hashes.dtype == batch.known_offsets.dtype == torch.int64
+    expected = [text[:2] for sample in samples for text in sample.payload.passages[: sample.payload.num_positives]]
+    assert batch.known_hashes.tolist() == text_hashes(expected).tolist()
+    # Negative control: uncut, they are other texts.
+    uncut = [text for sample in samples for text in sample.payload.passages[: sample.payload.num_positives]]
+    assert not set(batch.known_hashes.tolist()) & set(text_hashes(uncut).tolist())
+    for query, (start, end) in enumerate(zip(batch.known_offsets.tolist(), batch.known_offsets.tolist()[1:])):
+        mine = batch.passage_hashes[batch.passage_query == query].tolist()
+        known = batch.known_hashes[start:end].tolist()
+        assert mine[0] in known and not set(mine[1:]) & set(known)
+
+
+def test_drawn_texts_are_those_of_the_batch(vocabulary: Vocabulary) -> None:
+    samples = tuples([(1, 3), (2, 0), (3, 9), (1, 1)], epoch=4)
+    collate = PairCollator(vocabulary, query_max_length=5, passage_max_length=4, num_negatives=2, seed=3)
+    hashes, offsets = collate.drawn_texts(samples)
+    batch = collate(samples[::-1])
+    assert hashes.dtype == offsets.dtype == np.int64
+    for index in range(4):
+        row = 3 - index
+        mine = [int(batch.query_hashes[row]), *batch.passage_hashes[batch.passage_query == row].tolist()]
+        assert hashes[offsets[index] : offsets[index + 1]].tolist() == mine
+    later, _ = collate.drawn_texts(tuples([(1, 3), (2, 0), (3, 9), (1, 1)], epoch=5))
+    assert later.tolist() != hashes.tolist(), "another epoch draws others"
+
+
+def test_prompts_stand_after_cls_and_count_towards_the_length(vocabulary: Vocabulary) -> None:
+    samples = tuples([(1, 1)] * 2)
+    samples[1] = Sample(1, *[getattr(samples[1], name) for name in ("index", "epoch", "position", "payload")])
+    settings = {"query_max_length": 7, "passage_max_length": 6, "num_negatives": 1, "seed": 3}
+    bare = PairCollator(vocabulary, **settings)(samples)  # type: ignore[arg-type]
+    prompts = {
+        "query_prompts": [np.array([70, 71]), np.array([], dtype=np.int64)],
+        "passage_prompts": [np.array([72]), np.array([73, 74])],
+    }
+    collate = PairCollator(vocabulary, **settings, **prompts)  # type: ignore[arg-type]
+    batch = collate(samples)
+    queries, _ = batch.queries.pad(torch.arange(2), pad_id=0)
+    assert queries.tolist() == [[CLS, 70, 71, 50, 50, 50, SEP], [CLS, 51, 51, 51, 51, 51, SEP]]
+    passages, _ = batch.passages.pad(torch.arange(4), pad_id=0)
+    assert passages[:, :3].tolist() == [[CLS, 72, 100]] * 2 + [[CLS, 73, 74]] * 2
+    assert passages.shape[1] == 6 and (passages[:, 5] == SEP).all()
+    # Hashes are of the text that is left, without its prompt.
+    assert batch.query_hashes.tolist() == text_hashes([np.array([50] * 3), np.array([51] * 5)]).tolist()
+    assert batch.query_hashes[1] == bare.query_hashes[1] and batch.query_hashes[0] != bare.query_hashes[0]
+    rest = [samples[0].payload.passages[0][:3], samples[1].payload.passages[0][:2]]
+    assert batch.known_hashes.tolist() == text_hashes(rest).tolist()
+    assert collate.drawn_texts(samples)[0][[0, 3]].tolist() == batch.query_hashes.tolist()
+    for name, length in (("query", 4), ("passage", 4)):
+        with pytest.raises(DataError, match=f"{name}_max_length is {length}.*prompt of 2 tokens.*give 5 or more"):
+            PairCollator(vocabulary, **{**settings, f"{name}_max_length": length}, **prompts)  # type: ignore[arg-type]
+
+
+def test_no_samples_make_an_empty_batch(vocabulary: Vocabulary) -> None:
+    """A rank may get none of a run's short last batch; what it gets must fit with the others'."""
+    settings = {"query_max_length": 8, "passage_max_length": 8, "num_negatives": 1, "seed": 3}
+    prompts = {"query_prompts": [np.array([70])], "passage_prompts": [np.array([72])]}
+    for score in (None, 1.0):
+        collate = PairCollator(vocabulary, **settings, **prompts, graded=score is not None)  # type: ignore[arg-type]
+        assert_empty_like(collate([]), collate(tuples([(1, 2)], score=score)))
+    hashes, offsets = collate.drawn_texts([])
+    assert len(hashes) == 0 and offsets.tolist() == [0] and hashes.dtype == offsets.dtype == np.int64
+    for ratio in (0.5, None):
+        for nested in (True, False):
+            documents_collator = masked(vocabulary, decoder_mask_ratio=ratio, nested=nested)
+            assert_empty_like(documents_collator([]), documents_collator(documents([9])))
+
+
+def assert_empty_like(empty: object, full: object) -> None:
+    for item in fields(full):  # type: ignore[arg-type]
+        mine, other = getattr(empty, item.name), getattr(full, item.name)
+        if isinstance(other, Texts):
+            assert_empty_like(mine, other)
+        elif other is None:
+            assert mine is None
+        else:
+            assert mine.dtype == other.dtype and mine.ndim == other.ndim == 1, item.name
+            assert mine.tolist() == ([0] if item.name.endswith("offsets") else []), item.name
+    if not isinstance(full, Texts):
+        assert empty.num_samples == empty.num_tokens == 0  # type: ignore[attr-defined]
 
 
 def test_collators_and_batches_pickle(vocabulary: Vocabulary) -> None:

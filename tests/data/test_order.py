@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from data.errors import DataError
-from data.order import EpochOrder, Mixture, integer_weights, interleave, rank_share, sample_rng
+from data.order import EpochOrder, Mixture, integer_weights, interleave, rank_share, sample_rng, tempered_weights
 
 # Shards of very different lengths, with short last chunks and one single sample.
 CHUNKS = [[8, 8, 8, 3], [8], [1], [8] * 11 + [5], [2, 2], [8, 7]]
@@ -154,15 +154,37 @@ def test_interleave_breaks_ties_by_source():
     assert interleave([3, 1]).tolist() == [0, 0, 1, 0]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
-def test_ranks_share_a_batch_without_overlap(world_size):
-    shares = [rank_share(60, global_batch_size=12, rank=rank, world_size=world_size) for rank in range(world_size)]
-    assert np.concatenate(shares).tolist() == list(range(60, 72))
-    assert len({len(share) for share in shares}) == 1
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 6, 12, 17])
+@pytest.mark.parametrize("batch_size", [1, 7, 12])
+def test_ranks_share_a_batch_without_overlap(world_size, batch_size):
+    shares = [rank_share(60, batch_size=batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert np.concatenate(shares).tolist() == list(range(60, 60 + batch_size))
+    sizes = [len(share) for share in shares]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] == (batch_size % world_size > 0)
 
 
-def test_a_batch_that_does_not_divide_is_refused():
-    with pytest.raises(DataError, match="multiple of 5"):
-        rank_share(0, global_batch_size=12, rank=0, world_size=5)
+def test_a_rank_beyond_the_world_is_refused():
     with pytest.raises(DataError, match="rank 2"):
-        rank_share(0, global_batch_size=12, rank=2, world_size=2)
+        rank_share(0, batch_size=12, rank=2, world_size=2)
+
+
+@pytest.mark.parametrize("weights", [[1], [3, 1], [5, 7, 2, 1]])
+def test_what_a_source_has_of_the_first_positions(weights):
+    mixture = Mixture(weights)
+    for positions in (0, 1, 5, 4 * sum(weights), 4 * sum(weights) + 2):
+        sources, _ = mixture.locate(np.arange(positions))
+        assert mixture.taken(positions).tolist() == np.bincount(sources, minlength=len(weights)).tolist()
+
+
+def test_temperature_goes_from_sizes_to_equal_shares():
+    sizes = [1000, 250, 10]
+    assert integer_weights(tempered_weights(sizes, 1)) == [100, 25, 1]
+    for temperature in (1.5, 2.0, 5.0):
+        weights = np.array(tempered_weights(sizes, temperature))
+        expected = np.array([size ** (1 / temperature) for size in sizes])
+        np.testing.assert_allclose(weights / weights.sum(), expected / expected.sum())
+    assert integer_weights(tempered_weights(sizes, 1e12)) == [1, 1, 1]
+    assert integer_weights(tempered_weights([4, 1], 2.0)) == [2, 1]
+    for bad in (0.5, 0.0, float("inf"), float("nan")):
+        with pytest.raises(DataError, match="at least 1"):
+            tempered_weights(sizes, bad)

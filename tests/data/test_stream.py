@@ -1,4 +1,5 @@
-"""Streams: the same global batches for every topology, exact resume, mixtures, and errors that stay one sentence."""
+"""Streams: the same global batches for every topology, exact resume, mixtures, batches of one dataset or without
+duplicates, short last batches, and errors that stay one sentence."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ import torch
 from transformers import AutoTokenizer
 
 from data import shards
+from data.collate import PairCollator
 from data.errors import DataError
+from data.order import interleave
 from data.shards import ShardFolder, UnitWriter, finish_folder, read_manifest
-from data.stream import Sample, Stream, sample_rng
+from data.stream import WINDOW_BATCHES, Sample, Stream, sample_rng
 
 # Three workers on two cores are what some of these tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -253,6 +256,251 @@ def test_tuples_stream_too(tmp_path, tiny_tokenizer, texts):
         one.close()
 
 
+# ------------------------------------------------------------------------------ one dataset, no duplicates, last batch
+
+
+def make_tuples(folder: Path, texts: list[list[int]], tokenizer, *, samples: int, queries: int) -> ShardFolder:
+    """`samples` tuples of 1 to 3 positives and 0 to 4 negatives, over `queries` different queries."""
+    rng = np.random.default_rng(samples)
+    with UnitWriter(folder, 0, kind="tuples", vocabulary_size=len(tokenizer), chunk_samples=8) as writer:
+        for _ in range(samples):
+            positives, negatives = int(rng.integers(1, 4)), int(rng.integers(5))
+            passages = [texts[i] for i in rng.choice(len(texts), size=positives + negatives, replace=False)]
+            writer.add_tuple(texts[int(rng.integers(queries))], passages, num_positives=positives)
+    finish_folder(folder, 1, tokenizer=tokenizer)
+    return ShardFolder(folder)
+
+
+@pytest.fixture(scope="module")
+def few_queries(tmp_path_factory, tiny_tokenizer, texts) -> ShardFolder:
+    return make_tuples(tmp_path_factory.mktemp("few"), texts, tiny_tokenizer, samples=261, queries=60)
+
+
+@pytest.fixture(scope="module")
+def many_queries(tmp_path_factory, tiny_tokenizer, texts) -> ShardFolder:
+    return make_tuples(tmp_path_factory.mktemp("many"), texts, tiny_tokenizer, samples=98, queries=250)
+
+
+@pytest.fixture(scope="module")
+def pairs(few_queries) -> PairCollator:
+    return PairCollator(few_queries.vocabulary, query_max_length=20, passage_max_length=30, num_negatives=2, seed=SEED)
+
+
+def place_of(samples: list[Sample]) -> list[tuple[int, int, int, int]]:
+    return [(s.source, s.index, s.epoch, s.position) for s in samples]
+
+
+def identities(batch: list[tuple]) -> list[tuple]:
+    return [sample[:3] for sample in batch]
+
+
+def naive_batches(steps: int, *sources: ShardFolder, weights: list[int], batches: str, total: int | None = None):
+    """(source, index, epoch) of every sample, by counting through the mixture from its start."""
+    pattern = itertools.cycle(interleave(weights).tolist())
+    endless = [
+        (sample[:3] for sample in itertools.chain.from_iterable(alone(source, number)))
+        for number, source in enumerate(sources)
+    ]
+    found = []
+    for step in range(steps):
+        size = B if total is None else min(B, total - step * B)
+        chosen = [next(pattern)] * size if batches == "one_dataset" else [next(pattern) for _ in range(size)]
+        found.append([next(endless[source]) for source in chosen])
+    return found
+
+
+def alone(source: ShardFolder, number: int):
+    """One source's own endless sequence, under its number in the mixture."""
+    order = stream(source, collate=place_of)
+    order._source.orders[0].source = number
+    for batch in order:
+        yield [(number, *sample[1:]) for sample in batch]
+
+
+FEEDS = [
+    {"batches": batches, "total_samples": total}
+    for batches in ("mixed", "one_dataset")
+    for total in (None, 30 * B, 30 * B - 1, 29 * B + 1)
+]
+UNEVEN_TOPOLOGIES = [(1, 0), (2, 0), (5, 0), (8, 1), (12, 0), (3, 3)]
+
+
+@pytest.mark.parametrize("options", FEEDS, ids=str)
+def test_streams_equal_counting_through_the_mixture(small, large, options):
+    weights = [2, 3]
+    expected = naive_batches(
+        30, small, large, weights=weights, batches=options["batches"], total=options["total_samples"]
+    )
+    batches = global_batches(30, small, large, weights=weights, collate=place_of, **options)
+    assert [identities(batch) for batch in batches] == expected
+    sources = [{sample[0] for sample in batch} for batch in batches]
+    if options["batches"] == "one_dataset":
+        assert all(len(each) == 1 for each in sources)
+        assert [each.pop() for each in sources] == interleave(weights).tolist() * 6
+    else:
+        assert all(len(each) == 2 for each in sources[:-1]), "negative control: mixed batches hold both"
+
+
+@pytest.mark.parametrize(("world_size", "num_workers"), UNEVEN_TOPOLOGIES)
+@pytest.mark.parametrize("options", FEEDS[1:], ids=str)
+def test_shares_of_any_size_join_to_the_same_batches(small, large, options, world_size, num_workers):
+    expected = global_batches(30, small, large, collate=place_of, **options)
+    feed = {**options, "collate": place_of, "num_workers": num_workers, "world_size": world_size}
+    assert global_batches(30, small, large, **feed) == expected
+    # The same from a later place, and then the end.
+    state = {**stream(small, large, **options).state_dict(), "samples": 28 * B}
+    ranks = [stream(small, large, rank=rank, **feed) for rank in range(world_size)]
+    for one in ranks:
+        one.load_state_dict(state)
+    for step in (28, 29):
+        shares = [next(one) for one in ranks]
+        assert list(itertools.chain.from_iterable(shares)) == expected[step]
+        sizes = [len(share) for share in shares]
+        assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+    for one in ranks:
+        total = options["total_samples"]
+        assert one.samples == one.state_dict()["samples"] == (total or 30 * B)
+        assert one.epoch == one.samples / one.samples_per_epoch
+        if total:
+            assert one.num_steps == 30
+            for _ in range(2):
+                with pytest.raises(StopIteration):
+                    next(one)
+            resumed = stream(small, large, **options)
+            resumed.load_state_dict(one.state_dict())
+            assert list(resumed) == []
+        one.close()
+
+
+def test_an_epoch_of_a_stream_that_ends_is_every_sample_once(small, large):
+    total = small.num_samples + large.num_samples
+    assert total % B
+    for world_size in (1, 5):
+        one_epoch = global_batches(-(-total // B), small, large, world_size=world_size, total_samples=total)
+        read = [identity for batch in one_epoch for identity in identities(batch)]
+        assert sorted(read) == [(0, i, 0) for i in range(small.num_samples)] + [
+            (1, i, 0) for i in range(large.num_samples)
+        ]
+        assert len(one_epoch[-1]) == total % B
+
+
+def test_weights_follow_the_temperature(small, large):
+    sizes = np.array([small.num_samples, large.num_samples])
+    for temperature in (1.0, 2.0, 1e9):
+        one = stream(small, large, mixture_temperature=temperature)
+        shares = np.array(one.weights) / sum(one.weights)
+        np.testing.assert_allclose(shares, sizes ** (1 / temperature) / (sizes ** (1 / temperature)).sum(), atol=1e-5)
+    assert list(stream(small, large, mixture_temperature=1e9).weights) == [1, 1]
+
+
+def repeated(batch: list[Sample], pairs: PairCollator) -> int:
+    """Samples of a batch that share a text with another of it, by the ids that the model would read."""
+    made = pairs(batch)
+    texts: list[set[tuple[int, ...]]] = []
+    for row in range(len(batch)):
+        mine = [made.queries.tokens[made.queries.offsets[row] : made.queries.offsets[row + 1]]]
+        for passage in (made.passage_query == row).nonzero()[:, 0].tolist():
+            mine.append(made.passages.tokens[made.passages.offsets[passage] : made.passages.offsets[passage + 1]])
+        texts.append({tuple(ids.tolist()) for ids in mine})
+    return sum(any(texts[i] & texts[j] for j in range(len(texts)) if j != i) for i in range(len(texts)))
+
+
+@pytest.mark.parametrize("options", FEEDS, ids=str)
+def test_no_batch_holds_a_text_twice_and_every_sample_comes_once(few_queries, many_queries, pairs, options):
+    sources, steps = (few_queries, many_queries), 30
+    plain = global_batches(steps, *sources, collate=list, **options)
+    distinct = global_batches(steps, *sources, collate=list, distinct_texts=pairs.drawn_texts, **options)
+    assert [len(batch) for batch in distinct] == [len(batch) for batch in plain]
+    assert [s.position for batch in distinct for s in batch] == [s.position for batch in plain for s in batch]
+    assert sum(repeated(batch, pairs) for batch in plain) > 20, "the plain order must have what is mended"
+    # A lane's last window may be too short to part what it holds; all others must.
+    lanes = [batch[0].source if options["batches"] == "one_dataset" else 0 for batch in plain]
+    windows: dict[tuple[int, int], list[int]] = {}
+    for step, lane in enumerate(lanes):
+        windows.setdefault((lane, lanes[:step].count(lane) // WINDOW_BATCHES), []).append(step)
+    assert any(len(window) == WINDOW_BATCHES for window in windows.values())
+    for steps_of_window in windows.values():
+        if len(steps_of_window) == WINDOW_BATCHES:
+            assert not any(repeated(distinct[step], pairs) for step in steps_of_window)
+        if len(steps_of_window) == WINDOW_BATCHES or options["total_samples"]:
+            before, after = (
+                sorted(place[:3] for step in steps_of_window for place in place_of(batches[step]))
+                for batches in (plain, distinct)
+            )
+            assert before == after
+    if options["total_samples"]:
+        assert sorted(identities([p for b in distinct for p in place_of(b)])) == sorted(
+            identities([p for b in plain for p in place_of(b)])
+        )
+    if options["batches"] == "one_dataset":
+        assert [batch[0].source for batch in distinct] == lanes
+        assert all(len({sample.source for sample in batch}) == 1 for batch in distinct)
+
+
+@pytest.mark.parametrize(("world_size", "num_workers"), UNEVEN_TOPOLOGIES)
+@pytest.mark.parametrize("batches", ["mixed", "one_dataset"])
+def test_distinct_batches_are_the_same_for_every_topology_and_seek(
+    few_queries, many_queries, pairs, batches, world_size, num_workers
+):
+    options = {
+        "batches": batches,
+        "collate": place_of,
+        "distinct_texts": pairs.drawn_texts,
+        "total_samples": 40 * B - 5,
+    }
+    sources = (few_queries, many_queries)
+    expected = global_batches(40, *sources, **options)
+    assert expected != global_batches(40, *sources, **{**options, "distinct_texts": None})
+    options |= {"world_size": world_size, "num_workers": num_workers}
+    for first in (0, 1, 15, 16, 37):
+        state = {
+            **stream(
+                *sources, **{k: v for k, v in options.items() if k not in ("world_size", "num_workers")}
+            ).state_dict(),
+            "samples": first * B,
+        }
+        steps = min(6, 40 - first)
+        assert global_batches(steps, *sources, state=state, **options) == expected[first : first + steps]
+
+
+def test_a_seek_with_distinct_texts_reads_one_window(few_queries, pairs, monkeypatch):
+    read: list[int] = []
+    original = ShardFolder.tuples
+    monkeypatch.setattr(
+        ShardFolder, "tuples", lambda self, indices: (read.append(len(indices)), original(self, indices))[1]
+    )
+    one = stream(few_queries, collate=place_of, distinct_texts=pairs.drawn_texts)
+    one.load_state_dict({**one.state_dict(), "samples": B * 10**12})
+    next(one)
+    assert sum(read) == WINDOW_BATCHES * B + B
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_cannot_be_parted_is_counted_and_said_once(tmp_path, tiny_tokenizer, texts, pairs, num_workers, caplog):
+    folder = make_tuples(tmp_path, texts, tiny_tokenizer, samples=100, queries=3)
+    steps, options = 20, {"collate": list, "distinct_texts": pairs.drawn_texts, "num_workers": num_workers}
+    ranks = [stream(folder, rank=rank, world_size=2, **options) for rank in range(2)]
+    expected = 0
+    for _ in range(steps):
+        batch = [sample for one in ranks for sample in next(one)]
+        expected += repeated(batch, pairs)
+    assert [one.repeats for one in ranks] == [expected] * 2 and expected > steps
+    assert len(caplog.messages) == 1 and "share a text" in caplog.messages[0]
+    for one in ranks:
+        one.close()
+    read = list(itertools.chain.from_iterable(global_batches(WINDOW_BATCHES, folder, **options)))
+    plain = list(itertools.chain.from_iterable(global_batches(WINDOW_BATCHES, folder, collate=list)))
+    assert sorted(place[:3] for place in place_of(read)) == sorted(place[:3] for place in place_of(plain))
+
+
+@pytest.mark.parametrize("options", [{"batches": "one_dataset"}, {"distinct_texts": list}], ids=str)
+def test_where_batches_decide_the_order_their_size_stays(small, options):
+    one = stream(small, **options)
+    other = stream(small, global_batch_size=B // 2, **options)
+    with pytest.raises(DataError, match=r"global_batch_size 6 .*resume with the batch size"):
+        other.load_state_dict(one.state_dict())
+
+
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
@@ -295,6 +543,10 @@ def test_states_of_other_data_or_another_order_are_refused(small, large):
         (stream(large, small, weights=[1, 2]), "fingerprints"),
         (stream(small, large, weights=[2, 1]), "weights"),
         (stream(small, large, weights=[1, 2], shuffle=False), "shuffle"),
+        (stream(small, large, mixture_temperature=3.0), "weights"),
+        (stream(small, large, weights=[1, 2], batches="one_dataset"), "batches"),
+        (stream(small, large, weights=[1, 2], distinct_texts=lambda samples: None), "no_duplicates"),
+        (stream(small, large, weights=[1, 2], total_samples=100), "total_samples"),
     ):
         with pytest.raises(DataError, match=f"stream's {words}") as caught:
             other.load_state_dict(state)
@@ -312,7 +564,10 @@ def test_streams_that_cannot_be_made(small, tmp_path, tiny_tokenizer, texts):
         (lambda: stream(), "at least one"),
         (lambda: stream(small, ShardFolder(tmp_path / "t")), "differ in kind"),
         (lambda: stream(small, other), "differ in tokenizer"),
-        (lambda: stream(small, global_batch_size=10, world_size=4), "multiple of 4"),
+        (lambda: stream(small, global_batch_size=0), "global_batch_size 0"),
+        (lambda: stream(small, total_samples=0), "total_samples 0"),
+        (lambda: stream(small, small, weights=[1, 2], mixture_temperature=2.0), "give one"),
+        (lambda: stream(small, mixture_temperature=0.5), "temperature 0.5"),
         (lambda: stream(small, weights=[1, 2]), "2 weights"),
         (lambda: stream(small, weights=[0]), "positive number"),
         (lambda: stream(small, seed=-1), "seed -1"),
@@ -341,7 +596,7 @@ def test_what_workers_are_given_pickles(small):
     one = stream(small)
     expected = next(one)
     again = pickle.loads(pickle.dumps(one._source))
-    assert next(iter(again)) == expected
+    assert next(iter(again)).batch == expected
 
 
 def test_samples_pickle(small):

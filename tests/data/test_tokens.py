@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
 
 from data.errors import DataError
-from data.tokens import load_tokenizer, tokenizer_fingerprint, vocabulary_of
+from data.tokens import load_tokenizer, prompt_ids, tokenizer_fingerprint, vocabulary_of
 
 
 def words_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[str]:
@@ -124,6 +124,53 @@ def test_bert_base_uncased(shared_data):
     assert int(vocabulary.continuation.sum()) == sum(token.startswith("##") for token in tokenizer.get_vocab()) - sum(
         token == "##" for token in tokenizer.get_vocab()
     )
+
+
+def ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def agreement(tokenizer: PreTrainedTokenizerFast, prompt: str, texts: list[str]) -> float:
+    """Share of texts for which prompt and text tokenized apart are what they are tokenized together."""
+    before = prompt_ids(tokenizer, prompt).tolist()
+    return float(np.mean([before + ids(tokenizer, text) == ids(tokenizer, prompt + text) for text in texts]))
+
+
+def test_prompts_agree_with_the_joined_text_in_wordpiece(tiny_tokenizer, docstrings):
+    for prompt in ("query: ", "query:", "Represent this sentence for searching: ", "[a] ", "", " "):
+        assert agreement(tiny_tokenizer, prompt, docstrings) == 1.0
+    assert prompt_ids(tiny_tokenizer, "query: ").tolist() == ids(tiny_tokenizer, "query:")
+    assert prompt_ids(tiny_tokenizer, "").tolist() == []
+    with pytest.raises(DataError, match=r"prompt 'query' runs into the first word .* end it in ': '"):
+        prompt_ids(tiny_tokenizer, "query")
+
+
+def test_prompts_agree_with_the_joined_text_in_byte_level_bpe(docstrings):
+    tokenizer = byte_level_tokenizer(docstrings[:300])
+    assert agreement(tokenizer, "query:\n", docstrings) == 1.0
+    lettered = [text for text in docstrings if text[0].isalnum()]
+    signed = [text for text in docstrings if not text[0].isalnum()]
+    assert len(lettered) > 2000 and len(signed) > 10
+    assert agreement(tokenizer, "query:", lettered) == 1.0
+    # What does not agree: a space at the end belongs to the next word, and signs run together with signs.
+    assert ids(tokenizer, "query: ") + ids(tokenizer, "what") != ids(tokenizer, "query: what")
+    for prompt in ("query: ", "th", "a b "):
+        with pytest.raises(DataError, match="runs into the first word"):
+            prompt_ids(tokenizer, prompt)
+    merging = byte_level_tokenizer([*docstrings[:300], *["see:(( and:(("] * 500])
+    assert agreement(merging, "query:", ["((nested) text"]) == 0.0
+    assert agreement(merging, "query:\n", ["((nested) text"]) == 1.0
+
+
+def test_prompts_agree_where_texts_begin_with_a_space_of_their_own(docstrings):
+    backend = byte_level_tokenizer(docstrings[:300]).backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    prefixing = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    for tokenizer in (prefixing, sentencepiece_like_tokenizer(docstrings[:300])):
+        lettered = [text for text in docstrings if text[0].isalnum()]
+        assert agreement(tokenizer, "query: ", lettered) == 1.0
+        with pytest.raises(DataError, match="runs into the first word"):
+            prompt_ids(tokenizer, "query:")
 
 
 @pytest.mark.parametrize("name", ["./absent", "/absent/folder", "a/b/c", Path("absent")])

@@ -162,7 +162,7 @@ def train_naively(values: Mapping[str, Any], *, steps: int, world_size: int = 1)
     shares: list[Stream] = [
         Stream(
             sources,
-            collate=_collator(recipe, sources[0].vocabulary),
+            collate=_collator(recipe, sources),
             seed=recipe.run.seed,
             global_batch_size=recipe.train.global_batch_size,
             rank=rank,

@@ -109,6 +109,15 @@ RECIPE_MISTAKES = [
     ("data.weights", [1.0, 2.0], ["data.weights", "2 entries", "1 folders"]),
     ("data.weights", [0.0], ["data.weights", "above 0"]),
     ("data.weights", [float("inf")], ["data.weights", "inf"]),
+    ("data.mixture_temperature", 0.5, ["data.mixture_temperature", "0.5", "at least 1"]),
+    ("data.mixture_temperature", float("inf"), ["data.mixture_temperature", "inf"]),
+    ("data.batches", "one", ["data.batches", "'one'", "one_dataset"]),
+    ("data.no_duplicates", 1, ["data.no_duplicates", "true or false"]),
+    ("data.query_prompts", "query: ", ["data.query_prompts", "list"]),
+    ("data.query_prompts", ["a: ", "b: "], ["data.query_prompts", "2 entries", "1 folders"]),
+    ("data.query_prompts", ["query"], ["data.query_prompts", "'query'", "first word"]),
+    ("data.query_prompts", ["a b c d e f g h: " * 2], ["query_max_length is 16", "shorten the prompt"]),
+    ("data.passage_prompts", ["a: ", "b: "], ["data.passage_prompts", "2 entries", "1 folders"]),
     ("data.query_max_length", 3, ["data.query_max_length", "at least 4"]),
     ("data.passage_max_length", 81, ["data.passage_max_length", "81", "80"]),
     ("model.pooling", "max", ["model.pooling", "'max'", "mean"]),
@@ -131,7 +140,6 @@ RECIPE_MISTAKES = [
     ("objective.loss", "cosent", ["objective.kl", "none"]),
     ("objective.temperature", 0, ["objective.temperature", "above 0"]),
     ("objective.kl_weight", -1.0, ["objective.kl_weight"]),
-    ("train.micro_batch_size", 5, ["train.micro_batch_size", "5", "12"]),
     ("train.micro_batch_size", 0, ["train.micro_batch_size", "at least 1"]),
     ("train.epochs", "many", ["train.epochs"]),
     ("checkpoint.keep", 0, ["checkpoint.keep", "at least 1"]),
@@ -172,16 +180,28 @@ def test_combinations(values: Values, masked_values: Values, refusal: Callable[.
     assert "no scores" in refusal(cosent)
     low = changed(masked_values, "objective.decoder_mask_ratio", 0.1)
     assert "decoder_mask_ratio" in refusal(low, task="masked")
+    for key, value in (("query_prompts", ["a: "]), ("passage_prompts", ["a: "]), ("no_duplicates", True)):
+        assert f"data.{key}" in refusal(changed(masked_values, f"data.{key}", value), task="masked")
+    twice = changed(changed(values, "data.weights", [1.0]), "data.mixture_temperature", 2.0)
+    sentence = refusal(twice)
+    assert "data.mixture_temperature = 2.0" in sentence and "data.weights" in sentence
     assert "two_d" in refusal(changed(masked_values, "objective.sizes", "two_d"), task="masked")
     assert "encoder_mask_ratio" in refusal(changed(masked_values, "objective.encoder_mask_ratio", 1.0), task="masked")
     assert "data.max_length" in refusal(changed(masked_values, "data.max_length", 81), task="masked")
     assert "trainer.finetune" in refusal(values, task="masked")
 
 
-def test_batches_that_do_not_divide(values: Values, refusal: Callable[..., str]) -> None:
-    sentence = refusal(values, ranks=5)
-    assert "train.global_batch_size = 12" in sentence and "5 ranks" in sentence and "such as 10" in sentence
-    assert "train.micro_batch_size = 4" in refusal(changed(values, "train.micro_batch_size", 4), ranks=2)
+def test_batches_smaller_than_the_world(values: Values, refusal: Callable[..., str]) -> None:
+    sentence = refusal(values, ranks=13)
+    assert "train.global_batch_size = 12" in sentence and "13 ranks" in sentence and "13 or more" in sentence
+
+
+def test_graded_and_ungraded_shards(
+    values: Values, tuple_shards: Path, graded_shards: Path, refusal: Callable[..., str]
+) -> None:
+    mixed = changed(values, "data.shards", [str(tuple_shards), str(graded_shards)])
+    for batches in ("mixed", "one_dataset"):
+        assert "differ in grading" in refusal(changed(mixed, "data.batches", batches))
 
 
 def test_recipe_files(values: Values, refusal: Callable[..., str], tmp_path: Path) -> None:
@@ -364,9 +384,9 @@ def test_a_real_process_ends_with_2(values: Values, tmp_path: Path) -> None:
 
 
 def test_the_launcher_ends_with_2_and_one_sentence(values: Values, tmp_path: Path) -> None:
-    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(changed(values, "train.global_batch_size", 13)))
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(changed(values, "train.global_batch_size", 1)))
     done = launch("trainer.finetune", "--config", str(tmp_path / "recipe.toml"), ranks=2, expect=2)
-    assert "does not divide over 2 ranks" in the_sentence(done.stdout + done.stderr)
+    assert "leaves some of 2 ranks without a sample" in the_sentence(done.stdout + done.stderr)
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.toml"]
 
 

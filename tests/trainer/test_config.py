@@ -1,4 +1,4 @@
-"""Recipes: what overrides what, what is read back, and where a batch may be cut."""
+"""Recipes: what overrides what, what is read back, and how small a batch may be."""
 
 from __future__ import annotations
 
@@ -65,6 +65,9 @@ def test_a_table_in_a_section_replaces_the_bases(tmp_path: Path) -> None:
         ("data.shards=one", "data.shards", ["one"]),
         ("model.ladder=[[1, 8], [2, 16]]", "model.ladder", [[1, 8], [2, 16]]),
         ("evaluation.sts=[]", "evaluation.sts", []),
+        ("data.mixture_temperature=2", "data.mixture_temperature", 2.0),
+        ("data.query_prompts=query: ", "data.query_prompts", ["query: "]),
+        ('data.passage_prompts=["text, or so: "]', "data.passage_prompts", ["text, or so: "]),
     ],
 )
 def test_command_line_values(override: str, key: str, value: object, tmp_path: Path) -> None:
@@ -109,27 +112,26 @@ def test_the_default_ladder_is_starbucks() -> None:
     assert Recipe().ladder.full == Size(12, 768)
 
 
-@pytest.mark.parametrize(
-    ("total", "micro", "world", "right"),
-    [
-        (128, 32, 1, True),
-        (128, 32, 4, True),
-        (128, 32, 8, True),  # a share of 16 is one micro-batch
-        (128, 48, 1, False),
-        (128, 32, 3, False),
-        (96, 32, 3, True),
-        (8, 3, 16, False),
-    ],
-)
-def test_batches_divide(total: int, micro: int, world: int, right: bool) -> None:
-    values = recipe_values("shards", train={"global_batch_size": total, "micro_batch_size": micro})
-    recipe = build_recipe(values)
+@pytest.mark.parametrize(("total", "world", "right"), [(128, 1, True), (128, 3, True), (8, 8, True), (7, 8, False)])
+def test_every_rank_gets_a_sample(total: int, world: int, right: bool) -> None:
+    recipe = build_recipe(recipe_values("shards", train={"global_batch_size": total, "micro_batch_size": 48}))
     check(recipe)
     if right:
         check_world(recipe, world)
     else:
-        with pytest.raises(ConfigError, match="divide"):
+        with pytest.raises(ConfigError, match="without a sample; use 8 or more"):
             check_world(recipe, world)
+
+
+@pytest.mark.parametrize(("given", "right"), [([], True), (["a: "], True), (["a: ", ""], True), (["a: "] * 3, False)])
+def test_prompts_are_none_one_or_one_a_folder(given: list[str], right: bool) -> None:
+    for name in ("query_prompts", "passage_prompts"):
+        recipe = build_recipe(recipe_values("one", data={"shards": ["one", "two"], name: given}))
+        if right:
+            check(recipe)
+        else:
+            with pytest.raises(ConfigError, match=f"data.{name} has 3 entries for 2 folders"):
+                check(recipe)
 
 
 def test_reading_a_recipe_needs_no_torch() -> None:

@@ -55,16 +55,29 @@ def trained(tmp_path_factory, document_shards, tuple_shards, graded_shards, tiny
         arguments = ["--config", str(path)]
         arguments += [f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in overrides.items()]
         cases.append({"task": "masked" if masked else "contrastive", "arguments": arguments})
+        if path.stem == "srl_nli":
+            # The same with all that can be said of how folders are fed.
+            feed = {
+                "run.output": str(root / "feed"),
+                "data.shards": [str(tuple_shards)] * 2,
+                "data.mixture_temperature": 2.0,
+                "data.batches": "one_dataset",
+                "data.no_duplicates": "true",
+                "data.query_prompts": ["query: "],
+                "data.passage_prompts": ["title: ", "text: "],
+            }
+            arguments = [*arguments, *(f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in feed.items())]
+            cases.append({"task": "contrastive", "arguments": arguments})
     (root / "cases.json").write_text(json.dumps(cases))
     launch("tests.trainer.worker", "runs", str(root / "cases.json"), str(root), ranks=2)
-    return {path.stem: root / path.stem for path in RECIPES}
+    return {name: root / name for name in (*(path.stem for path in RECIPES), "feed")}
 
 
 def test_there_are_recipes():
     assert len(RECIPES) > 20
 
 
-@pytest.mark.parametrize("name", [path.stem for path in RECIPES])
+@pytest.mark.parametrize("name", [*(path.stem for path in RECIPES), "feed"])
 def test_recipe_trains(name, trained):
     run = trained[name]
     assert (run / "DONE").is_file()
@@ -77,6 +90,14 @@ def test_recipe_trains(name, trained):
     assert settings is not None and settings.pooling == resolved["model"]["pooling"]
     encoder = load_encoder(run / "model")
     assert encoder.num_layers == settings.sizes.full.layers
+
+
+def test_prompts_are_recorded_where_all_folders_share_one(trained):
+    settings = EmbeddingSettings.load(trained["feed"] / "model")
+    assert settings is not None
+    assert (settings.query_prompt, settings.passage_prompt) == ("query: ", "")
+    resolved = tomllib.loads((trained["feed"] / "recipe.toml").read_text())
+    assert resolved["data"]["passage_prompts"] == ["title: ", "text: "]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -61,7 +61,7 @@ def take_steps(values: dict[str, Any], world: World, *, steps: int) -> list[dict
     trained.train()
     stream: Stream = Stream(
         sources,
-        collate=run._collator(recipe, sources[0].vocabulary),
+        collate=run._collator(recipe, sources),
         seed=recipe.run.seed,
         global_batch_size=recipe.train.global_batch_size,
         rank=world.rank,
