@@ -1,16 +1,25 @@
 """Contrastive losses of several sizes: tensors in, tensors out.
 
 InfoNCE and the KL to the full size (Starbucks §3.1, eq. 4 and 5; SPEC "SRL fine-tuning") are computed in tiles of
-queries, with gradients in closed form, so that no [queries, passages] matrix outlives its tile and no size's scores
-outlive their turn. With s = q·p/τ, p = softmax(s):
+queries by blocks of passages, with gradients in closed form, so that memory does not grow with the batch. With
+s = q·p/τ, p = softmax(s), T the full size:
     d InfoNCE / d s = p − onehot(target)
     KL(p_T || p) = Σ_j p_T,j (s_T,j − s_j) − lse_T + lse
     d KL / d s = p − p_T;    d KL / d s_T = p_T (s_T − s − lse_T + lse − KL)   where the teacher is not detached.
+A block keeps the exponentials of s minus its own maximum, the maximum and the sum; the row's log-sum-exp follows from
+the blocks', and with it the factor that turns the block's exponentials into p. Where a tile's exponentials fit in
+memory for all passages, each score is computed once; where they do not, a second sweep computes them again.
+
+Which passages are no negatives: `false_negatives` finds what is known from the texts, the margin filter
+(GISTEmbed, arXiv:2402.16829; NV-Retriever, arXiv:2407.15831) what the full size's scores suggest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, isqrt, log
 from typing import Any
 
 import torch
@@ -19,6 +28,15 @@ from torch import Tensor
 
 # Finite, so that an excluded passage's score difference to the teacher's is 0 and not NaN.
 EXCLUDED_SCORE = -1e30
+# Scores are in bits inside the tiles, p = 2^(s − lse): on a CPU exp2 takes half of exp's time, and exp many times its
+# own where the result is nearly 0, as it is for most passages at a low temperature.
+NATS_A_BIT = log(2)
+# Scores in a block: on a CPU a few such blocks stay in the cache between passes; a GPU wants few, large launches.
+CPU_BLOCK_SCORES, GPU_BLOCK_SCORES = 2**19, 2**25
+# With fewer queries a tile spends more on reading passages and adding to their gradients than a second sweep costs.
+LEAST_QUERIES = 128
+MOST_QUERIES = 512
+STATISTICS = 4  # numbers for each query, block and size
 
 
 def multi_size_contrastive(
@@ -31,118 +49,411 @@ def multi_size_contrastive(
     temperature: float,
     num_queries: int | None = None,
     excluded: Tensor | None = None,
+    false_negative_margin: float | None = None,
     detach_teacher: bool = True,
     score_memory_mib: float = 256.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Σ_k loss_weights[k] · InfoNCE_k + kl_weights[k] · KL(last || k), means over `num_queries` queries.
 
     queries: K of [n, d_k]; passages: K of [m, d_k]; the last is the KL's teacher. Dot products are taken as they come:
-    normalise before for cosine. targets: int64 [n], the column of each query's positive. excluded: bool [n, m], pairs
-    that are no negatives (never a target). num_queries: the GLOBAL batch's number of queries where `queries` are one
-    rank's share (default n). temperature divides the scores.
+    normalise before for cosine. Half precision is computed in float32. targets: int64 [n], the column of each query's
+    positive. excluded: int64 [e, 2], (query, passage) pairs that are no negatives, sorted by query, never a target.
+    false_negative_margin: for each query, passages whose similarity at the full size exceeds the positive's minus the
+    margin are left out at every size, besides the positive; no gradient flows through the choice. num_queries: the
+    GLOBAL batch's number of queries where `queries` are one rank's share (default n). temperature divides the scores.
+    score_memory_mib bounds the scores held at once, whatever n and m are. The gradients can be asked for once.
     Returns (loss, InfoNCE of each size [K], KL of each size [K]); the latter two are detached and unweighted.
     """
-    count = queries[0].shape[0] if num_queries is None else num_queries
-    return _TiledContrastive.apply(
-        targets,
-        excluded,
+    terms = _Terms(
         tuple(loss_weights),
         tuple(kl_weights),
         temperature,
-        count,
+        queries[0].shape[0] if num_queries is None else num_queries,
+        false_negative_margin,
         detach_teacher,
         score_memory_mib,
-        len(queries),
-        *queries,
-        *passages,
     )
+    return _MultiSizeContrastive.apply(targets, excluded, terms, *queries, *passages)
 
 
-class _TiledContrastive(torch.autograd.Function):
+@dataclass(frozen=True)
+class _Terms:
+    """What the loss is made of, besides its tensors."""
+
+    loss_weights: tuple[float, ...]
+    kl_weights: tuple[float, ...]
+    temperature: float
+    num_queries: int
+    margin: float | None
+    detach_teacher: bool
+    score_memory_mib: float
+
+    @property
+    def teacher(self) -> int:
+        return len(self.loss_weights) - 1
+
+    @property
+    def students(self) -> range:
+        return range(self.teacher)
+
+    @property
+    def teaches(self) -> tuple[float, ...]:
+        """Each size's weight of the KL; the teacher's from itself is 0 whatever its weight."""
+        return (*self.kl_weights[:-1], 0.0)
+
+    @property
+    def moves_teacher(self) -> bool:
+        return any(self.teaches) and not self.detach_teacher
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of a tile's scores alive at once: exponentials of the teacher and of a student, gaps, penalties."""
+        return 1 + (self.teacher > 0) + self.moves_teacher + (self.margin is not None)
+
+
+class _MultiSizeContrastive(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        targets: Tensor,
-        excluded: Tensor | None,
-        loss_weights: tuple[float, ...],
-        kl_weights: tuple[float, ...],
-        temperature: float,
-        count: int,
-        detach_teacher: bool,
-        score_memory_mib: float,
-        num_sizes: int,
-        *vectors: Tensor,
+        ctx: Any, targets: Tensor, excluded: Tensor | None, terms: _Terms, *vectors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        queries, passages = vectors[:num_sizes], vectors[num_sizes:]
-        rows, columns = queries[0].shape[0], passages[0].shape[0]
-        wanted = ctx.needs_input_grad[9:]
-        query_grads = [torch.zeros_like(q) for q in queries]
-        passage_grads = [torch.zeros_like(p) for p in passages]
-        nce = queries[0].new_zeros(num_sizes)
-        divergence = queries[0].new_zeros(num_sizes)
-        teacher = num_sizes - 1
-        uses_kl = any(kl_weights)
-        # About five matrices of a tile are alive at once: two sizes' scores, two softmaxes, one gradient.
-        tile = max(1, int(score_memory_mib * 2**20 / (5 * queries[0].element_size() * max(1, columns))))
-        for start in range(0, rows, tile):
-            part = slice(start, min(start + tile, rows))
-            target = targets[part, None]
-            hidden = None if excluded is None else excluded[part]
-            teacher_scores = _scores(queries[teacher][part], passages[teacher], temperature, hidden)  # [t, m]
-            teacher_lse = teacher_scores.logsumexp(1, keepdim=True)
-            teacher_share = (teacher_scores - teacher_lse).exp()
-            teacher_grad = torch.zeros_like(teacher_scores) if uses_kl and not detach_teacher else None
-            for k in range(num_sizes):
-                if k == teacher:
-                    scores, lse, share = teacher_scores, teacher_lse, teacher_share
-                else:
-                    scores = _scores(queries[k][part], passages[k], temperature, hidden)
-                    lse = scores.logsumexp(1, keepdim=True)
-                    share = (scores - lse).exp()
-                nce[k] += (lse - scores.gather(1, target)).sum()
-                grad = share * (loss_weights[k] + (kl_weights[k] if k != teacher else 0.0))
-                grad.scatter_add_(1, target, torch.full_like(target, 1, dtype=grad.dtype).mul_(-loss_weights[k]))
-                if k != teacher and kl_weights[k]:
-                    gap = teacher_scores - scores  # [t, m]
-                    kl = (teacher_share * gap).sum(1, keepdim=True) - teacher_lse + lse
-                    divergence[k] += kl.sum()
-                    grad.sub_(teacher_share, alpha=kl_weights[k])
-                    if teacher_grad is not None:
-                        teacher_grad += kl_weights[k] * teacher_share * (gap - teacher_lse + lse - kl)
-                if k == teacher and teacher_grad is not None:
-                    grad += teacher_grad
-                grad *= 1.0 / (temperature * count)
-                if wanted[k]:
-                    query_grads[k][part] = grad @ passages[k]
-                if wanted[num_sizes + k]:
-                    passage_grads[k].addmm_(grad.t(), queries[k][part])
-        ctx.save_for_backward(*query_grads, *passage_grads)
-        nce, divergence = nce / count, divergence / count
+        sides = vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :]
+        half = vectors[0].dtype in (torch.float16, torch.bfloat16)
+        dtype = torch.float32 if half else vectors[0].dtype
+        gradients = [
+            torch.zeros_like(each, dtype=dtype) if wanted else None
+            for each, wanted in zip(vectors, ctx.needs_input_grad[3:])
+        ]
+        nce, divergence = _contrast(*sides, targets, excluded, terms, gradients, dtype)
+        ctx.gradients = [
+            None if gradient is None else gradient.to(each.dtype) for gradient, each in zip(gradients, vectors)
+        ]
         ctx.mark_non_differentiable(nce, divergence)
-        weights = torch.tensor([loss_weights, kl_weights], dtype=nce.dtype, device=nce.device)
+        weights = torch.tensor([terms.loss_weights, terms.kl_weights], dtype=nce.dtype, device=nce.device)
         return (weights[0] * nce + weights[1] * divergence).sum(), nce, divergence
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        return (None,) * 9 + tuple(saved * grads[0] for saved in ctx.saved_tensors)
+        if ctx.gradients is None:
+            raise RuntimeError("The contrastive loss hands its gradients out once: compute it again for a second.")
+        # Scaled where they lie and given away: a copy would double what the passages' gradients take.
+        gradients, ctx.gradients = ctx.gradients, None
+        return None, None, None, *(None if each is None else each.mul_(grads[0]) for each in gradients)
 
 
-def _scores(queries: Tensor, passages: Tensor, temperature: float, hidden: Tensor | None) -> Tensor:
-    scores = queries @ passages.t()
-    scores *= 1.0 / temperature
-    return scores if hidden is None else scores.masked_fill_(hidden, EXCLUDED_SCORE)
+@dataclass(frozen=True)
+class Tiling:
+    """How many queries a tile has, how many passages a block, and whether a tile's exponentials are kept for all."""
+
+    queries: int
+    passages: int
+    keeps_rows: bool
+
+
+def choose_tiling(
+    num_queries: int,
+    num_passages: int,
+    *,
+    matrices: int,
+    statistics: int,
+    scores_in_memory: int,
+    block_scores: int,
+) -> Tiling:
+    """One sweep if a tile of enough queries fits beside all passages, else blocks of both.
+
+    matrices: how many a tile keeps, besides a block of scratch. statistics: numbers kept for each query and block.
+    """
+    block = min(block_scores, scores_in_memory // (matrices + 1))
+    narrow = max(1, min(num_passages, block // MOST_QUERIES))
+    fitting = (scores_in_memory - block) // (matrices * num_passages + statistics * ceil(num_passages / narrow))
+    if fitting >= max(1, min(num_queries, LEAST_QUERIES)):
+        queries = max(1, min(num_queries, MOST_QUERIES, fitting))
+        return Tiling(queries, max(1, min(num_passages, block // queries)), keeps_rows=True)
+    # Wide enough that the statistics take no more than the blocks.
+    wide = min(num_passages, max(narrow, isqrt(statistics * num_passages // (matrices + 1))))
+    fitting = scores_in_memory // ((matrices + 1) * wide + statistics * ceil(num_passages / wide))
+    return Tiling(max(1, min(num_queries, MOST_QUERIES, fitting)), wide, keeps_rows=False)
+
+
+def _contrast(
+    queries: Sequence[Tensor],
+    passages: Sequence[Tensor],
+    targets: Tensor,
+    excluded: Tensor | None,
+    terms: _Terms,
+    gradients: Sequence[Tensor | None],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """(InfoNCE [K], KL [K]), and the loss's gradients added to `gradients`: the queries', then the passages'."""
+    num_queries, num_passages = queries[0].shape[0], passages[0].shape[0]
+    tiling = choose_tiling(
+        num_queries,
+        num_passages,
+        matrices=terms.matrices,
+        statistics=STATISTICS * len(queries),
+        scores_in_memory=int(terms.score_memory_mib * 2**20) // dtype.itemsize,
+        block_scores=CPU_BLOCK_SCORES if targets.device.type == "cpu" else GPU_BLOCK_SCORES,
+    )
+    blocks = [
+        slice(start, min(start + tiling.passages, num_passages)) for start in range(0, num_passages, tiling.passages)
+    ]
+    pairs = _pairs_by_block(excluded, tiling, len(blocks), num_queries)
+    width = num_passages if tiling.keeps_rows else tiling.passages
+    rooms = torch.empty(terms.matrices, tiling.queries * width, dtype=dtype, device=targets.device)
+    scratch = torch.empty(tiling.queries * tiling.passages, dtype=dtype, device=targets.device)
+    totals = torch.zeros(2, len(queries), dtype=dtype, device=targets.device)
+    order = (terms.teacher, *terms.students)
+    for number, start in enumerate(range(0, num_queries, tiling.queries)):
+        part = slice(start, min(start + tiling.queries, num_queries))
+        tile = _Tile(
+            [each[part].to(dtype) for each in queries],
+            passages,
+            [None if each is None else each[part] for each in gradients[: len(queries)]],
+            gradients[len(queries) :],
+            targets[part],
+            blocks,
+            pairs[number * len(blocks) : (number + 1) * len(blocks)],
+            terms,
+            rooms=rooms,
+            scratch=scratch,
+            keeps_rows=tiling.keeps_rows,
+        )
+        if tiling.keeps_rows:
+            for size in order:
+                for block in range(len(blocks)):
+                    tile.exponentials(size, block)
+                tile.sum_up(size)
+                for block in range(len(blocks) if size != terms.teacher else 0):
+                    tile.add_gradients(size, block)
+            for block in range(len(blocks)):
+                tile.add_gradients(terms.teacher, block)
+        else:
+            for block in range(len(blocks)):
+                for size in order:
+                    tile.exponentials(size, block)
+            for size in order:
+                tile.sum_up(size)
+            for block in range(len(blocks) if any(each is not None for each in gradients) else 0):
+                for size in order:
+                    tile.exponentials(size, block, again=True)
+                    if size != terms.teacher:
+                        tile.add_gradients(size, block)
+                tile.add_gradients(terms.teacher, block)
+        totals[0] += tile.nce.sum(1)
+        totals[1] += tile.divergence.sum(1)
+    nce, divergence = totals * (NATS_A_BIT / terms.num_queries)
+    return nce, divergence
+
+
+def _pairs_by_block(
+    excluded: Tensor | None, tiling: Tiling, num_blocks: int, num_queries: int
+) -> list[tuple[Tensor, Tensor] | None]:
+    """The excluded pairs of each (tile, block), as rows and columns inside it; None where there are none."""
+    num_tiles = -(-num_queries // tiling.queries)
+    if excluded is None or not len(excluded):
+        return [None] * (num_tiles * num_blocks)
+    place = excluded[:, 0] // tiling.queries * num_blocks + excluded[:, 1] // tiling.passages
+    place, order = place.sort()
+    rows, columns = excluded[order, 0] % tiling.queries, excluded[order, 1] % tiling.passages
+    edges = torch.searchsorted(place, torch.arange(num_tiles * num_blocks + 1, device=place.device)).tolist()
+    return [(rows[a:b], columns[a:b]) if a < b else None for a, b in pairwise(edges)]
+
+
+class _Tile:
+    """One tile of queries against all passages: a block's exponentials, the rows' sums, then a block's gradients."""
+
+    def __init__(
+        self,
+        queries: list[Tensor],
+        passages: Sequence[Tensor],
+        query_grads: list[Tensor | None],
+        passage_grads: Sequence[Tensor | None],
+        targets: Tensor,
+        blocks: list[slice],
+        pairs: list[tuple[Tensor, Tensor] | None],
+        terms: _Terms,
+        *,
+        rooms: Tensor,
+        scratch: Tensor,
+        keeps_rows: bool,
+    ) -> None:
+        self.queries, self.passages = queries, passages
+        self.query_grads, self.passage_grads = query_grads, passage_grads
+        self.targets, self.blocks, self.pairs, self.terms = targets, blocks, pairs, terms
+        self.rooms, self.scratch, self.keeps_rows = rooms, scratch, keeps_rows
+        rows, sizes, teacher = len(targets), len(queries), terms.teacher
+        # Of a block's scores: the maximum, the sum of its exponentials, the sum of the teacher's times what the scores
+        # are below their maximum, and what makes its exponentials shares of the row.
+        self.peak, self.mass, self.cross, self.log_factor = rooms.new_zeros(STATISTICS, sizes, len(blocks), rows)
+        self.positive, self.lse, self.nce, self.divergence = rooms.new_zeros(4, sizes, rows)
+        if terms.margin is not None:
+            positives = passages[teacher][targets].to(rooms.dtype)
+            similarity = (queries[teacher] * positives).sum(1, keepdim=True)
+            self.ceiling = (similarity - terms.margin) / (terms.temperature * NATS_A_BIT)
+
+    def exponentials(self, size: int, block: int, *, again: bool = False) -> None:
+        """2^(s − maximum) of a block, into the size's room; `again`: its maximum and sums are known already."""
+        terms, teacher = self.terms, self.terms.teacher
+        scores = self._scores(size, block)
+        if terms.moves_teacher and (size == teacher or terms.teaches[size]):
+            gap = self._room("gap", block)  # Σ_k kl_weights[k] (s_T − s_k), in nats
+            if size == teacher:
+                torch.mul(scores, NATS_A_BIT * sum(terms.teaches), out=gap)
+            else:
+                gap.sub_(scores, alpha=NATS_A_BIT * terms.teaches[size])
+        if not again:
+            column, inside = self._targets_in(block)
+            found = scores.gather(1, column[:, None])[:, 0]
+            self.positive[size] = torch.where(inside, found, self.positive[size])
+            torch.amax(scores, 1, out=self.peak[size, block])
+        scores -= self.peak[size, block, :, None]
+        room = torch.exp2(scores, out=self._room(size, block))
+        if not again:
+            torch.sum(room, 1, out=self.mass[size, block])
+            if any(terms.teaches) and (size == teacher or terms.teaches[size]):
+                scores *= self._room(teacher, block)
+                torch.sum(scores, 1, out=self.cross[size, block])
+
+    def sum_up(self, size: int) -> None:
+        """The rows' log-sum-exp and KL, in bits, from all blocks'; the teacher's before the others'."""
+        # Differences to the row's maximum first: beside large scores a log-sum-exp has lost what tells shares apart.
+        top = self.peak[size].amax(0)
+        spread = ((self.peak[size] - top).exp2() * self.mass[size]).sum(0).log2()
+        self.lse[size] = top + spread
+        self.nce[size] = (top - self.positive[size]) + spread
+        torch.sub(self.peak[size] - top, spread, out=self.log_factor[size])
+        if self.terms.teaches[size]:
+            self.divergence[size] = self._taught_mean(self.terms.teacher) - self._taught_mean(size)
+
+    def _taught_mean(self, size: int) -> Tensor:
+        """Σ_j p_T,j log p_j.  # [rows]"""
+        teacher = self.terms.teacher
+        blocks = self.cross[size] + self.log_factor[size] * self.mass[teacher]
+        return (self.log_factor[teacher].exp2() * blocks).sum(0)
+
+    def add_gradients(self, size: int, block: int) -> None:
+        """d loss / d s of a block, in the size's room, and through it to queries and passages."""
+        query_grad, passage_grad = self.query_grads[size], self.passage_grads[size]
+        if query_grad is None and passage_grad is None:
+            return
+        terms, teacher = self.terms, self.terms.teacher
+        grad, factor = self._room(size, block), self.log_factor[size, block, :, None].exp2()
+        if size == teacher and terms.moves_teacher:
+            gap = self._room("gap", block)
+            gap += self._teacher_offset()[:, None]
+            grad *= factor
+            grad *= gap
+        else:
+            weight = terms.loss_weights[size] + terms.teaches[size]
+            grad *= weight * factor
+            if terms.teaches[size]:
+                share = terms.teaches[size] * self.log_factor[teacher, block, :, None].exp2()
+                grad.addcmul_(self._room(teacher, block), share, value=-1)
+        column, inside = self._targets_in(block)
+        grad.scatter_add_(1, column[:, None], (-terms.loss_weights[size] * inside.to(grad.dtype))[:, None])
+        scale = 1.0 / (terms.temperature * terms.num_queries)
+        if query_grad is not None:
+            query_grad.addmm_(grad, self.passages[size][self.blocks[block]].to(grad.dtype), alpha=scale)
+        if passage_grad is not None:
+            passage_grad[self.blocks[block]].addmm_(grad.t(), self.queries[size], alpha=scale)
+
+    def _teacher_offset(self) -> Tensor:
+        """What the row adds to the gaps for the teacher's gradient over p_T.  # [rows]"""
+        offset = torch.full_like(self.lse[0], self.terms.loss_weights[self.terms.teacher])
+        for size in self.terms.students:
+            if weight := self.terms.teaches[size]:
+                bits = self.lse[size] - self.lse[self.terms.teacher] - self.divergence[size]
+                offset += NATS_A_BIT * weight * bits
+        return offset
+
+    def _scores(self, size: int, block: int) -> Tensor:
+        passages = self.passages[size][self.blocks[block]].to(self.rooms.dtype)
+        scores = self.scratch[: len(self.targets) * len(passages)].view(len(self.targets), len(passages))
+        scale = 1.0 / (self.terms.temperature * NATS_A_BIT)
+        torch.addmm(scores, self.queries[size], passages.t(), beta=0, alpha=scale, out=scores)
+        if (pairs := self.pairs[block]) is not None:
+            scores[pairs] = EXCLUDED_SCORE
+        if self.terms.margin is not None:
+            penalty = self._room("penalty", block)
+            if size == self.terms.teacher:
+                torch.gt(scores, self.ceiling, out=penalty)
+                column, inside = self._targets_in(block)
+                penalty.scatter_(1, column[:, None], penalty.gather(1, column[:, None]) * ~inside[:, None])
+                penalty *= EXCLUDED_SCORE
+            # Adding is many times faster than masked_fill_.
+            scores += penalty
+        return scores
+
+    def _targets_in(self, block: int) -> tuple[Tensor, Tensor]:
+        """Each query's target as a column of the block, and whether it is one (else the column means nothing)."""
+        part = self.blocks[block]
+        column = (self.targets - part.start).clamp(0, part.stop - part.start - 1)
+        return column, column + part.start == self.targets
+
+    def _room(self, of: int | str, block: int) -> Tensor:
+        """Where a block's matrix is kept, contiguous: of the teacher or a student, the gaps or the penalties."""
+        terms, part = self.terms, self.blocks[block]
+        if of == "gap":
+            number = 2
+        elif of == "penalty":
+            number = terms.matrices - 1
+        else:
+            number = 0 if of == terms.teacher else 1
+        rows, columns = len(self.targets), part.stop - part.start
+        begin = rows * part.start if self.keeps_rows else 0
+        return self.rooms[number, begin : begin + rows * columns].view(rows, columns)
+
+
+def false_negatives(
+    query_hashes: Tensor,
+    targets: Tensor,
+    passage_hashes: Tensor,
+    known_query_hashes: Tensor,
+    known_hashes: Tensor,
+) -> Tensor:
+    """Pairs (i, j), j ≠ targets[i], where passage j is no negative of query i, as int64 [e, 2] sorted by query.
+
+    Passage j has the text of query i, of its positive, or of a known positive of a query with the same text as i.
+    query_hashes, targets: int64 [n]; passage_hashes: int64 [m]; known_query_hashes, known_hashes: int64 [t], pairs of
+    a query's text and a positive's, of all ranks. Sorting only: work is linear, up to a logarithm, in these and e.
+    """
+    rows = torch.arange(len(query_hashes), device=query_hashes.device)
+    # Pairs of which either side is absent here go first, and repeated ones, that would multiply below.
+    query_values, passage_values = query_hashes.unique(), passage_hashes.unique()
+    known_query, at_query = _equal_pairs(known_query_hashes, query_values)
+    among, at_passage = _equal_pairs(known_hashes[known_query], passage_values)
+    known = (at_query[among] * len(passage_values) + at_passage).unique()
+    row, place = _equal_pairs(query_hashes, query_values[known // max(1, len(passage_values))])
+    wanted = torch.cat([query_hashes, passage_hashes[targets], passage_values[known[place] % len(passage_values)]])
+    which, column = _equal_pairs(wanted, passage_hashes)
+    query = torch.cat([rows, rows, row])[which]
+    others = column != targets[query]
+    pairs = (query[others] * len(passage_hashes) + column[others]).unique()
+    return torch.stack([pairs // len(passage_hashes), pairs % len(passage_hashes)], dim=1)
+
+
+def _equal_pairs(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """All (a, b) with left[a] == right[b], ordered by a."""
+    values, order = right.sort()
+    first = torch.searchsorted(values, left)
+    count = torch.searchsorted(values, left, right=True) - first
+    a = torch.repeat_interleave(count)
+    rank = torch.arange(len(a), device=a.device) - (count.cumsum(0) - count)[a]
+    return a, order[first[a] + rank]
 
 
 def cosent(similarities: Tensor, gold: Tensor, *, temperature: float) -> Tensor:
     """CoSENT: log(1 + Σ_{gold_i > gold_j} exp((sim_j − sim_i) / τ)), for graded pairs (SPEC, inner losses).
 
-    similarities, gold: float [n], one entry a pair of the GLOBAL batch. Returns a scalar.
+    similarities, gold: float [n], one entry a pair of the GLOBAL batch. Returns a scalar. For each i the sum over j is
+    a prefix of the pairs sorted by grade, so no [n, n] matrix is needed.
     """
-    scaled = similarities / temperature
-    differences = scaled[None, :] - scaled[:, None]  # [i, j] = sim_j − sim_i
-    ordered = gold[:, None] > gold[None, :]
-    violations = differences.masked_fill(~ordered, -torch.inf).flatten()
-    return torch.logsumexp(torch.cat([violations.new_zeros(1), violations]), dim=0)
+    gold, order = gold.sort()
+    # In float64, since one running sum passes through all n; n numbers cost nothing.
+    scaled = similarities[order].double() / temperature
+    prefixes = torch.cat([scaled.new_full((1,), -torch.inf), scaled.logcumsumexp(0)])
+    lower = torch.searchsorted(gold, gold)  # how many pairs have a lower grade
+    violations = prefixes[lower] - scaled
+    return torch.logsumexp(torch.cat([violations.new_zeros(1), violations]), dim=0).to(similarities.dtype)
 
 
 def coordinate_divergence(student: Tensor, teacher: Tensor, *, temperature: float) -> Tensor:
