@@ -83,6 +83,9 @@ class ObjectiveConfig:
     kl_weight: float = 1.0
     kl_temperature: float = 1.0  # kl = "coordinates": divides the coordinates
     detach_teacher: bool = True
+    mask_false_negatives: bool = True  # passages that are known not to be negatives of a query are left out for it
+    filter_false_negatives: bool = False  # and those that score above its positive less the margin, at full size
+    false_negative_margin: float = 0.0  # in units of the similarity; below 0 spares fewer passages
     backward: str = "grad_cache"  # grad_cache | direct
 
 

@@ -64,7 +64,7 @@ def multi_size_contrastive(
     score_memory_mib bounds the scores held at once, whatever n and m are. The gradients can be asked for once.
     Returns (loss, InfoNCE of each size [K], KL of each size [K]); the latter two are detached and unweighted.
     """
-    terms = _Terms(
+    terms = ContrastiveTerms(
         tuple(loss_weights),
         tuple(kl_weights),
         temperature,
@@ -77,16 +77,16 @@ def multi_size_contrastive(
 
 
 @dataclass(frozen=True)
-class _Terms:
-    """What the loss is made of, besides its tensors."""
+class ContrastiveTerms:
+    """What the loss of `multi_size_contrastive` is made of, besides its tensors."""
 
     loss_weights: tuple[float, ...]
     kl_weights: tuple[float, ...]
     temperature: float
     num_queries: int
-    margin: float | None
-    detach_teacher: bool
-    score_memory_mib: float
+    margin: float | None = None
+    detach_teacher: bool = True
+    score_memory_mib: float = 256.0
 
     @property
     def teacher(self) -> int:
@@ -114,7 +114,7 @@ class _Terms:
 class _MultiSizeContrastive(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, targets: Tensor, excluded: Tensor | None, terms: _Terms, *vectors: Tensor
+        ctx: Any, targets: Tensor, excluded: Tensor | None, terms: ContrastiveTerms, *vectors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         sides = vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :]
         half = vectors[0].dtype in (torch.float16, torch.bfloat16)
@@ -123,13 +123,14 @@ class _MultiSizeContrastive(torch.autograd.Function):
             torch.zeros_like(each, dtype=dtype) if wanted else None
             for each, wanted in zip(vectors, ctx.needs_input_grad[3:])
         ]
-        nce, divergence = _contrast(*sides, targets, excluded, terms, gradients, dtype)
+        loss, nce, divergence = add_contrastive_gradients(
+            *sides, terms=terms, targets=targets, excluded=excluded, gradients=gradients, dtype=dtype
+        )
         ctx.gradients = [
             None if gradient is None else gradient.to(each.dtype) for gradient, each in zip(gradients, vectors)
         ]
         ctx.mark_non_differentiable(nce, divergence)
-        weights = torch.tensor([terms.loss_weights, terms.kl_weights], dtype=nce.dtype, device=nce.device)
-        return (weights[0] * nce + weights[1] * divergence).sum(), nce, divergence
+        return loss, nce, divergence
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -174,16 +175,21 @@ def choose_tiling(
     return Tiling(max(1, min(num_queries, MOST_QUERIES, fitting)), wide, keeps_rows=False)
 
 
-def _contrast(
+def add_contrastive_gradients(
     queries: Sequence[Tensor],
     passages: Sequence[Tensor],
+    *,
+    terms: ContrastiveTerms,
     targets: Tensor,
     excluded: Tensor | None,
-    terms: _Terms,
     gradients: Sequence[Tensor | None],
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """(InfoNCE [K], KL [K]), and the loss's gradients added to `gradients`: the queries', then the passages'."""
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`multi_size_contrastive` without a graph: its gradients are added to `gradients` where they shall lie.
+
+    gradients: 2K tensors shaped as the queries, then the passages, or None where not wanted. dtype: of the scores.
+    Returns (loss, InfoNCE [K], KL [K]).
+    """
     num_queries, num_passages = queries[0].shape[0], passages[0].shape[0]
     tiling = choose_tiling(
         num_queries,
@@ -241,7 +247,8 @@ def _contrast(
         totals[0] += tile.nce.sum(1)
         totals[1] += tile.divergence.sum(1)
     nce, divergence = totals * (NATS_A_BIT / terms.num_queries)
-    return nce, divergence
+    weights = torch.tensor([terms.loss_weights, terms.kl_weights], dtype=nce.dtype, device=nce.device)
+    return (weights[0] * nce + weights[1] * divergence).sum(), nce, divergence
 
 
 def _pairs_by_block(
@@ -270,7 +277,7 @@ class _Tile:
         targets: Tensor,
         blocks: list[slice],
         pairs: list[tuple[Tensor, Tensor] | None],
-        terms: _Terms,
+        terms: ContrastiveTerms,
         *,
         rooms: Tensor,
         scratch: Tensor,
@@ -401,6 +408,19 @@ class _Tile:
         rows, columns = len(self.targets), part.stop - part.start
         begin = rows * part.start if self.keeps_rows else 0
         return self.rooms[number, begin : begin + rows * columns].view(rows, columns)
+
+
+def normalize_(vectors: Tensor) -> Tensor:
+    """Scale the rows of [n, d] to unit length, in place; returns their lengths [n, 1], at least 1e-12."""
+    lengths = torch.linalg.vector_norm(vectors, dim=1, keepdim=True).clamp_(min=1e-12)
+    vectors /= lengths
+    return lengths
+
+
+def unnormalized_gradient_(gradient: Tensor, unit: Tensor, lengths: Tensor) -> None:
+    """From the gradient by unit vectors u = x / |x| to that by x, in place: (g − u (u·g)) / |x|.  # [n, d]"""
+    along = torch.linalg.vecdot(unit, gradient)[:, None]
+    gradient.addcmul_(unit, along, value=-1).div_(lengths)
 
 
 def false_negatives(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from data.collate import MaskedBatch, PairBatch, Texts, pad_flat
@@ -22,7 +21,15 @@ from trainer.config import Recipe
 from trainer.distributed import derive_seed, gather_counts, gather_rows, scatter_gradients, sum_over_ranks
 from trainer.engine import Engine
 from trainer.flops import FORWARD_AND_BACKWARD, Shape, encoder_flops, masked_flops
-from trainer.losses import coordinate_divergence, cosent, multi_size_contrastive
+from trainer.losses import (
+    ContrastiveTerms,
+    add_contrastive_gradients,
+    coordinate_divergence,
+    cosent,
+    false_negatives,
+    normalize_,
+    unnormalized_gradient_,
+)
 from trainer.size_schedules import Schedule, SizePlan
 
 
@@ -120,6 +127,8 @@ class ContrastiveObjective:
     kl_weight: float
     kl_temperature: float
     detach_teacher: bool
+    mask_false_negatives: bool
+    false_negative_margin: float | None
     cached: bool
     score_memory_mib: float
     seed: int
@@ -145,90 +154,129 @@ class ContrastiveObjective:
             engine,
             chunks,
             embed=embed,
-            loss_and_gradients=lambda embeddings: self._loss_and_gradients(embeddings, batch, plan, engine.world.rank),
+            loss_and_gradients=lambda embeddings: self.loss_and_gradients(embeddings, batch, plan, engine.world.rank),
             seed=derive_seed(self.seed, step, engine.world.rank),
             cached=self.cached,
         )
         flops = FORWARD_AND_BACKWARD * encoder_flops(self.shape, lengths)
         return StepReport(losses, batch.num_tokens, padded, flops)
 
-    def _loss_and_gradients(
+    def loss_and_gradients(
         self, embeddings: list[Tensor], batch: PairBatch, plan: SizePlan, rank: int
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """The global batch's loss (this rank's part) and its gradient with respect to this rank's embeddings.
 
-        embeddings: a size's [queries + passages, d], queries first.
+        embeddings: a size's [queries + passages, d], queries first. They are normalised in place: a large batch has
+        room for them and for their gradients, and for nothing else of their size.
         """
-        leaves = [each.requires_grad_() for each in embeddings]
-        vectors = [F.normalize(each, dim=1) for each in leaves] if self.similarity == "cosine" else leaves
+        on_coordinates = self.kl == "coordinates" and self.kl_weight > 0
+        divergence, more = self._coordinate_kl(embeddings, plan) if on_coordinates else ({}, [])
+        lengths = [normalize_(each) for each in embeddings] if self.similarity == "cosine" else []
+        gradients = [torch.zeros_like(each) for each in embeddings]
         inner = self._cosent if self.loss == "cosent" else self._infonce
-        losses = inner(vectors, batch, plan, rank)
-        if self.kl == "coordinates" and self.kl_weight:
-            losses |= self._coordinate_kl(leaves, plan, losses["loss"])
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in leaves]
-        return losses, gradients
+        losses = inner(embeddings, gradients, batch, plan, rank)
+        for gradient, unit, length in zip(gradients, embeddings, lengths):
+            unnormalized_gradient_(gradient, unit, length)
+        for gradient, extra in zip(gradients, more):
+            gradient += extra
+        if on_coordinates:
+            losses["loss"] = losses["loss"] + divergence.pop("loss")
+        return losses | divergence, gradients
 
-    def _infonce(self, vectors: list[Tensor], batch: PairBatch, plan: SizePlan, rank: int) -> dict[str, Tensor]:
+    def _infonce(
+        self, vectors: list[Tensor], gradients: list[Tensor], batch: PairBatch, plan: SizePlan, rank: int
+    ) -> dict[str, Tensor]:
         device = vectors[0].device
         num_queries = len(batch.queries)
         widths = [each.shape[1] for each in vectors]
-        local = torch.cat([each[num_queries:] for each in vectors], dim=1)  # [m, sum of widths]
-        counts = gather_counts(local.shape[0], device)
-        passages = gather_rows(local.detach(), counts).requires_grad_()  # [M, sum of widths]
+        counts = gather_counts(len(batch.passages), device)
+        passages = [each[num_queries:] for each in vectors]
+        passage_gradients = [each[num_queries:] for each in gradients]
+        alone = len(counts) == 1
+        if not alone:
+            # One gather of all widths side by side: every rank's passages, [M, sum of widths].
+            everyone = gather_rows(torch.cat(passages, dim=1), counts)
+            returned = torch.zeros_like(everyone)
+            passages, passage_gradients = list(everyone.split(widths, dim=1)), list(returned.split(widths, dim=1))
+        targets = batch.targets.to(device) + sum(counts[:rank])
         total = int(sum_over_ranks([float(num_queries)], device)[0])
         kl = self.kl_weight if self.kl == "scores" else 0.0
-        loss, nce, divergence = multi_size_contrastive(
+        loss, nce, divergence = add_contrastive_gradients(
             [each[:num_queries] for each in vectors],
-            [part.contiguous() for part in passages.split(widths, dim=1)],
-            targets=batch.targets.to(device) + sum(counts[:rank]),
-            loss_weights=plan.loss_weights,
-            kl_weights=[weight * kl for weight in plan.kl_weights],
-            temperature=self.temperature,
-            num_queries=total,
-            detach_teacher=self.detach_teacher,
-            score_memory_mib=self.score_memory_mib,
+            passages,
+            terms=ContrastiveTerms(
+                plan.loss_weights,
+                tuple(weight * kl for weight in plan.kl_weights),
+                self.temperature,
+                total,
+                self.false_negative_margin,
+                self.detach_teacher,
+                self.score_memory_mib,
+            ),
+            targets=targets,
+            excluded=_known_false_negatives(batch, targets, counts) if self.mask_false_negatives else None,
+            gradients=[*(each[:num_queries] for each in gradients), *passage_gradients],
         )
-        # First to the queries here and to all passages; then each passage's gradient goes home.
-        loss.backward(retain_graph=True)
-        assert passages.grad is not None
-        local.backward(scatter_gradients(passages.grad, counts))
-        losses = {"loss": loss.detach()} | {f"loss/{name}": value for name, value in zip(plan.names, nce)}
+        if not alone:
+            # Each passage's gradient, summed over all ranks' queries, goes home.
+            for gradient, part in zip(gradients, scatter_gradients(returned, counts).split(widths, dim=1)):
+                gradient[num_queries:] += part
+        losses = {"loss": loss} | {f"loss/{name}": value for name, value in zip(plan.names, nce)}
         if kl:
             used = [(name, value) for name, value, w in zip(plan.names, divergence, plan.kl_weights) if w]
             losses |= {f"kl/{name}": value for name, value in used}
         return losses
 
-    def _cosent(self, vectors: list[Tensor], batch: PairBatch, plan: SizePlan, rank: int) -> dict[str, Tensor]:
+    def _cosent(
+        self, vectors: list[Tensor], gradients: list[Tensor], batch: PairBatch, plan: SizePlan, rank: int
+    ) -> dict[str, Tensor]:
         assert batch.scores is not None
         device = vectors[0].device
         num_pairs = len(batch.queries)
         partner = batch.targets.to(device) + num_pairs
-        local = torch.stack([(each[:num_pairs] * each[partner]).sum(1) for each in vectors], dim=1)  # [n, K]
+        local = torch.stack([torch.linalg.vecdot(each[:num_pairs], each[partner]) for each in vectors], dim=1)  # [n, K]
         counts = gather_counts(num_pairs, device)
         start = sum(counts[:rank])
-        similarities = gather_rows(local.detach(), counts).requires_grad_()
+        similarities = gather_rows(local, counts).requires_grad_()
         gold = gather_rows(batch.scores.to(device), counts)
         per_size = torch.stack([cosent(each, gold, temperature=self.temperature) for each in similarities.unbind(1)])
         loss = (per_size * per_size.new_tensor(plan.loss_weights)).sum()
         loss.backward()
         assert similarities.grad is not None
         # Every rank computed the whole loss, so its own rows' gradient is complete; the value is shared out.
-        local.backward(similarities.grad[start : start + num_pairs])
+        own = similarities.grad[start : start + num_pairs, :, None]  # [n, K, 1]
+        for size, (each, gradient) in enumerate(zip(vectors, gradients)):
+            gradient[:num_pairs] += own[:, size] * each[partner]
+            gradient.index_add_(0, partner, own[:, size] * each[:num_pairs])
         share = 1.0 / len(counts)
         losses = {"loss": loss.detach() * share}
         return losses | {f"loss/{name}": value.detach() * share for name, value in zip(plan.names, per_size)}
 
-    def _coordinate_kl(self, leaves: list[Tensor], plan: SizePlan, loss: Tensor) -> dict[str, Tensor]:
+    def _coordinate_kl(self, embeddings: list[Tensor], plan: SizePlan) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """KL over coordinates: its metrics, "loss" being what it adds, and its gradients."""
+        leaves = [each.clone().requires_grad_() for each in embeddings]
         teacher = leaves[plan.full].detach() if self.detach_teacher else leaves[plan.full]
         total = sum_over_ranks([float(teacher.shape[0])], teacher.device)[0].to(teacher.dtype)
-        losses = {"loss": loss}
+        losses = {"loss": torch.zeros((), device=teacher.device)}
         for name, leaf, weight in zip(plan.names, leaves, plan.kl_weights):
             if weight:
                 value = coordinate_divergence(leaf, teacher, temperature=self.kl_temperature) / total
                 (value * weight * self.kl_weight).backward()
                 losses[f"kl/{name}"] = value.detach()
                 losses["loss"] = losses["loss"] + value.detach() * weight * self.kl_weight
-        return losses
+        return losses, [torch.zeros_like(each) if each.grad is None else each.grad for each in leaves]
+
+
+def _known_false_negatives(batch: PairBatch, targets: Tensor, counts: list[int]) -> Tensor:
+    """Pairs of a query here and a passage of the global batch that is no negative of it, by their hashes.
+
+    targets: places in the global batch. counts: every rank's number of passages.
+    """
+    device = targets.device
+    known = torch.stack([batch.query_hashes.repeat_interleave(batch.known_offsets.diff()), batch.known_hashes], dim=1)
+    known = gather_rows(known.to(device), gather_counts(len(known), device))  # [t, 2]
+    passage_hashes = gather_rows(batch.passage_hashes.to(device), counts)
+    return false_negatives(batch.query_hashes.to(device), targets, passage_hashes, known[:, 0], known[:, 1])
 
 
 def _concatenate(first: Texts, second: Texts) -> Texts:
@@ -263,6 +311,8 @@ def contrastive(recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int
         kl_weight=chosen.kl_weight,
         kl_temperature=chosen.kl_temperature,
         detach_teacher=chosen.detach_teacher,
+        mask_false_negatives=chosen.mask_false_negatives,
+        false_negative_margin=chosen.false_negative_margin if chosen.filter_false_negatives else None,
         cached=chosen.backward == "grad_cache",
         score_memory_mib=recipe.train.score_memory_mib,
         seed=recipe.run.seed,

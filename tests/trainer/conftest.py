@@ -43,6 +43,21 @@ def tuple_shards(tmp_path_factory, docstrings, tiny_tokenizer) -> Path:
 
 
 @pytest.fixture(scope="session")
+def crowded_shards(tmp_path_factory, docstrings, tiny_tokenizer) -> Path:
+    """So few texts that every batch holds false negatives: a second positive, and negatives that others are given."""
+    folder = tmp_path_factory.mktemp("crowded")
+    pairs = _pairs(docstrings)[:16]
+    with UnitWriter(folder, 0, kind="tuples", vocabulary_size=len(tiny_tokenizer), chunk_samples=8) as writer:
+        for index in range(24):
+            query, body = pairs[index % 16]
+            other, negative = (pairs[(index + offset) % 16][1] for offset in (1, 2))
+            passages = [_ids(tiny_tokenizer, text) for text in (body, other, negative)]
+            writer.add_tuple(_ids(tiny_tokenizer, query), passages, num_positives=2)
+    finish_folder(folder, 1, tokenizer=tiny_tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def graded_shards(tmp_path_factory, docstrings, tiny_tokenizer) -> Path:
     """Pairs with a grade: 5 for a docstring's own body, 0 for the next one's."""
     folder = tmp_path_factory.mktemp("graded")

@@ -21,12 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.collate import MaskedBatch, PairBatch, pad_flat
-from data.stream import Stream
 from models.sizes import Size
 from trainer.backward import micro_batches
 from trainer.config import Recipe, build_recipe, check
 from trainer.distributed import derive_seed, free_port
-from trainer.run import _build_model, _collator, _open_shards
+from trainer.run import _build_model, _open_shards, _open_stream
 
 ROOT = Path(__file__).resolve().parents[2]
 LADDER = [[1, 16], [2, 32], [3, 48]]
@@ -159,17 +158,7 @@ def train_naively(values: Mapping[str, Any], *, steps: int, world_size: int = 1)
     recipe = recipe_of(values)
     sources = _open_shards(recipe)
     module = _build_model(recipe, sources).module.train()
-    shares: list[Stream] = [
-        Stream(
-            sources,
-            collate=_collator(recipe, sources),
-            seed=recipe.run.seed,
-            global_batch_size=recipe.train.global_batch_size,
-            rank=rank,
-            world_size=world_size,
-        )
-        for rank in range(world_size)
-    ]
+    shares = [_open_stream(recipe, sources, rank=rank, world_size=world_size) for rank in range(world_size)]
     optimizer = _naive_adamw(module, recipe)
     loss_of = _naive_masked if recipe.objective.name == "masked" else _naive_contrastive
     results = []
@@ -284,10 +273,32 @@ def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe
         [torch.cat(each) for each in zip(*queries)],
         [torch.cat(each) for each in zip(*passages)],
         targets=torch.cat(targets),
+        excluded=naive_false_negatives(batches, torch.cat(targets)) if objective.mask_false_negatives else None,
         gold=torch.cat(gold) if gold else None,
         weights=weights,
         kl_weights=[weight * objective.kl_weight for weight in kl_weights],
         objective=objective,
+    )
+
+
+def naive_false_negatives(batches: Sequence[PairBatch], targets: Tensor) -> Tensor:
+    """bool [n, m] over the batches together: a query's own text and its known positives are no negatives."""
+    known: dict[int, set[int]] = {}
+    queries, passages = [], []
+    for batch in batches:
+        offsets = batch.known_offsets.tolist()
+        for query, begin, end in zip(batch.query_hashes.tolist(), offsets, offsets[1:]):
+            known.setdefault(query, {query}).update(batch.known_hashes[begin:end].tolist())
+            queries.append(query)
+        passages += batch.passage_hashes.tolist()
+    return torch.tensor(
+        [
+            [
+                column != target and (text in known[query] or text == passages[target])
+                for column, text in enumerate(passages)
+            ]
+            for query, target in zip(queries, targets.tolist())
+        ]
     )
 
 
@@ -329,8 +340,12 @@ def naive_contrastive_loss(
     weights: Sequence[float],
     kl_weights: Sequence[float],
     objective: Any,
+    excluded: Tensor | None = None,
 ) -> Tensor:
-    """SPEC's SRL losses with whole matrices; `queries`, `passages`: K of [n, d_k], [m, d_k], the last the teacher."""
+    """SPEC's SRL losses with whole matrices; `queries`, `passages`: K of [n, d_k], [m, d_k], the last the teacher.
+
+    excluded: bool [n, m].
+    """
 
     def scores(q: Tensor, p: Tensor) -> Tensor:
         if objective.similarity == "cosine":
@@ -338,6 +353,13 @@ def naive_contrastive_loss(
         return q @ p.T / objective.temperature
 
     matrices = [scores(q, p) for q, p in zip(queries, passages)]
+    hidden = torch.zeros_like(matrices[0], dtype=torch.bool) if excluded is None else excluded
+    if getattr(objective, "filter_false_negatives", False):
+        similarity = matrices[-1].detach() * objective.temperature
+        too_near = similarity > similarity.gather(1, targets[:, None]) - objective.false_negative_margin
+        hidden = hidden | too_near.scatter(1, targets[:, None], False)
+    if objective.loss != "cosent":
+        matrices = [matrix.masked_fill(hidden, -1e9) for matrix in matrices]
     total = queries[0].new_zeros(())
     for matrix, weight in zip(matrices, weights):
         if objective.loss == "cosent":

@@ -30,15 +30,25 @@ NORM_TOLERANCE = 2e-5  # relative; squares are summed in another order
 
 STAGES = (0, 1, 2, 3)
 RECIPES = ("smae", "mlm", "srl", "direct", "two_d", "mrl", "cosent", "coordinates", "adaptive", "one", "sparse")
+RECIPES += ("crowded", "filtered", "srl_uneven", "smae_uneven", "srl_lonely", "smae_lonely")
 # These take a second step, which would find gradients left over.
 TWICE = ("smae", "srl")
 ON_ONE_RANK = ("smae", "srl")
-ON_FOUR_RANKS = (("srl", 1), ("smae", 3))
+ON_FOUR_RANKS = (
+    ("srl", 1),
+    ("two_d", 1),
+    ("mrl", 3),
+    ("smae", 3),
+    ("crowded", 1),
+    ("srl_uneven", 3),
+    ("smae_lonely", 3),
+)
 CONTROLS = {
     "passage gradients stay": "srl",
     "no world size factor": "srl",
     "rank means": "smae",
     "new dropout each pass": "srl_dropout",
+    "false negatives of one rank": "crowded",
 }
 BF16 = ("zero0", "zero1", "zero2", "zero3")
 
@@ -46,7 +56,9 @@ Results = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def recipes(document_shards: Path, tuple_shards: Path, graded_shards: Path) -> dict[str, dict[str, Any]]:
+def recipes(
+    document_shards: Path, tuple_shards: Path, graded_shards: Path, crowded_shards: Path
+) -> dict[str, dict[str, Any]]:
     def masked(**objective: Any) -> dict[str, Any]:
         objective = {"name": "masked", **objective}
         return recipe_values(document_shards, objective=objective, train={"micro_batch_size": 3})
@@ -69,6 +81,14 @@ def recipes(document_shards: Path, tuple_shards: Path, graded_shards: Path) -> d
         # Most micro-batches of some ranks have nothing masked.
         "sparse": masked(encoder_mask_ratio=0.03, decoder_mask_ratio=0.04),
     }
+    cases["crowded"] = pairs(crowded_shards)
+    cases["uncrowded"] = pairs(crowded_shards, mask_false_negatives=False)
+    cases["filtered"] = pairs(crowded_shards, filter_false_negatives=True, false_negative_margin=0.02)
+    # Last batches of 11 samples, and of one: the other ranks then have none.
+    for name, samples in (("uneven", 11), ("lonely", 1)):
+        cases[f"srl_{name}"], cases[f"smae_{name}"] = pairs(crowded_shards), masked()
+        cases[f"srl_{name}"]["train"] |= {"steps": 0, "epochs": samples / 24}
+        cases[f"smae_{name}"]["train"] |= {"steps": 0, "epochs": samples / 400}
     cases["adaptive"]["optim"]["max_grad_norm"] = 0.0
     for name in ("smae", "srl"):
         cases[f"{name}_recomputed"] = copy.deepcopy(cases[name])
@@ -187,6 +207,10 @@ def test_four_ranks_equal_one_plain_process(name: str, stage: int, four_ranks: R
 
 def test_the_cases_are_the_hard_ones(two_ranks: Results, expected: Results) -> None:
     """Ranks have unequal numbers of micro-batches, several each, and clipping acts."""
+    assert two_ranks["srl_lonely-float32_zero3"][0]["micro_batches"][1] == 0
+    for name, other in (("crowded", "uncrowded"), ("filtered", "crowded")):  # masking and filtering act
+        loss, *_ = differences(expected[name], expected[other])
+        assert loss > 1e-3
     for step in two_ranks["srl-float32_zero3"]:
         assert min(step["micro_batches"]) > 1
     assert any(len(set(step["micro_batches"])) > 1 for step in two_ranks["srl-float32_zero3"])

@@ -22,12 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from data.stream import Stream
 from models.sizes import Size
 from tests.trainer.support import recipe_of
 from trainer import backward, engine, objectives, run
 from trainer.command import run_command
-from trainer.distributed import World, gather_counts, seed_step, start, sum_over_ranks
+from trainer.distributed import World, gather_counts, gather_rows, seed_step, start, sum_over_ranks
 
 
 def main() -> None:
@@ -59,14 +58,7 @@ def take_steps(values: dict[str, Any], world: World, *, steps: int) -> list[dict
     parts = run._build_model(recipe, sources)
     trained = engine.Engine(parts.module, recipe, world)
     trained.train()
-    stream: Stream = Stream(
-        sources,
-        collate=run._collator(recipe, sources),
-        seed=recipe.run.seed,
-        global_batch_size=recipe.train.global_batch_size,
-        rank=world.rank,
-        world_size=world.size,
-    )
+    stream = run._open_stream(recipe, sources, rank=world.rank, world_size=world.size)
     schedule = run.build_schedule(
         recipe.objective.sizes,
         recipe.ladder,
@@ -126,6 +118,18 @@ def _broken(control: str) -> Iterator[None]:
             return gradients.split(list(counts))[dist.get_rank()].clone()
 
         with patch(objectives, "scatter_gradients", own_rows):
+            yield
+    elif control == "false negatives of one rank":  # what masking without a gather of the hashes gives
+
+        def own_hashes(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+            if rows.dtype != torch.int64:
+                return gather_rows(rows, counts)
+            spread = rows.new_full((sum(counts), *rows.shape[1:]), -1)
+            begin = sum(counts[: dist.get_rank()])
+            spread[begin : begin + len(rows)] = rows
+            return spread
+
+        with patch(objectives, "gather_rows", own_hashes):
             yield
     elif control == "no world size factor":  # the mean over ranks that data parallelism takes on its own
 
