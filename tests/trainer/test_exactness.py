@@ -221,6 +221,14 @@ def test_the_cases_are_the_hard_ones(two_ranks: Results, expected: Results) -> N
     assert max(float((second[name] - first[name]).abs().max()) for name in first) > 1e3 * PARAMETER_TOLERANCE
 
 
+@pytest.mark.parametrize(("name", "widths"), [("srl", 16 + 32 + 48), ("one", 32), ("crowded", 96), ("srl_lonely", 96)])
+def test_embeddings_are_sent_once_each_way(name: str, widths: int, two_ranks: Results) -> None:
+    """Passages alone, in float32, at the ladder's widths; their gradients back. Shares are padded to the largest."""
+    (step, *_) = two_ranks[f"{name}-float32_zero1"]
+    expected_bytes = max(step["passages"]) * widths * 4
+    assert step["sent"] == [[expected_bytes] * 2, [expected_bytes] * 2]
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_dropout_is_the_same_in_both_passes(stage: int, two_ranks: Results, expected: Results) -> None:
     """Several micro-batches a rank, each with the dropout its number stands for, in one graph without caching."""

@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import json
 import unittest.mock
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,11 +75,13 @@ def take_steps(values: dict[str, Any], world: World, *, steps: int) -> list[dict
         packed=run.packs(parts.encoder.backbone),
     )
     results = []
-    with _counted_chunks() as counts:
+    with _counted_chunks() as counts, _counted_bytes() as sent:
         for step in range(steps):
             seed_step(recipe.run.seed, step, world.rank)
             counts.clear()
-            report = objective.forward_backward(trained, next(stream), step)
+            sent.clear()
+            batch = next(stream)
+            report = objective.forward_backward(trained, batch, step)
             norm = trained.step(recipe.optim.lr)
             losses = {name: float(sum_over_ranks([float(v)], world.device)[0]) for name, v in report.losses.items()}
             results.append(
@@ -86,6 +89,8 @@ def take_steps(values: dict[str, Any], world: World, *, steps: int) -> list[dict
                     "loss": losses["loss"],
                     "losses": losses,
                     "norm": norm,
+                    "passages": gather_counts(len(getattr(batch, "passages", ())), world.device),
+                    "sent": [gather_counts(sent[way], world.device) for way in ("gather", "scatter")],
                     "micro_batches": gather_counts(sum(counts), world.device),
                     "parameters": {n: trained.full_parameter(p).clone() for n, p in parts.module.named_parameters()},
                 }
@@ -105,6 +110,41 @@ def _counted_chunks() -> Iterator[list[int]]:
 
     with unittest.mock.patch.object(objectives, "micro_batches", counted):
         yield counts
+
+
+@contextlib.contextmanager
+def _counted_bytes() -> Iterator[Counter[str]]:
+    """Bytes of embeddings and of their gradients that this rank gives to each other rank's collective."""
+    sent: Counter[str] = Counter()
+    active: list[str] = []
+
+    def watched(function: Any, way: str) -> Any:
+        def inside(*args: Any) -> Any:
+            active.append(way)
+            try:
+                return function(*args)
+            finally:
+                active.pop()
+
+        return inside
+
+    def counting(function: Any) -> Any:
+        def counted(out: Any, given: Any, *args: Any, **options: Any) -> Any:
+            tensor = given if isinstance(given, torch.Tensor) else given[0]
+            if active and tensor.is_floating_point():
+                sent[active[-1]] += tensor.nbytes
+            return function(out, given, *args, **options)
+
+        return counted
+
+    patch = unittest.mock.patch.object
+    with (
+        patch(objectives, "gather_rows", watched(objectives.gather_rows, "gather")),
+        patch(objectives, "scatter_gradients", watched(objectives.scatter_gradients, "scatter")),
+        patch(dist, "all_gather", counting(dist.all_gather)),
+        patch(dist, "reduce_scatter", counting(dist.reduce_scatter)),
+    ):
+        yield sent
 
 
 @contextlib.contextmanager
