@@ -29,7 +29,7 @@ PARAMETER_TOLERANCE = 1e-5  # absolute, after steps that move parameters by up t
 NORM_TOLERANCE = 2e-5  # relative; squares are summed in another order
 
 STAGES = (0, 1, 2, 3)
-RECIPES = ("smae", "mlm", "srl", "direct", "two_d", "mrl", "cosent", "coordinates", "adaptive", "one", "sparse")
+RECIPES = ("smae", "mlm", "srl", "direct", "two_d", "mrl", "cosent", "coordinates", "adaptive", "one", "sparse", "weighted")
 # These take a second step, which would find gradients left over.
 TWICE = ("smae", "srl")
 ON_ONE_RANK = ("smae", "srl")
@@ -66,6 +66,7 @@ def recipes(document_shards: Path, tuple_shards: Path, graded_shards: Path) -> d
         "coordinates": pairs(kl="coordinates", kl_temperature=0.3, pooling="mean", **free_teacher),
         "adaptive": pairs(sizes="adaptive_layers", kl_weight=0.5, detach_teacher=False),
         "one": pairs(sizes="one", size="2x32"),
+        "weighted": pairs(size_weights=[0.25, 3.0, 1.0], kl_size_weights=[2.0, 0.5]),
         # Most micro-batches of some ranks have nothing masked.
         "sparse": masked(encoder_mask_ratio=0.03, decoder_mask_ratio=0.04),
     }
