@@ -70,7 +70,7 @@ def add_adapters(
         LoraConfig(
             task_type=TaskType.FEATURE_EXTRACTION,
             r=rank,
-            lora_alpha=alpha,
+            lora_alpha=alpha,  # type: ignore[arg-type]  # any number will do
             lora_dropout=dropout,
             target_modules=chosen,
         ),

@@ -347,7 +347,7 @@ def _check_preset(objective: ObjectiveConfig) -> None:
     if objective.preset_for and not objective.preset:
         raise ConfigError(
             f"objective.preset_for = {objective.preset_for!r} says which fine-tuning a preset is of, and "
-            f"objective.preset is empty; set it to one of {', '.join(PRESETS)}"
+            f"objective.preset is empty; set it to one of {', '.join(PRESETS)}, or leave both empty"
         )
     if objective.preset_for and objective.name == "masked":
         raise ConfigError(
@@ -369,7 +369,9 @@ def _check_size_weights(objective: ObjectiveConfig, num_sizes: int) -> None:
         if not weights:
             continue
         if objective.sizes == "two_d":
-            raise ConfigError(f'objective.{key} = {weights} needs fixed sizes, and objective.sizes = "two_d" draws them')
+            raise ConfigError(
+                f'objective.{key} = {weights} needs fixed sizes, and objective.sizes = "two_d" draws them'
+            )
         if len(weights) != count:
             below = " below the full one" if key == "kl_size_weights" else ""
             raise ConfigError(
@@ -397,9 +399,7 @@ def _check_trained_part(recipe: Recipe) -> None:
         raise ConfigError("model.lora_targets and model.lora_dropout need adapters; set model.lora_rank, such as 8")
     for key, value in (("lora_rank", model.lora_rank), ("frozen_layers", model.frozen_layers)):
         if value and not model.source:
-            raise ConfigError(
-                f"model.{key} = {value} would keep random weights; give model.source, an encoder that is trained already"
-            )
+            raise ConfigError(f"model.{key} = {value} would keep random weights; give model.source, a trained encoder")
     deepest = (recipe.single_size or recipe.ladder.full).layers
     if model.frozen_layers >= deepest:
         raise ConfigError(

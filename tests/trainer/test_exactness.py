@@ -29,7 +29,20 @@ PARAMETER_TOLERANCE = 1e-5  # absolute, after steps that move parameters by up t
 NORM_TOLERANCE = 2e-5  # relative; squares are summed in another order
 
 STAGES = (0, 1, 2, 3)
-RECIPES = ("smae", "mlm", "srl", "direct", "two_d", "mrl", "cosent", "coordinates", "adaptive", "one", "sparse", "weighted")
+RECIPES = (
+    "smae",
+    "mlm",
+    "srl",
+    "direct",
+    "two_d",
+    "mrl",
+    "cosent",
+    "coordinates",
+    "adaptive",
+    "one",
+    "sparse",
+    "weighted",
+)
 # These take a second step, which would find gradients left over.
 TWICE = ("smae", "srl")
 ON_ONE_RANK = ("smae", "srl")
