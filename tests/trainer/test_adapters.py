@@ -94,7 +94,7 @@ def recipes(source: Path, document_shards: Path, tuple_shards: Path) -> dict[str
         cases[f"dropout_{name}"] = pairs(lora_rank=4, lora_dropout=0.3)
         cases[f"dropout_{name}"]["objective"] |= objective
         # One micro-batch holds a rank's every text: both ways draw the same dropout.
-        cases[f"dropout_{name}"]["train"]["micro_batch_size"] = 64
+        cases[f"dropout_{name}"]["train"]["micro_batch_size"] = 4096
     return cases
 
 
