@@ -1,7 +1,8 @@
 """Recipes: what a run is, in one place, checked before any device work.
 
-A recipe is a TOML file with the sections below. Values come from the defaults here, then from the recipe's `base` (a
-file beside it), then the recipe, then the command line (`--section.key=value`). Unknown keys, wrong types and
+A recipe is a TOML file with the sections below. Values come from the defaults here, then from what `objective.preset`
+stands for (trainer/presets.py), then from the recipe's `base` (a file beside it), then the recipe, then the command
+line (`--section.key=value`). Unknown keys, wrong types and
 impossible combinations are refused with one sentence naming the key, its value and what would be right. Torch-free,
 because login nodes check and submit recipes without a GPU stack.
 """
@@ -22,6 +23,7 @@ from typing import Any
 import tomli_w
 
 from models.sizes import Ladder, ModelError, Size
+from trainer.presets import PRESETS, PRESETS_FOR, preset_settings
 
 
 class ConfigError(ValueError):
@@ -44,6 +46,11 @@ class ModelConfig:
     ladder: list[list[int]] = field(
         default_factory=lambda: [[2, 32], [4, 64], [6, 128], [8, 256], [10, 512], [12, 768]]
     )
+    frozen_layers: int = 0  # k > 0: the embeddings and the first k layers do not train
+    lora_rank: int = 0  # 0: the weights train; above: adapters of this rank alone (contrastive; needs peft)
+    lora_alpha: float = 16.0  # an adapter's product is multiplied by lora_alpha / lora_rank
+    lora_dropout: float = 0.0
+    lora_targets: list[str] = field(default_factory=list)  # names of linear layers: "query"; empty: all of the blocks
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,10 @@ class ObjectiveConfig:
     name: str = ""  # masked | contrastive
     sizes: str = "ladder"  # ladder | full | one | mrl | adaptive_layers | two_d
     size: str = ""  # for sizes = "one": LAYERSxDIM; the encoder is cut to its layers
+    preset: str = ""  # paper | released-code: sets what the recipe does not write out, by trainer/presets.py
+    preset_for: str = ""  # which fine-tuning the preset is of: retrieval | sts; empty for masked
     reduction: str = "mean"  # over sizes: mean | sum
+    size_weights: list[float] = field(default_factory=list)  # of each size's loss, times 1/|S| or 1; empty: 1 each
     # masked
     encoder_mask_ratio: float = 0.2
     decoder_mask_ratio: float = 0.4
@@ -81,6 +91,7 @@ class ObjectiveConfig:
     temperature: float = 0.05
     kl: str = "scores"  # scores | coordinates | none
     kl_weight: float = 1.0
+    kl_size_weights: list[float] = field(default_factory=list)  # of each size's KL but the last's, the teacher
     kl_temperature: float = 1.0  # kl = "coordinates": divides the coordinates
     detach_teacher: bool = True
     mask_false_negatives: bool = True  # passages that are known not to be negatives of a query are left out for it
@@ -170,6 +181,8 @@ _CHOICES = {
     "data.batches": ("mixed", "one_dataset"),
     "objective.name": ("masked", "contrastive"),
     "objective.sizes": ("ladder", "full", "one", "mrl", "adaptive_layers", "two_d"),
+    "objective.preset": ("", *PRESETS),
+    "objective.preset_for": ("", *PRESETS_FOR),
     "objective.reduction": ("mean", "sum"),
     "objective.loss": ("infonce", "cosent"),
     "objective.similarity": ("dot", "cosine"),
@@ -179,6 +192,8 @@ _CHOICES = {
 }
 _AT_LEAST = {
     "run.seed": 0,
+    "model.frozen_layers": 0,
+    "model.lora_rank": 0,
     "data.mixture_temperature": 1,
     "data.max_length": 4,
     "data.query_max_length": 4,
@@ -199,6 +214,7 @@ _AT_LEAST = {
     "objective.kl_weight": 0,
 }
 _ABOVE_ZERO = (
+    "model.lora_alpha",
     "optim.lr",
     "optim.eps",
     "objective.temperature",
@@ -208,7 +224,7 @@ _ABOVE_ZERO = (
     "train.score_memory_mib",
 )
 _SHARES = ("objective.encoder_mask_ratio", "objective.decoder_mask_ratio")  # in (0, 1)
-_UNIT = ("optim.warmup_ratio", "optim.beta1", "optim.beta2")  # in [0, 1)
+_UNIT = ("model.lora_dropout", "optim.warmup_ratio", "optim.beta1", "optim.beta2")  # in [0, 1)
 
 
 def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
@@ -254,19 +270,22 @@ def read_toml(path: Path, _seen: tuple[Path, ...] = ()) -> dict[str, dict[str, A
 
 
 def build_recipe(values: Mapping[str, Any]) -> Recipe:
-    """Nested tables to a Recipe; strict about names and types."""
+    """Nested tables to a Recipe; strict about names and types. A preset fills in what the tables leave out."""
     hints = typing.get_type_hints(Recipe)
-    sections = {}
+    sections: dict[str, dict[str, Any]] = {}
     for section, table in values.items():
         if section not in hints:
             raise ConfigError(f"unknown section [{section}]; the sections are {', '.join(hints)}")
         if not isinstance(table, Mapping):
             raise ConfigError(f"{section} = {table!r} must be a section [{section}] with keys")
-        fields = {
+        sections[section] = {
             name: _checked(f"{section}.{name}", value, _field_type(section, name)) for name, value in table.items()
         }
-        sections[section] = hints[section](**fields)
-    return Recipe(**sections)
+    chosen = ObjectiveConfig(**sections.get("objective", {}))
+    for key, value in preset_settings(chosen.name, chosen.preset, chosen.preset_for).items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {}).setdefault(name, value)
+    return Recipe(**{section: hints[section](**table) for section, table in sections.items()})
 
 
 def check(recipe: Recipe) -> None:
@@ -321,6 +340,74 @@ def check(recipe: Recipe) -> None:
     if objective.loss == "cosent" and objective.kl == "scores":
         raise ConfigError(
             'objective.loss = "cosent" has no score distribution; set objective.kl to "none" or "coordinates"'
+        )
+    _check_preset(objective)
+    _check_size_weights(objective, 1 if objective.sizes in ("full", "one") else len(ladder))
+    _check_trained_part(recipe)
+
+
+def _check_preset(objective: ObjectiveConfig) -> None:
+    if objective.preset_for and not objective.preset:
+        raise ConfigError(
+            f"objective.preset_for = {objective.preset_for!r} says which fine-tuning a preset is of, and "
+            f"objective.preset is empty; set it to one of {', '.join(PRESETS)}, or leave both empty"
+        )
+    if objective.preset_for and objective.name == "masked":
+        raise ConfigError(
+            f"objective.preset_for = {objective.preset_for!r} is for contrastive fine-tuning; remove it for masked"
+        )
+    if objective.preset and objective.name == "contrastive" and not objective.preset_for:
+        raise ConfigError(
+            f"objective.preset = {objective.preset!r} differs between fine-tunings; "
+            f"set objective.preset_for to one of {', '.join(PRESETS_FOR)}"
+        )
+
+
+def _check_size_weights(objective: ObjectiveConfig, num_sizes: int) -> None:
+    """Factors a size, where sizes are fixed: one each; of the KL, one each but the last, which is the teacher."""
+    for key, weights, count in (
+        ("size_weights", objective.size_weights, num_sizes),
+        ("kl_size_weights", objective.kl_size_weights, num_sizes - 1),
+    ):
+        if not weights:
+            continue
+        if objective.sizes == "two_d":
+            raise ConfigError(
+                f'objective.{key} = {weights} needs fixed sizes, and objective.sizes = "two_d" draws them'
+            )
+        if len(weights) != count:
+            below = " below the full one" if key == "kl_size_weights" else ""
+            raise ConfigError(
+                f"objective.{key} has {len(weights)} entries for the {count} sizes{below} of objective.sizes = "
+                f"{objective.sizes!r}; give one a size, or none"
+            )
+        if min(weights) < 0 or max(weights) == 0:
+            raise ConfigError(f"objective.{key} = {weights} must be at least 0 each, and not all 0")
+    if objective.kl_size_weights and (objective.name == "masked" or objective.kl == "none"):
+        raise ConfigError(
+            f"objective.kl_size_weights = {objective.kl_size_weights} weighs a KL that this objective does not have; "
+            'remove it, or fine-tune with objective.kl = "scores" or "coordinates"'
+        )
+
+
+def _check_trained_part(recipe: Recipe) -> None:
+    """Frozen layers and adapters must leave something that can train, and stand on trained weights."""
+    model = recipe.model
+    if model.lora_rank and recipe.objective.name == "masked":
+        raise ConfigError(
+            f"model.lora_rank = {model.lora_rank} is for contrastive fine-tuning; masked pre-training trains whole "
+            "weights: set it to 0"
+        )
+    if not model.lora_rank and (model.lora_targets or model.lora_dropout):
+        raise ConfigError("model.lora_targets and model.lora_dropout need adapters; set model.lora_rank, such as 8")
+    for key, value in (("lora_rank", model.lora_rank), ("frozen_layers", model.frozen_layers)):
+        if value and not model.source:
+            raise ConfigError(f"model.{key} = {value} would keep random weights; give model.source, a trained encoder")
+    deepest = (recipe.single_size or recipe.ladder.full).layers
+    if model.frozen_layers >= deepest:
+        raise ConfigError(
+            f"model.frozen_layers = {model.frozen_layers} freezes all of the {deepest} layers that are trained; "
+            f"use at most {deepest - 1}"
         )
 
 

@@ -140,6 +140,8 @@ class Engine:
                 model=module, optimizer=optimizer, config=self.ds_config, dist_init_required=False
             )
         self.module = module
+        # Frozen parameters have no masters; these are what they were before they were rounded.
+        self._frozen = {id(p): value for p, value in zip(module.parameters(), originals) if not p.requires_grad}
         self._restore_masters(originals)
 
     def _restore_masters(self, originals: list[Tensor]) -> None:
@@ -147,7 +149,8 @@ class Engine:
         from deepspeed.utils import safe_set_full_fp32_param
 
         for parameter, original in zip(self.module.parameters(), originals):
-            safe_set_full_fp32_param(parameter, original)
+            if parameter.requires_grad:
+                safe_set_full_fp32_param(parameter, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.deepspeed(*args, **kwargs)
@@ -177,11 +180,21 @@ class Engine:
         """A parameter's whole float32 value on every rank. All ranks must call it, in the same order."""
         from deepspeed.utils import safe_get_full_fp32_param
 
+        if not parameter.requires_grad:
+            return self._frozen_parameter(parameter)
         if self.stage == 0:
             return parameter.detach().float()
         value = safe_get_full_fp32_param(parameter)
         assert value is not None, "DeepSpeed holds no float32 value of a trained parameter"
         return value.detach().float()
+
+    def _frozen_parameter(self, parameter: nn.Parameter) -> Tensor:
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+        if id(parameter) in self._frozen:
+            return self._frozen[id(parameter)]
+        with GatheredParameters([parameter], enabled=self.stage == 3):
+            return parameter.detach().float().clone()
 
     def save(self, folder: Path, tag: str, state: dict[str, Any]) -> None:
         """Write this rank's part of a checkpoint; committing it is trainer/checkpoint.py's business."""

@@ -6,6 +6,7 @@ forward, nothing for recomputation (so activation checkpointing and gradient cac
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,18 +62,26 @@ def masked_flops(
     return total
 
 
+@functools.cache
 def peak_flops(device: torch.device) -> float:
-    """Operations a second: the maker's figure for a known GPU, else a large bf16 product measured now."""
+    """Operations a second: the maker's figure for a known GPU, else a large product measured now."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for key, value in _PEAKS.items():
             if key in name:
                 return value
-    size = 4096 if device.type == "cuda" else 1024
-    a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+        return 2 * 4096**3 / _product_seconds(4096, torch.bfloat16, device)
+    # A CPU without bf16 units takes a hundred times as long for bf16 as for float32: a small product tells.
+    dtype = min((torch.bfloat16, torch.float32), key=lambda each: _product_seconds(256, each, device))
+    return 2 * 1024**3 / _product_seconds(1024, dtype, device)
+
+
+def _product_seconds(size: int, dtype: torch.dtype, device: torch.device) -> float:
+    """The shortest of five square products."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = float("inf")
     for _ in range(5):
         begin = time.perf_counter()
         (a @ b).float().sum().item()
         best = min(best, time.perf_counter() - begin)
-    return 2 * size**3 / best
+    return best

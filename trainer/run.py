@@ -20,7 +20,7 @@ import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from data.files import write_atomically
 from data.shards import ShardFolder
 from data.stream import Batches, Stream
 from data.tokens import load_tokenizer, prompt_ids
+from models.adapters import add_adapters, freeze_lower_layers, merged_tensors, save_adapter
 from models.encoder import (
     EmbeddingSettings,
     Encoder,
@@ -59,6 +60,9 @@ from trainer.metrics import Metrics
 from trainer.objectives import REGISTRY, wanted_layers
 from trainer.optim import learning_rate
 from trainer.size_schedules import build_schedule
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +138,8 @@ def execute(recipe: Recipe) -> Path:
         reduction=recipe.objective.reduction,
         seed=recipe.run.seed,
         size=recipe.single_size,
+        size_weights=recipe.objective.size_weights,
+        kl_size_weights=recipe.objective.kl_size_weights,
     )
     objective = REGISTRY[recipe.objective.name](
         recipe,
@@ -192,12 +198,16 @@ def execute(recipe: Recipe) -> Path:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """`module` is what the engine trains; `encoder` the part that embeds; `saved` the Hugging Face model to write."""
+    """`module` is what the engine trains; `encoder` the part that embeds; `saved` the Hugging Face model to write.
+
+    `adapter`: peft's view of `saved`, where adapters train.
+    """
 
     module: nn.Module
     encoder: Encoder
     saved: PreTrainedModel
     tokenizer: Any
+    adapter: PeftModel | None = None
 
 
 def _open_shards(recipe: Recipe) -> list[ShardFolder]:
@@ -264,13 +274,18 @@ def _build_model(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
     _check_lengths(recipe, encoder)
     truncate_layers(encoder.backbone, wanted_layers(recipe))
     encoder.backbone.set_attn_implementation(_attention(recipe, encoder.backbone))
+    adapter = _adapters(recipe, encoder)
     if recipe.train.activation_checkpointing:
         encoder.backbone.activation_checkpointing_enable({"use_reentrant": False})
+        # It makes the embeddings' output want a gradient, which would send the backward pass through frozen layers.
+        encoder.backbone.disable_input_require_grads()
     if recipe.train.compile:
         # Lengths differ from one micro-batch to the next.
         encoder.backbone.compile(dynamic=True)
+    _say_what_stays(recipe)
     if recipe.objective.name == "contrastive":
-        return ModelParts(encoder, encoder, encoder.backbone, tokenizer)
+        freeze_lower_layers(encoder.backbone, recipe.model.frozen_layers)
+        return ModelParts(encoder, encoder, encoder.backbone, tokenizer, adapter)
     assert masked_lm is not None
     masked_lm.config.num_hidden_layers = encoder.num_layers
     module = MaskedAutoencoder(
@@ -281,6 +296,8 @@ def _build_model(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
     )
     if not source:
         module.start_from_frequencies(_token_counts(sources, vocabulary.size))
+    # Now, because the decoder starts as a copy of the first layer, and it trains.
+    freeze_lower_layers(module.encoder.backbone, recipe.model.frozen_layers)
     return ModelParts(module, module.encoder, masked_lm, tokenizer)
 
 
@@ -295,6 +312,27 @@ def _attention(recipe: Recipe, backbone: PreTrainedModel) -> str:
         # PyTorch's fused attention saves memory, but in bf16 on a CPU it takes twice the time of plain products.
         return "eager" if half_precision else "sdpa"
     return "packed" if half_precision and fast_on(torch.device("cuda"), backbone) else "sdpa"
+
+
+def _adapters(recipe: Recipe, encoder: Encoder) -> PeftModel | None:
+    chosen = recipe.model
+    if not chosen.lora_rank:
+        return None
+    return add_adapters(
+        encoder.backbone,
+        rank=chosen.lora_rank,
+        alpha=chosen.lora_alpha,
+        dropout=chosen.lora_dropout,
+        targets=chosen.lora_targets,
+        first_layer=chosen.frozen_layers,
+    )
+
+
+def _say_what_stays(recipe: Recipe) -> None:
+    """A size with frozen layers alone keeps its embeddings; other sizes train, so it is no mistake."""
+    frozen = recipe.model.frozen_layers
+    if stay := [recipe.ladder.name(size) for size in recipe.ladder if size.layers <= frozen]:
+        log.info("model.frozen_layers = %d leaves nothing to train in the encoder at %s", frozen, ", ".join(stay))
 
 
 def _token_counts(sources: Sequence[ShardFolder], size: int, *, documents: int = 4096) -> torch.Tensor:
@@ -358,7 +396,10 @@ def _save(checkpointer: Checkpointer, engine: Engine, state: TrainState, stream:
 
 
 def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:
-    """Write <run>/model and DONE. All ranks call it: partitioned parameters are gathered one by one."""
+    """Write <run>/model and DONE, and <run>/adapter where adapters were trained; <run>/model then holds both merged.
+
+    All ranks call it: partitioned parameters are gathered one by one.
+    """
     model = parts.saved
     full: dict[int, torch.Tensor] = {}
     for parameter in model.parameters():
@@ -371,6 +412,11 @@ def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:
     expected = set(model.state_dict())
     tensors |= {name: value for name, value in model.named_buffers() if name in expected}
     folder = Path(recipe.run.output) / "model"
+    if parts.adapter is not None:
+        alone = folder.with_name("adapter")
+        shutil.rmtree(alone, ignore_errors=True)
+        save_adapter(parts.adapter, tensors, alone)
+        tensors = merged_tensors(model, tensors)
     tmp = folder.with_name("tmp-model")
     shutil.rmtree(tmp, ignore_errors=True)
     model.save_pretrained(tmp, state_dict=tensors)

@@ -6,7 +6,8 @@ depend on (seed, step) alone, so they are the same on all ranks and in both pass
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,8 +89,41 @@ def two_dimensional(ladder: Ladder, *, seed: int) -> Schedule:
     return plan
 
 
-def build_schedule(kind: str, ladder: Ladder, *, reduction: str, seed: int, size: Size | None = None) -> Schedule:
-    """The schedule a recipe names in `objective.sizes`."""
+def reweighted(schedule: Schedule, *, size_weights: Sequence[float], kl_size_weights: Sequence[float]) -> Schedule:
+    """A schedule of fixed sizes with each one's loss and KL multiplied by a factor; none given: as it was.
+
+    The factors come on top of the reduction: with "mean" L is 1/|S| Σ w_k L_k, not divided by Σ w_k, so that factors
+    of 1 change nothing. `kl_size_weights`: one a size but the last, which is the teacher.
+    """
+    plan = schedule(0)
+    loss_factors = size_weights or (1.0,) * len(plan.sizes)
+    kl_factors = (*kl_size_weights, 1.0) if kl_size_weights else (1.0,) * len(plan.sizes)
+    changed = dataclasses.replace(
+        plan,
+        loss_weights=tuple(w * f for w, f in zip(plan.loss_weights, loss_factors, strict=True)),
+        kl_weights=tuple(w * f for w, f in zip(plan.kl_weights, kl_factors, strict=True)),
+    )
+    return lambda step: changed
+
+
+def build_schedule(
+    kind: str,
+    ladder: Ladder,
+    *,
+    reduction: str,
+    seed: int,
+    size: Size | None = None,
+    size_weights: Sequence[float] = (),
+    kl_size_weights: Sequence[float] = (),
+) -> Schedule:
+    """The schedule a recipe names in `objective.sizes`, with its factors a size."""
+    if kind == "two_d":
+        return two_dimensional(ladder, seed=seed)
+    fixed = _fixed(kind, ladder, reduction=reduction, size=size)
+    return reweighted(fixed, size_weights=size_weights, kl_size_weights=kl_size_weights)
+
+
+def _fixed(kind: str, ladder: Ladder, *, reduction: str, size: Size | None) -> Schedule:
     if kind == "ladder":
         return every_size(ladder, reduction=reduction)
     if kind == "full":
@@ -99,7 +133,5 @@ def build_schedule(kind: str, ladder: Ladder, *, reduction: str, seed: int, size
         return one_size(size, ladder.name(size))
     if kind == "mrl":
         return matryoshka(ladder, reduction=reduction)
-    if kind == "adaptive_layers":
-        return adaptive_layers(ladder, reduction=reduction)
-    assert kind == "two_d", kind
-    return two_dimensional(ladder, seed=seed)
+    assert kind == "adaptive_layers", kind
+    return adaptive_layers(ladder, reduction=reduction)

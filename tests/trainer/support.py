@@ -150,14 +150,17 @@ def first_parameters(values: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
-def train_naively(values: Mapping[str, Any], *, steps: int, world_size: int = 1) -> list[dict[str, Any]]:
+def train_naively(
+    values: Mapping[str, Any], *, steps: int, world_size: int = 1, module: nn.Module | None = None
+) -> list[dict[str, Any]]:
     """What `steps` steps must give: a dict a step with loss, norm (before clipping) and parameters (after the step).
 
-    `world_size` only matters with dropout, whose draws are keyed by rank and micro-batch.
+    `world_size` only matters with dropout, whose draws are keyed by rank and micro-batch. `module`: in place of the
+    recipe's own, where a part of it is restated too.
     """
     recipe = recipe_of(values)
     sources = _open_shards(recipe)
-    module = _build_model(recipe, sources).module.train()
+    module = (module or _build_model(recipe, sources).module).train()
     shares = [_open_stream(recipe, sources, rank=rank, world_size=world_size) for rank in range(world_size)]
     optimizer = _naive_adamw(module, recipe)
     loss_of = _naive_masked if recipe.objective.name == "masked" else _naive_contrastive
@@ -194,7 +197,9 @@ def plan_of(recipe: Recipe, step: int) -> tuple[list[Size], list[float], list[fl
     elif kind == "adaptive_layers":
         sizes = [Size(size.layers, full.dim) for size in sizes]
     weight = 1.0 / len(sizes) if recipe.objective.reduction == "mean" else 1.0
-    return sizes, [weight] * len(sizes), [weight] * (len(sizes) - 1) + [0.0]
+    factors = recipe.objective.size_weights or [1.0] * len(sizes)
+    kl_factors = recipe.objective.kl_size_weights or [1.0] * (len(sizes) - 1)
+    return sizes, [weight * factor for factor in factors], [weight * factor for factor in kl_factors] + [0.0]
 
 
 def _naive_adamw(module: nn.Module, recipe: Recipe) -> torch.optim.AdamW:

@@ -14,6 +14,7 @@ import pytest
 from models.sizes import STARBUCKS_LADDER, Size
 from tests.trainer.support import ROOT, recipe_of, recipe_values
 from trainer.config import ConfigError, Recipe, as_toml, build_recipe, check, check_world, load_recipe, read_toml
+from trainer.presets import SMAE, SRL_RETRIEVAL, SRL_STS
 
 MINIMAL = """
 [objective]
@@ -137,3 +138,142 @@ def test_prompts_are_none_one_or_one_a_folder(given: list[str], right: bool) -> 
 def test_reading_a_recipe_needs_no_torch() -> None:
     code = "import sys, trainer.config; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+# Starbucks' points and the two columns of each, as the paper and its authors' code have them; settings that no column
+# decides (the paper's lengths) are absent.
+PRESETS = {
+    ("masked", ""): {
+        "objective.encoder_mask_ratio": (0.2, 0.2),
+        "objective.decoder_mask_ratio": (0.4, 0.4),
+        "objective.nested_masks": (False, True),
+        "objective.loss_scale": (1.0, 0.5),
+        "optim.weight_decay": (0.05, 0.001),
+    },
+    ("contrastive", "retrieval"): {
+        "objective.reduction": ("mean", "sum"),
+        "objective.kl": ("scores", "scores"),
+        "objective.kl_weight": (1.0, 1.0),
+        "objective.kl_temperature": (1.0, 1.0),
+        "objective.detach_teacher": (True, True),
+        "objective.similarity": ("dot", "dot"),
+        "objective.temperature": (1.0, 1.0),
+        "optim.lr": (1e-4, 1e-4),
+        "optim.schedule": ("linear", "linear"),
+        "optim.warmup_ratio": (0.1, 0.1),
+        "train.epochs": (3.0, 3.0),
+        "train.global_batch_size": (128, 128),
+        "data.num_negatives": (7, 7),
+        "data.query_max_length": (None, 32),
+        "data.passage_max_length": (None, 196),
+        "model.pooling": (None, "cls"),
+    },
+    ("contrastive", "sts"): {
+        "objective.reduction": ("mean", "sum"),
+        "objective.kl": ("scores", "coordinates"),
+        "objective.kl_weight": (1.0, 1.0),
+        "objective.kl_temperature": (1.0, 0.3),
+        "objective.detach_teacher": (True, False),
+        "objective.similarity": ("cosine", "cosine"),
+        "objective.temperature": (0.05, 1 / 20),
+        "optim.lr": (5e-5, 5e-5),
+        "optim.schedule": ("linear", "linear"),
+        "optim.warmup_ratio": (0.1, 0.1),
+        "train.epochs": (1.0, 1.0),
+        "train.global_batch_size": (128, 128),
+        "model.pooling": (None, "mean"),
+    },
+}
+
+
+@pytest.mark.parametrize("column", ["paper", "released-code"])
+@pytest.mark.parametrize(("name", "preset_for"), PRESETS)
+def test_presets_row_by_row(name: str, preset_for: str, column: str, tmp_path: Path) -> None:
+    text = MINIMAL.replace('"contrastive"', f'"{name}"\npreset = "{column}"\npreset_for = "{preset_for}"')
+    loaded = load_recipe(write(tmp_path, "recipe.toml", text))
+    plain = load_recipe(write(tmp_path, "plain.toml", MINIMAL.replace('"contrastive"', f'"{name}"')))
+    resolved, untouched = flat(loaded), flat(plain)
+    decided = {key: values[column == "released-code"] for key, values in PRESETS[(name, preset_for)].items()}
+    for key, value in decided.items():
+        assert resolved[key] == (untouched[key] if value is None else value), key
+    changed = {key for key in resolved if resolved[key] != untouched[key]}
+    assert changed - {"objective.preset", "objective.preset_for"} <= {k for k, v in decided.items() if v is not None}
+    # What the run folder holds is the values, and it reads back equal.
+    written = tomllib.loads(as_toml(loaded))
+    for key, value in decided.items():
+        section, _, field = key.partition(".")
+        assert value is None or written[section][field] == value
+    assert load_recipe(write(tmp_path, "resolved.toml", as_toml(loaded))) == loaded
+
+
+def flat(recipe: Recipe) -> dict[str, object]:
+    return {f"{s}.{k}": v for s, table in dataclasses.asdict(recipe).items() for k, v in table.items()}
+
+
+def test_every_row_of_a_preset_says_where_it_is_from() -> None:
+    for table in (SMAE, SRL_RETRIEVAL, SRL_STS):
+        assert len({row.point for row in table}) == len(table)
+        assert all(row.where and (row.paper or row.released_code) for row in table)
+        keys = [key for row in table for key in {**row.paper, **row.released_code}]
+        assert len(keys) == len(set(keys))
+
+
+def test_what_is_written_out_wins_over_a_preset(tmp_path: Path) -> None:
+    """In the base, in the recipe and on the command line; a recipe's preset wins over its base's."""
+    objective = 'preset = "paper"\npreset_for = "sts"\nkl_weight = 0.7'
+    write(tmp_path, "base.toml", MINIMAL.replace("[model]", objective + "\n[model]"))
+    recipe = write(tmp_path, "recipe.toml", 'base = "base.toml"\n[objective]\npreset = "released-code"\nkl = "none"')
+    loaded = load_recipe(recipe, ["objective.reduction=mean", "optim.lr=1.0"])
+    chosen = loaded.objective
+    assert (chosen.kl_weight, chosen.kl, chosen.reduction, loaded.optim.lr) == (0.7, "none", "mean", 1.0)
+    assert (chosen.kl_temperature, chosen.detach_teacher, loaded.model.pooling) == (0.3, False, "mean")
+    # A default that is written out is as explicit as any other value.
+    assert load_recipe(recipe, ["model.pooling=cls"]).model.pooling == "cls"
+    without = load_recipe(recipe, ["objective.preset=", "objective.preset_for="])
+    assert without.objective.kl_temperature == Recipe().objective.kl_temperature
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        (["preset=code"], "objective.preset = 'code'.*paper, released-code"),
+        (["preset=paper"], "preset = 'paper'.*preset_for.*retrieval, sts"),
+        (["preset=paper", "preset_for=nli"], "preset_for = 'nli'.*retrieval, sts"),
+        (["preset_for=sts"], "preset_for = 'sts'.*preset is empty"),
+        (["name=masked", "preset=paper", "preset_for=sts"], "preset_for = 'sts'.*remove it for masked"),
+        (["size_weights=[1.0, 2.0]"], "size_weights has 2 entries for the 6 sizes"),
+        (["size_weights=[1, 1, 1, 1, 1, 1]", "sizes=two_d"], "size_weights.*two_d"),
+        (["size_weights=[1, 1, 1, 1, 1, -1]"], "size_weights.*at least 0"),
+        (["size_weights=[0, 0, 0, 0, 0, 0]"], "size_weights.*not all 0"),
+        (["size_weights=[1, 1, 1, 1, 1, 1]", "sizes=full"], "6 entries for the 1 sizes"),
+        (["kl_size_weights=[1, 1, 1, 1, 1, 1]"], "kl_size_weights has 6 entries for the 5 sizes below the full one"),
+        (["kl_size_weights=[1, 1, 1, 1, 1]", "sizes=two_d"], "kl_size_weights.*two_d"),
+        (["kl_size_weights=[1, 1, 1, 1, 1]", "kl=none"], "kl_size_weights.*does not have"),
+        (["kl_size_weights=[1, 1, 1, 1, 1]", "name=masked"], "kl_size_weights.*does not have"),
+    ],
+)
+def test_presets_and_weights_that_make_no_sense(overrides: list[str], match: str, tmp_path: Path) -> None:
+    path = write(tmp_path, "recipe.toml", MINIMAL)
+    with pytest.raises(ConfigError, match=match):
+        load_recipe(path, [f"objective.{override}" for override in overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        (["model.frozen_layers=12"], "frozen_layers = 12 freezes all of the 12 layers.*at most 11"),
+        (["model.frozen_layers=2", "objective.sizes=one", "objective.size=2x32"], "all of the 2 layers.*at most 1"),
+        (["model.frozen_layers=-1"], "frozen_layers = -1.*at least 0"),
+        (["model.lora_rank=8", "objective.name=masked"], "lora_rank = 8 is for contrastive"),
+        (["model.lora_rank=8", "model.lora_alpha=0"], "lora_alpha = 0.0 must be above 0"),
+        (["model.lora_rank=8", "model.lora_dropout=1"], "lora_dropout = 1.0 must be at least 0 and below 1"),
+        (["model.lora_targets=query"], "lora_targets.*set model.lora_rank"),
+        (["model.source=", "model.config={model_type='bert'}", "model.lora_rank=8"], "lora_rank = 8.*model.source"),
+        (["model.source=", "model.config={model_type='bert'}", "model.frozen_layers=1"], "frozen_layers.*model.source"),
+    ],
+)
+def test_frozen_layers_and_adapters_that_make_no_sense(overrides: list[str], match: str, tmp_path: Path) -> None:
+    path = write(tmp_path, "recipe.toml", MINIMAL)
+    load_recipe(path, ["model.frozen_layers=11", "model.lora_rank=8", "model.lora_targets=query,key"])  # sensible
+    with pytest.raises(ConfigError, match=match):
+        load_recipe(path, overrides)

@@ -30,7 +30,7 @@ NORM_TOLERANCE = 2e-5  # relative; squares are summed in another order
 
 STAGES = (0, 1, 2, 3)
 RECIPES = ("smae", "mlm", "srl", "direct", "two_d", "mrl", "cosent", "coordinates", "adaptive", "one", "sparse")
-RECIPES += ("crowded", "filtered", "srl_uneven", "smae_uneven", "srl_lonely", "smae_lonely")
+RECIPES += ("weighted", "crowded", "filtered", "srl_uneven", "smae_uneven", "srl_lonely", "smae_lonely")
 # These take a second step, which would find gradients left over.
 TWICE = ("smae", "srl")
 ON_ONE_RANK = ("smae", "srl")
@@ -78,6 +78,7 @@ def recipes(
         "coordinates": pairs(kl="coordinates", kl_temperature=0.3, pooling="mean", **free_teacher),
         "adaptive": pairs(sizes="adaptive_layers", kl_weight=0.5, detach_teacher=False),
         "one": pairs(sizes="one", size="2x32"),
+        "weighted": pairs(size_weights=[0.25, 3.0, 1.0], kl_size_weights=[2.0, 0.5]),
         # Most micro-batches of some ranks have nothing masked.
         "sparse": masked(encoder_mask_ratio=0.03, decoder_mask_ratio=0.04),
     }

@@ -11,16 +11,19 @@ import pytest
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
 from tests.trainer.support import ROOT, launch
 from trainer.config import load_recipe, read_toml
+from trainer.presets import preset_settings
 
 RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.toml"))
+CONTRASTIVE = [path for path in RECIPES if load_recipe(path).objective.name == "contrastive"]
 LADDER = [[1, 8], [2, 16], [3, 24], [4, 32], [5, 40], [6, 48]]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, document_shards, tuple_shards, graded_shards, tiny_tokenizer) -> dict[str, Path]:
-    """Recipe name -> run folder, all recipes trained in one launch."""
+    """Recipe name -> run folder, all recipes trained in one launch; "NAME-direct" without gradient caching."""
     root = tmp_path_factory.mktemp("recipes")
     shape = dict(hidden_size=48, num_hidden_layers=6, num_attention_heads=4, intermediate_size=96)
+    shape |= dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     model = build_masked_lm(
         {"model_type": "bert", **shape, "max_position_embeddings": 64}, vocab_size=len(tiny_tokenizer), pad_token_id=0
     )
@@ -55,6 +58,9 @@ def trained(tmp_path_factory, document_shards, tuple_shards, graded_shards, tiny
         arguments = ["--config", str(path)]
         arguments += [f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in overrides.items()]
         cases.append({"task": "masked" if masked else "contrastive", "arguments": arguments})
+        if path in CONTRASTIVE:
+            changed = [f"--run.output={root / path.stem}-direct", "--objective.backward=direct", "--train.steps=1"]
+            cases.append({"task": "contrastive", "arguments": [*arguments, *changed]})
         if path.stem == "srl_nli":
             # The same with all that can be said of how folders are fed.
             feed = {
@@ -69,7 +75,7 @@ def trained(tmp_path_factory, document_shards, tuple_shards, graded_shards, tiny
             arguments = [*arguments, *(f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in feed.items())]
             cases.append({"task": "contrastive", "arguments": arguments})
     (root / "cases.json").write_text(json.dumps(cases))
-    launch("tests.trainer.worker", "runs", str(root / "cases.json"), str(root), ranks=2)
+    launch("tests.trainer.worker", "runs", str(root / "cases.json"), str(root), ranks=2, timeout_seconds=480)
     return {name: root / name for name in (*(path.stem for path in RECIPES), "feed")}
 
 
@@ -100,6 +106,30 @@ def test_prompts_are_recorded_where_all_folders_share_one(trained):
     assert resolved["data"]["passage_prompts"] == ["title: ", "text: "]
 
 
+@pytest.mark.parametrize("name", [path.stem for path in CONTRASTIVE])
+def test_recipe_trains_without_gradient_caching(name, trained):
+    """The same first loss, to what bf16 keeps of texts that are padded otherwise."""
+    direct, cached = (
+        [json.loads(line) for line in (trained[name].with_name(folder) / "metrics.jsonl").read_text().splitlines()]
+        for folder in (f"{name}-direct", name)
+    )
+    resolved = tomllib.loads((trained[name].with_name(f"{name}-direct") / "recipe.toml").read_text())
+    assert resolved["objective"]["backward"] == "direct"
+    assert (trained[name].with_name(f"{name}-direct") / "DONE").is_file()
+    assert direct[0]["loss"] == pytest.approx(cached[0]["loss"], rel=0.02)
+
+
+def test_every_method_has_a_recipe_for_both_fine_tunings():
+    """SRL, 2DMSE, MRL, adaptive layers, separate and full, with gradient caching, for STS and for retrieval."""
+    for data in ("nli", "msmarco"):
+        sizes = {}
+        for method in ("srl", "two_d", "mrl", "adaptive_layers", "separate", "full"):
+            recipe = load_recipe(ROOT / "launch" / "recipes" / f"{method}_{data}.toml")
+            assert recipe.objective.backward == "grad_cache"
+            sizes[method] = recipe.objective.sizes
+        assert list(sizes.values()) == ["ladder", "two_d", "mrl", "adaptive_layers", "one", "full"]
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_is_what_it_says(path):
     """The shipped values pass every check, and each run has a folder of its own."""
@@ -122,4 +152,13 @@ def test_published_values():
     similarity = load_recipe(folder / "srl_nli.toml")
     assert (similarity.optim.lr, similarity.train.epochs, similarity.objective.temperature) == (5e-5, 1.0, 0.05)
     assert similarity.objective.reduction == "mean"
-    assert load_recipe(folder / "srl_nli_released_code.toml").objective.reduction == "sum"
+    for name in ("smae_bert_base_fineweb", "srl_msmarco", "srl_nli"):
+        code = load_recipe(folder / f"{name}_released_code.toml")
+        plain = load_recipe(folder / f"{name}.toml")
+        assert (plain.objective.preset, code.objective.preset) == ("paper", "released-code")
+        assert code.objective.preset_for == plain.objective.preset_for
+        # Nothing that the presets differ in is written out, so the whole column holds.
+        changed = preset_settings(plain.objective.name, "released-code", plain.objective.preset_for)
+        for key, value in changed.items():
+            section, _, field = key.partition(".")
+            assert getattr(getattr(code, section), field) == value

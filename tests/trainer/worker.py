@@ -66,6 +66,8 @@ def take_steps(values: dict[str, Any], world: World, *, steps: int) -> list[dict
         reduction=recipe.objective.reduction,
         seed=recipe.run.seed,
         size=Size.parse(recipe.objective.size) if recipe.objective.sizes == "one" else None,
+        size_weights=recipe.objective.size_weights,
+        kl_size_weights=recipe.objective.kl_size_weights,
     )
     objective = objectives.REGISTRY[recipe.objective.name](
         recipe,

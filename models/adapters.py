@@ -1,0 +1,113 @@
+"""Training a part of an encoder: frozen lower layers, and low-rank adapters (LoRA, Hu et al. 2021, §4.1).
+
+An adapter leaves W as it is and trains A [r, in] and B [out, r] with y = W x + α/r · B A x. `peft` puts them into the
+backbone's own modules, so the encoder runs as before. What a run leaves behind is an ordinary checkpoint with
+W + α/r · B A in W's place, which needs no peft to read, and the adapter itself in peft's format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from models.encoder import encoder_layers
+from models.sizes import ModelError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+_NAME = "default"  # what peft calls a model's only adapter
+
+
+def freeze_lower_layers(backbone: PreTrainedModel, num_layers: int) -> None:
+    """Keep the embeddings and the first `num_layers` layers from training; 0: freeze nothing, not even embeddings."""
+    if num_layers == 0:
+        return
+    table = backbone.get_input_embeddings()
+    # All that stands before the layers: word, position and segment tables and their norm.
+    stem = next(child for child in backbone.children() if any(module is table for module in child.modules()))
+    for part in (stem, *encoder_layers(backbone)[:num_layers]):
+        part.requires_grad_(False)
+
+
+def add_adapters(
+    backbone: PreTrainedModel,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: Sequence[str],
+    first_layer: int = 0,
+) -> PeftModel:
+    """Put trainable adapters into the backbone, in place, and freeze all else; returns peft's view of it.
+
+    `targets`: last names of linear layers ("query", "output.dense"); empty: every one in the transformer blocks.
+    Layers below `first_layer` get none.
+    """
+    try:
+        from peft import LoraConfig, TaskType, get_peft_model
+    except ImportError:
+        raise ModelError(
+            f"model.lora_rank = {rank} needs the package peft; install it with `python -m pip install 'peft>=0.18'`"
+        ) from None
+    blocks = encoder_layers(backbone)
+    inside = {id(module) for block in blocks[first_layer:] for module in block.modules()}
+    linear = [name for name, m in backbone.named_modules() if isinstance(m, nn.Linear) and id(m) in inside]
+    for target in targets:
+        if not any(_ends_with(name, target) for name in linear):
+            known = sorted({name.rpartition(".")[2] for name in linear})
+            raise ModelError(
+                f"model.lora_targets names {target!r}, and no linear layer of {type(backbone).__name__} is called "
+                f"that; they are {', '.join(known)}"
+            )
+    chosen = [name for name in linear if not targets or any(_ends_with(name, target) for target in targets)]
+    adapter = get_peft_model(
+        backbone,
+        LoraConfig(
+            task_type=TaskType.FEATURE_EXTRACTION,
+            r=rank,
+            lora_alpha=alpha,  # type: ignore[arg-type]  # any number will do
+            lora_dropout=dropout,
+            target_modules=chosen,
+        ),
+    )
+    adapted = {name.partition(".lora_A.")[0] for name, _ in backbone.named_parameters() if ".lora_A." in name}
+    assert adapted == set(chosen), f"peft adapted {sorted(adapted ^ set(chosen))} differently"
+    return adapter
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def merged_tensors(backbone: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the same backbone without adapters: W + α/r · B A under W's own name.
+
+    `tensors`: whole values by the names that the adapted backbone gives its parameters and buffers.
+    """
+    merged = {}
+    for name, value in tensors.items():
+        if ".lora_" in name:
+            continue
+        path, is_adapted, kind = name.partition(".base_layer.")
+        if is_adapted and kind == "weight":
+            down = tensors[f"{path}.lora_A.{_NAME}.weight"]  # [r, in]
+            up = tensors[f"{path}.lora_B.{_NAME}.weight"]  # [out, r]
+            scaling = backbone.get_submodule(path).scaling
+            value = value + (up @ down) * scaling[_NAME]  # type: ignore[index,operator]
+        merged[f"{path}.{kind}" if is_adapted else name] = value
+    return merged
+
+
+def save_adapter(adapter: PeftModel, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the adapter alone, in peft's format: `PeftModel.from_pretrained(encoder, folder)` reads it.
+
+    `tensors`: as for `merged_tensors`.
+    """
+    prefixed = {f"base_model.model.{name}": value for name, value in tensors.items()}
+    # No look at the hub for whether the vocabulary grew: adapters are on linear layers only.
+    adapter.save_pretrained(str(folder), state_dict=prefixed, save_embedding_layers=False)

@@ -1,0 +1,121 @@
+"""What `objective.preset` sets: the points where the Starbucks paper and its authors' released code differ, as data.
+
+Each row is a point of the method with the settings it decides, in the paper's form and in the released code's. A
+setting that a column leaves out is not decided there: the recipe's own value, or the default, stands. Keys that a
+recipe, its base or the command line writes out win over a preset. Torch-free, like trainer/config.py which applies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PRESETS = ("paper", "released-code")
+PRESETS_FOR = ("retrieval", "sts")  # the two fine-tunings of the paper (§4.2)
+
+Settings = Mapping[str, Any]  # section.key -> value
+
+
+@dataclass(frozen=True)
+class Row:
+    """One point. `where` is the place in the paper."""
+
+    point: str
+    where: str
+    paper: Settings
+    released_code: Settings
+
+
+# The data's own size (FineWeb 10BT or 100BT) is no setting: it is what `data.shards` names.
+SMAE = (
+    Row(
+        "mask ratios",
+        "§3.2: p_dec is larger than p_enc, without numbers; the code's are taken",
+        paper={"objective.encoder_mask_ratio": 0.2, "objective.decoder_mask_ratio": 0.4},
+        released_code={"objective.encoder_mask_ratio": 0.2, "objective.decoder_mask_ratio": 0.4},
+    ),
+    Row(
+        "relation of the masks",
+        "§3.2, eq. 6: two maskings of one text; in the code the encoder's are a subset of the decoder's",
+        paper={"objective.nested_masks": False},
+        released_code={"objective.nested_masks": True},
+    ),
+    Row(
+        "encoder and decoder loss",
+        "§3.2, eq. 8: their sum; in the code their mean",
+        paper={"objective.loss_scale": 1.0},
+        released_code={"objective.loss_scale": 0.5},
+    ),
+    Row(
+        "weight decay",
+        "§4.1",
+        paper={"optim.weight_decay": 0.05},
+        released_code={"optim.weight_decay": 0.001},
+    ),
+)
+
+_REDUCTION = Row(
+    "reduction over sizes",
+    "§3.1, eq. 4 and 5",
+    paper={"objective.reduction": "mean"},
+    released_code={"objective.reduction": "sum"},
+)
+_KL_OVER_SCORES = {
+    "objective.kl": "scores",
+    "objective.kl_weight": 1.0,
+    "objective.kl_temperature": 1.0,
+    "objective.detach_teacher": True,
+}
+_SCHEDULE = {"optim.schedule": "linear", "optim.warmup_ratio": 0.1, "train.global_batch_size": 128}
+_MSMARCO = {"optim.lr": 1e-4, "train.epochs": 3.0, "data.num_negatives": 7, **_SCHEDULE}
+_NLI = {"optim.lr": 5e-5, "train.epochs": 1.0, **_SCHEDULE}
+_DOT = {"objective.similarity": "dot", "objective.temperature": 1.0}
+# MultipleNegativesRankingLoss's own scale of 20, which table 5 names without a number.
+_COSINE = {"objective.similarity": "cosine", "objective.temperature": 0.05}
+
+SRL_RETRIEVAL = (
+    _REDUCTION,
+    Row("KL", "§3.1, eq. 5; table 6", paper=_KL_OVER_SCORES, released_code=_KL_OVER_SCORES),
+    Row("similarity and temperature", "table 6", paper=_DOT, released_code=_DOT),
+    Row("optimiser", "table 6", paper=_MSMARCO, released_code=_MSMARCO),
+    Row(
+        "lengths and pooling",
+        "not in the paper",
+        paper={},
+        released_code={"data.query_max_length": 32, "data.passage_max_length": 196, "model.pooling": "cls"},
+    ),
+)
+
+SRL_STS = (
+    _REDUCTION,
+    Row(
+        "KL",
+        "§3.1, eq. 5; in the code over the embeddings' first d coordinates, through the teacher too",
+        paper=_KL_OVER_SCORES,
+        released_code={
+            "objective.kl": "coordinates",
+            "objective.kl_weight": 1.0,
+            "objective.kl_temperature": 0.3,  # divides the coordinates and multiplies their divergence
+            "objective.detach_teacher": False,
+        },
+    ),
+    Row("similarity and temperature", "table 5", paper=_COSINE, released_code=_COSINE),
+    Row("optimiser", "table 5", paper=_NLI, released_code=_NLI),
+    # The code's lengths are whatever the model's tokenizer allows: the recipe's to say.
+    Row("lengths and pooling", "not in the paper", paper={}, released_code={"model.pooling": "mean"}),
+)
+
+_TABLES = {("masked", ""): SMAE, ("contrastive", "retrieval"): SRL_RETRIEVAL, ("contrastive", "sts"): SRL_STS}
+
+
+def preset_settings(name: str, preset: str, preset_for: str) -> dict[str, Any]:
+    """All settings of a preset; none where the three do not name one.
+
+    name: objective.name. preset_for: which fine-tuning; empty for masked pre-training, which is one.
+    """
+    settings: dict[str, Any] = {}
+    if preset in PRESETS:
+        for row in _TABLES.get((name, preset_for), ()):
+            settings |= row.paper if preset == "paper" else row.released_code
+    return settings
