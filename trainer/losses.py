@@ -57,7 +57,7 @@ def multi_size_contrastive(
 
     queries: K of [n, d_k]; passages: K of [m, d_k]; the last is the KL's teacher. Dot products are taken as they come:
     normalise before for cosine. Half precision is computed in float32. targets: int64 [n], the column of each query's
-    positive. excluded: int64 [e, 2], (query, passage) pairs that are no negatives, sorted by query, never a target.
+    positive. excluded: int64 [e, 2], (query, passage) pairs that are no negatives, in any order, never a target.
     false_negative_margin: for each query, passages whose similarity at the full size exceeds the positive's minus the
     margin are left out at every size, besides the positive; no gradient flows through the choice. num_queries: the
     GLOBAL batch's number of queries where `queries` are one rank's share (default n). temperature divides the scores.
