@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.benchmarks.smae_step import _peak_mib, alternate
+from tests.benchmarks.smae_step import peak_mib, alternate
 from trainer import losses
 from trainer.losses import Tiling, choose_tiling, multi_size_contrastive
 
@@ -132,10 +132,10 @@ def measure_memory(way: str, num_queries: int, num_passages: int) -> tuple[float
     action = naive if way == "naive" else ours
     action(unit_vectors(4, seed=1), unit_vectors(8, seed=2))  # what libraries take on first use
     queries, passages = unit_vectors(num_queries, seed=1), unit_vectors(num_passages, seed=2)
-    before, begin = _peak_mib(), time.perf_counter()
+    before, begin = peak_mib(), time.perf_counter()
     action(queries, passages)
     seconds = time.perf_counter() - begin
-    return _peak_mib() - before - (num_queries + num_passages) * sum(WIDTHS) * 4 / 2**20, seconds
+    return peak_mib() - before - (num_queries + num_passages) * sum(WIDTHS) * 4 / 2**20, seconds
 
 
 def main() -> None:
