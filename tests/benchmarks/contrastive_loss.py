@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.benchmarks.smae_step import peak_mib, alternate
+from tests.benchmarks.smae_step import alternate, peak_mib
 from trainer import losses
 from trainer.losses import Tiling, choose_tiling, multi_size_contrastive
 
