@@ -71,9 +71,14 @@ def peak_flops(device: torch.device) -> float:
             if key in name:
                 return value
         return 2 * 4096**3 / _product_seconds(4096, torch.bfloat16, device)
-    # A CPU without bf16 units takes a hundred times as long for bf16 as for float32: a small product tells.
-    dtype = min((torch.bfloat16, torch.float32), key=lambda each: _product_seconds(256, each, device))
+    dtype = torch.float32 if bf16_slowdown(device) > 1 else torch.bfloat16
     return 2 * 1024**3 / _product_seconds(1024, dtype, device)
+
+
+@functools.cache
+def bf16_slowdown(device: torch.device) -> float:
+    """How many times as long a bf16 product takes as a float32 one: up to a hundred on CPUs without bf16 units."""
+    return _product_seconds(256, torch.bfloat16, device) / _product_seconds(256, torch.float32, device)
 
 
 def _product_seconds(size: int, dtype: torch.dtype, device: torch.device) -> float:

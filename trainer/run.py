@@ -54,7 +54,7 @@ from trainer.config import ConfigError, Recipe, as_toml, check_world, load_recip
 from trainer.distributed import World, start
 from trainer.engine import Engine, multiplies_in_bf16, read_ds_config, zero_stage
 from trainer.evaluation.during_training import Evaluator
-from trainer.flops import Shape
+from trainer.flops import Shape, bf16_slowdown
 from trainer.loop import Plan, TrainState, train
 from trainer.metrics import Metrics
 from trainer.objectives import REGISTRY, wanted_layers
@@ -120,6 +120,12 @@ def execute(recipe: Recipe) -> Path:
     world = start()
     _write_run_folder(recipe, world)
     engine = Engine(parts.module, recipe, world)
+    if world.is_main and multiplies_in_bf16(engine.ds_config) and (slowdown := bf16_slowdown(world.device)) > 2:
+        log.warning(
+            "this device takes %.0f times as long for bf16 products as for float32; "
+            "--engine.ds_config=ds_configs/zero1_float32.json is faster here",
+            slowdown,
+        )
     if world.is_main:
         write_atomically(Path(recipe.run.output) / "ds_config.json", json.dumps(engine.ds_config, indent=2) + "\n")
 
