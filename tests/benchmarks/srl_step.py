@@ -4,8 +4,9 @@
 
 The same encoder (6 layers × 384), the same tokens, the same batch, cosine at τ = 0.05, mean pooling, AdamW. Theirs:
 `CachedMultipleNegativesRankingLoss` inside `MatryoshkaLoss`, six widths of the last layer (it cannot do layers), texts
-padded by column as its collator does, in mini-batches by its own token budget, the same as ours (its default of 32 texts
-is slower: --mini-batch-size measures that instead). Ours: six (layers, width) sizes with KL to the full one, through the objective and the engine that training uses (ZeRO stage 0).
+padded by column as its collator does, in mini-batches by its own token budget, the same as ours (its default of 32
+texts is slower: --mini-batch-size measures that instead). Ours: six (layers, width) sizes with KL to the full one,
+through the objective and the engine that training uses (ZeRO stage 0).
 Batches of 512 are real: NLI triplets; SciFact claims with their abstracts; and the pairs of both, half and half, mixed.
 Figures:
   time_ratio                theirs ÷ ours, CPU seconds a step, the three batches together
