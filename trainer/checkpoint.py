@@ -1,29 +1,51 @@
 """Checkpoints that are whole or absent, and the run folder they live in.
 
-All ranks write into `tmp-step_N`; after a barrier rank 0 lists what must be there, renames the folder (the commit) and
-moves `latest`. DeepSpeed's own `latest` is written before other ranks have finished, so it is not used. What is not
-committed is never loaded. Resume state is the optimizer's and a few global numbers: random draws are derived from
-(seed, step, rank) and (seed, epoch, sample), so no generator is stored.
+A checkpoint is a folder: a safetensors file a rank, and a manifest. A file holds the pieces of float32 parameters and
+Adam moments that its rank had, each named `kind/start/parameter`: a run of that parameter's flattened elements. So any
+number of ranks at any ZeRO stage and precision can read it, each taking the ranges it needs and no more. The manifest
+holds the rest, a few global numbers: random draws are derived from (seed, step, rank) and (seed, epoch, sample), so no
+generator is stored. Nothing is pickled, so reading a checkpoint runs no code of whoever wrote it.
+
+Whole or absent: all ranks write into `tmp-step_N` and fsync; each says the size and sha256 of its file or what went
+wrong; rank 0 writes the manifest, renames the folder (the commit) and moves `latest`. If any rank failed, all go on
+training, and the folder is removed. Before a checkpoint is loaded, every file is hashed; a damaged one is named and
+the one before it is used. `latest` is for people: what is loaded is the newest whole folder.
+
+Saving is not overlapped with training. The file could be written by a thread from a copy of the state, but the ranks
+must agree on the outcome before the commit, so that would wait for the next save: a run that is killed would fall back
+two intervals. The seconds it takes are in the log and the metrics.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import math
+import os
 import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch.distributed as dist
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from data.files import sync, write_atomically
 from trainer.config import ConfigError, Recipe, build_recipe, read_toml
-from trainer.engine import Engine, checkpoint_layout
+from trainer.distributed import World, gather_objects
+from trainer.engine import MASTER, MOMENTS, Piece
 
 log = logging.getLogger(__name__)
 
+_FORMAT = 1
 _MANIFEST = "manifest.json"
+_FLOAT32_BYTES = 4
 
 # What may change between the parts of one run: how it is watched and kept, and where it runs.
 _FREE_SECTIONS = ("engine", "checkpoint", "log", "evaluation")
@@ -40,78 +62,298 @@ _FREE_KEYS = (
 )
 
 
-@dataclass
+class Saveable(Protocol):
+    """What a checkpoint is of (trainer/engine.py)."""
+
+    world: World
+
+    def shapes(self) -> dict[str, list[int]]: ...
+    def optimizer_steps(self) -> int: ...
+    def pieces_to_save(self) -> list[Piece]: ...
+    def read(self, piece: Piece) -> Tensor: ...
+    def load(self, read: Callable[[Piece], Tensor], *, optimizer_steps: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A committed checkpoint and what it cost."""
+
+    path: Path
+    seconds: float
+    mib: float  # over all ranks
+
+
+@dataclass(frozen=True)
 class Checkpointer:
-    """Saves every so many steps, keeps the newest few, and finds the newest whole one."""
+    """Writes checkpoints, keeps the newest few and those of every so many steps, and finds the newest whole one."""
 
     folder: Path
-    every_steps: int
     keep: int
+    keep_every_steps: int = 0  # 0: none for good
 
-    def save(self, engine: Engine, state: dict[str, Any]) -> Path:
-        """Write a checkpoint of `state["step"]`; all ranks call it, and none returns before it is committed."""
+    def save(self, engine: Saveable, state: dict[str, Any]) -> SavedCheckpoint | None:
+        """Write a checkpoint of `state["step"]`, whose values are JSON's; all ranks call it.
+
+        None, with a warning, where a rank could not write: whatever was saved before is untouched.
+        """
+        begin = time.perf_counter()
         name = f"step_{state['step']:08d}"
         tmp, final = self.folder / f"tmp-{name}", self.folder / name
-        if engine.world.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(tmp, ignore_errors=True)
-            tmp.mkdir()
-        dist.barrier()
-        engine.save(self.folder, tmp.name, state)
-        dist.barrier()
-        if engine.world.is_main:
-            files = {
-                str(path.relative_to(tmp)): path.stat().st_size for path in sorted(tmp.rglob("*")) if path.is_file()
+        main = engine.world.is_main
+        files: dict[str, dict[str, Any]] = {}
+
+        def write() -> None:
+            file = tmp / f"rank_{engine.world.rank:05d}.safetensors"
+            files[file.name] = _write_pieces(file, engine)
+
+        error = _first(_failure(lambda: self._make_room(tmp)) if main else None)
+        if error is None:
+            error = _first(_failure(write))
+        if error is None:
+            files = {file: facts for each in gather_objects(files) for file, facts in each.items()}
+            manifest = {
+                "format": _FORMAT,
+                "ranks": engine.world.size,
+                "optimizer_steps": engine.optimizer_steps(),
+                "parameters": engine.shapes(),
+                "files": files,
+                "state": state,
             }
-            for file in files:
-                sync(tmp / file)
-            write_atomically(
-                tmp / _MANIFEST,
-                json.dumps(
-                    {"step": state["step"], "layout": _layout(engine.ds_config, engine.world.size), "files": files}
-                ),
-            )
-            shutil.rmtree(final, ignore_errors=True)
-            tmp.rename(final)
-            sync(self.folder)
-            write_atomically(self.folder / "latest", name)
-            for old in self.complete()[self.keep :]:
-                shutil.rmtree(old)
-        dist.barrier()
-        return final
+            error = _first(_failure(lambda: self._commit(tmp, final, manifest)) if main else None)
+        if error is not None:
+            if main:
+                shutil.rmtree(tmp, ignore_errors=True)
+                log.warning(
+                    "checkpoint %s could not be saved (%s); the run goes on and tries again at the next save",
+                    final,
+                    error,
+                )
+            return None
+        saved = SavedCheckpoint(
+            final, time.perf_counter() - begin, sum(facts["bytes"] for facts in files.values()) / 2**20
+        )
+        if main:
+            log.info("checkpoint %s: %.2f s, %.1f MiB", final, saved.seconds, saved.mib)
+            for tidy in (lambda: write_atomically(self.folder / "latest", name), lambda: self._prune(final)):
+                if error := _failure(tidy):
+                    log.warning("%s could not be tidied up (%s)", self.folder, error)
+        return saved
+
+    def _make_room(self, tmp: Path) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for left_over in self.folder.glob("tmp-*"):
+            shutil.rmtree(left_over)
+        tmp.mkdir()
+
+    def _commit(self, tmp: Path, final: Path, manifest: dict[str, Any]) -> None:
+        _write_manifest(tmp, manifest)
+        if final.exists():  # damaged, or the run would not be at this step again
+            _remove(final)
+        tmp.rename(final)
+        sync(self.folder)
+
+    def _prune(self, newest: Path) -> None:
+        """Remove what is not to be kept. What is later than `newest` was damaged, or it would have been loaded."""
+        whole = [path for path in self.complete() if _step(path) <= _step(newest)]
+        kept = set(whole[: self.keep])
+        if self.keep_every_steps:
+            kept |= {path for path in whole if _step(path) % self.keep_every_steps == 0}
+        for path in self._all():
+            if path not in kept:
+                _remove(path)
 
     def complete(self) -> list[Path]:
-        """Whole checkpoints, newest first."""
-        if not self.folder.is_dir():
-            return []
-        return [path for path in sorted(self.folder.glob("step_*"), reverse=True) if _is_complete(path)]
+        """Checkpoints whose files are all there with the right sizes, newest first. Their bytes are not looked at."""
+        whole = []
+        for path in self._all():
+            manifest, problem = _read_manifest(path)
+            if (problem or _damage(path, manifest, hashed=())) is None:
+                whole.append(path)
+        return whole
 
-    def load_newest(self, engine: Engine) -> dict[str, Any] | None:
-        """Load the newest whole checkpoint into the engine; its state, or None where there is none."""
-        whole = self.complete() if engine.world.is_main else []
-        found: list[str | None] = [str(whole[0]) if whole else None]
-        dist.broadcast_object_list(found, src=0)
-        if found[0] is None:
-            return None
-        path = Path(found[0])
-        return engine.load(path.parent, path.name)
+    def _all(self) -> list[Path]:
+        found = [path for path in self.folder.glob("step_*") if path.name.removeprefix("step_").isdigit()]
+        return sorted(found, key=_step, reverse=True)
+
+    def load_newest(self, engine: Saveable) -> dict[str, Any] | None:
+        """Load the newest whole checkpoint into the engine; its state, or None where there is none. All ranks call it.
+
+        Ranks share the hashing of the files, then each reads what it needs of any of them.
+        """
+        world = engine.world
+        for name in gather_objects([path.name for path in self._all()])[0]:
+            path = self.folder / name
+            manifest, problem = _read_manifest(path)
+            if problem is None:
+                problem = _damage(path, manifest, hashed=sorted(manifest["files"])[world.rank :: world.size])
+            problem = _first(problem)
+            with ExitStack() as stack:
+                if problem is None:
+                    saved, problem = _open(path, manifest, engine, stack)
+                    problem = _first(problem)
+                if problem is None:
+                    engine.load(saved.read, optimizer_steps=manifest["optimizer_steps"])
+                    return manifest["state"]
+            if world.is_main:
+                log.warning("checkpoint %s is damaged (%s); it is passed over for the one before it", path, problem)
+        return None
 
 
-def _is_complete(path: Path) -> bool:
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _failure(action: Callable[[], None]) -> str | None:
+    """What the system said no to, such as a full disk; None where it did not."""
+    try:
+        action()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _first(problem: str | None) -> str | None:
+    """A problem that any rank has, the same on all; None where none has. All ranks call it."""
+    problems = gather_objects(problem)
+    return next((f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None), None)
+
+
+def _remove(path: Path) -> None:
+    """Take a checkpoint away whole: no kill leaves half of one under its name."""
+    doomed = path.with_name(f"tmp-old-{path.name}")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _write_pieces(path: Path, engine: Saveable) -> dict[str, Any]:
+    """Write this rank's pieces as one safetensors file, a piece in memory at a time; its size and sha256."""
+    pieces = engine.pieces_to_save()
+    header: dict[str, Any] = {}
+    end = 0
+    for piece in pieces:
+        numel = piece.stop - piece.start
+        begin, end = end, end + numel * _FLOAT32_BYTES
+        header[f"{piece.kind}/{piece.start}/{piece.name}"] = {
+            "dtype": "F32",
+            "shape": [numel],
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+
+        def put(block: bytes | memoryview) -> None:
+            file.write(block)
+            digest.update(block)
+
+        put(len(text).to_bytes(8, "little"))
+        put(text)
+        for piece in pieces:
+            values = engine.read(piece)
+            assert values.dtype == torch.float32 and values.shape == (piece.stop - piece.start,), piece
+            put(values.cpu().contiguous().numpy().data.cast("B"))
+        file.flush()
+        os.fsync(file.fileno())
+        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
+
+
+class _SavedPieces:
+    """A checkpoint's files as one: any range of any parameter, put together from the pieces that hold it."""
+
+    def __init__(self, path: Path, files: Sequence[str], stack: ExitStack) -> None:
+        """Opens the files until `stack` closes. Raises SafetensorError where one is no such file."""
+        self._runs: dict[tuple[str, str], list[tuple[int, int, Any]]] = defaultdict(list)
+        for file in files:
+            opened = stack.enter_context(safe_open(path / file, framework="pt"))
+            for key in opened.keys():  # noqa: SIM118, it is no dict
+                kind, start, name = key.split("/", 2)
+                values = opened.get_slice(key)
+                self._runs[kind, name].append((int(start), int(start) + values.get_shape()[0], values))
+        for runs in self._runs.values():
+            runs.sort(key=lambda run: run[0])
+
+    def lacks(self, kind: str, name: str, numel: int) -> bool:
+        """Whether the pieces do not follow on one another from a parameter's first element to its last."""
+        reached = 0
+        for start, stop, _ in self._runs[kind, name]:
+            if start != reached:
+                return True
+            reached = stop
+        return reached != numel
+
+    def read(self, piece: Piece) -> Tensor:
+        """float32 [stop - start]."""
+        values = torch.empty(piece.stop - piece.start)
+        for start, stop, run in self._runs[piece.kind, piece.name]:
+            begin, end = max(start, piece.start), min(stop, piece.stop)
+            if begin < end:
+                values[begin - piece.start : end - piece.start] = run[begin - start : end - start]
+        return values
+
+
+def _open(path: Path, manifest: Mapping[str, Any], engine: Saveable, stack: ExitStack) -> tuple[Any, str | None]:
+    """A checkpoint's pieces, or why they are not those that the engine needs."""
+    try:
+        saved = _SavedPieces(path, sorted(manifest["files"]), stack)
+    except (SafetensorError, OSError, ValueError, IndexError) as error:
+        return None, str(error)
+    shapes = engine.shapes()
+    if manifest["parameters"] != shapes:
+        return None, "its parameters are not this model's"
+    kinds = (MASTER, *MOMENTS) if manifest["optimizer_steps"] else (MASTER,)
+    for name, shape in shapes.items():
+        for kind in kinds:
+            if saved.lacks(kind, name, math.prod(shape)):
+                return None, f"parts of {kind} of {name} are missing"
+    return saved, None
+
+
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    write_atomically(folder / _MANIFEST, json.dumps({**manifest, "sha256": _digest_of(manifest)}))
+
+
+def _digest_of(manifest: Mapping[str, Any]) -> str:
+    """Of all but the digest itself: a flipped bit can leave valid JSON, with another place in the data."""
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _read_manifest(path: Path) -> tuple[dict[str, Any], str | None]:
+    """A checkpoint's manifest, or what is wrong with it."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        return all((path / file).stat().st_size == size for file, size in manifest["files"].items())
-    except (OSError, ValueError, KeyError):
-        log.warning("checkpoint %s is not whole; it is passed over", path)
-        return False
+    except (OSError, ValueError) as error:
+        return {}, f"its manifest cannot be read: {error}"
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        return {}, f"its manifest is not of format {_FORMAT}"
+    if manifest.get("sha256") != _digest_of(manifest):
+        return {}, "its manifest was changed since it was written"
+    return manifest, None
 
 
-def _layout(ds_config: dict[str, Any], world_size: int) -> dict[str, Any]:
-    return {"ranks": world_size, **checkpoint_layout(ds_config)}
+def _damage(path: Path, manifest: Mapping[str, Any], *, hashed: Sequence[str]) -> str | None:
+    """Which file of a checkpoint is missing, of another size or, of those to be hashed, of other bytes; None: none."""
+    for file, facts in manifest["files"].items():
+        try:
+            size = (path / file).stat().st_size
+            if size != facts["bytes"]:
+                return f"{file} has {size} bytes, not {facts['bytes']}"
+            if file in hashed:
+                with (path / file).open("rb") as opened:
+                    if hashlib.file_digest(opened, "sha256").hexdigest() != facts["sha256"]:
+                        return f"{file} is not what was written: its sha256 differs"
+        except OSError as error:
+            return str(error)
+    return None
 
 
-def check_output_folder(recipe: Recipe, ds_config: dict[str, Any], *, world_size: int) -> None:
-    """Refuse to write over another run, or to resume what is not there or was saved by another kind of engine.
+def no_checkpoint(output: str | Path) -> ConfigError:
+    return ConfigError(f"{output} holds no whole checkpoint to resume; use --resume auto to start from the beginning")
+
+
+def check_output_folder(recipe: Recipe) -> None:
+    """Refuse to write over another run, or to resume what is not there or is another run.
 
     Reads only, so every rank may call it.
     """
@@ -129,11 +371,8 @@ def check_output_folder(recipe: Recipe, ds_config: dict[str, Any], *, world_size
         raise ConfigError(
             f"run.output {output} holds another run; go on with it by --resume auto, or name another folder"
         )
-    checkpoints = Checkpointer(output / "checkpoints", 1, 1).complete()
-    if recipe.run.resume == "required" and not checkpoints:
-        raise ConfigError(
-            f"{output} holds no whole checkpoint to resume; use --resume auto to start from the beginning"
-        )
+    if recipe.run.resume == "required" and not Checkpointer(output / "checkpoints", keep=1).complete():
+        raise no_checkpoint(output)
     before = _flat(build_recipe(read_toml(saved)))
     for key, value in _flat(recipe).items():
         free = key.split(".")[0] in _FREE_SECTIONS or key in _FREE_KEYS
@@ -142,14 +381,6 @@ def check_output_folder(recipe: Recipe, ds_config: dict[str, Any], *, world_size
                 f"run.output {output} holds a run with {key} = {before[key]!r}, not {value!r}; "
                 "resume with the run's own recipe, or name another folder"
             )
-    if checkpoints:
-        saved_layout = json.loads((checkpoints[0] / _MANIFEST).read_text(encoding="utf-8"))["layout"]
-        for key, ours in _layout(ds_config, world_size).items():
-            if saved_layout[key] != ours:
-                raise ConfigError(
-                    f"checkpoint {checkpoints[0]} was saved with {key} = {saved_layout[key]} and this run has {ours}; "
-                    "resume as it was saved"
-                )
 
 
 def _flat(recipe: Recipe) -> dict[str, Any]:

@@ -133,7 +133,8 @@ class EngineConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     every_steps: int = 1000
-    keep: int = 2
+    keep: int = 2  # the newest ones
+    keep_every_steps: int = 0  # and those of these steps for good; 0: none
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,7 @@ _AT_LEAST = {
     "train.micro_batch_size": 1,
     "checkpoint.every_steps": 1,
     "checkpoint.keep": 1,
+    "checkpoint.keep_every_steps": 0,
     "log.every_steps": 1,
     "evaluation.every_steps": 0,
     "evaluation.max_documents": 0,

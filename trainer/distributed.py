@@ -10,11 +10,14 @@ import random
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,15 @@ def max_over_ranks(value: int, device: torch.device) -> int:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return int(largest)
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every rank's value, by rank; small ones, such as the outcome of a write. No rank returns before all have come."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def gather_counts(count: int, device: torch.device) -> list[int]:

@@ -7,7 +7,10 @@ clipping, optimizer and schedule belong to the recipe and are refused in the JSO
   backward unless told to coalesce, which they can where gradients are float32;
 - losses are multiplied by the world size, which undoes DeepSpeed's mean over ranks: our losses are already divided by
   the global batch's counts, so gradients must be summed;
-- at stage 0 DeepSpeed reports no gradient norm, so clipping is done here, where the norm is seen.
+- at stage 0 DeepSpeed reports no gradient norm, so clipping is done here, where the norm is seen;
+- what a checkpoint must hold is handed out as pieces: runs of a parameter's elements, named by parameter and range.
+  These do not depend on the ZeRO stage, the precision or the number of ranks, so any engine takes back what any other
+  gave, and no rank needs more than its part. DeepSpeed's own files are not used: it reads them by unrestricted pickle.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,18 @@ _OWNED_BY_RECIPE = {
     "tensorboard": "[log]",
     "activation_checkpointing": "train.activation_checkpointing",
 }
+
+MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")  # what there is of every trained parameter
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of a flattened parameter: the float32 values, or one of Adam's moments of them."""
+
+    kind: str  # master | exp_avg | exp_avg_sq
+    name: str
+    start: int
+    stop: int
 
 
 def read_ds_config(path: str | Path) -> dict[str, Any]:
@@ -64,6 +80,8 @@ def read_ds_config(path: str | Path) -> dict[str, Any]:
             f"{path} asks for bf16 at ZeRO stage 0, where DeepSpeed takes a stray optimizer step at start; "
             "use torch_autocast there, or stage 1"
         )
+    if values.get("zero_optimization", {}).get("offload_optimizer", {}).get("device") == "nvme":
+        raise ConfigError(f"{path} offloads the optimizer to nvme, which checkpoints cannot read back; offload to cpu")
     if values.get("fp16", {}).get("enabled"):
         raise ConfigError(f"{path} asks for fp16, which these losses do not scale for; use bf16 or torch_autocast")
     return values
@@ -80,11 +98,6 @@ def multiplies_in_bf16(values: dict[str, Any]) -> bool:
 
 def has_bf16_weights(values: dict[str, Any]) -> bool:
     return bool(values.get("bf16", {}).get("enabled"))
-
-
-def checkpoint_layout(values: dict[str, Any]) -> dict[str, Any]:
-    """What of an engine configuration decides which files a checkpoint has: it can only be read back by the same."""
-    return {"ZeRO stage": zero_stage(values), "bf16": has_bf16_weights(values)}
 
 
 def full_ds_config(recipe: Recipe, values: dict[str, Any]) -> dict[str, Any]:
@@ -140,6 +153,8 @@ class Engine:
                 model=module, optimizer=optimizer, config=self.ds_config, dist_init_required=False
             )
         self.module = module
+        # Any: DeepSpeed hangs its own attributes on parameters.
+        self._trained: dict[str, Any] = {name: p for name, p in module.named_parameters() if p.requires_grad}
         # Frozen parameters have no masters; these are what they were before they were rounded.
         self._frozen = {id(p): value for p, value in zip(module.parameters(), originals) if not p.requires_grad}
         self._restore_masters(originals)
@@ -196,12 +211,109 @@ class Engine:
         with GatheredParameters([parameter], enabled=self.stage == 3):
             return parameter.detach().float().clone()
 
-    def save(self, folder: Path, tag: str, state: dict[str, Any]) -> None:
-        """Write this rank's part of a checkpoint; committing it is trainer/checkpoint.py's business."""
-        self.deepspeed.save_checkpoint(str(folder), tag=tag, client_state={"trainer": state}, save_latest=False)
+    def shapes(self) -> dict[str, list[int]]:
+        """The whole shape of every trained parameter, in the model's order."""
+        return {name: list(p.ds_shape if self.stage == 3 else p.shape) for name, p in self._trained.items()}
 
-    def load(self, folder: Path, tag: str) -> dict[str, Any]:
-        """Read parameters and optimizer state back; returns what `save` was given."""
-        path, client_state = self.deepspeed.load_checkpoint(str(folder), tag=tag)
-        assert path is not None, f"DeepSpeed found no checkpoint {tag} in {folder}"
-        return client_state["trainer"]
+    def optimizer_steps(self) -> int:
+        """Steps that Adam has taken, for its bias correction; 0 before it has any moments."""
+        counts = {int(state["step"]) for state in map(self._inner.state.get, self._stepped()) if state}
+        assert len(counts) <= 1, f"parameters have taken different numbers of steps: {sorted(counts)}"
+        return counts.pop() if counts else 0
+
+    def pieces(self) -> list[Piece]:
+        """What this rank holds."""
+        kinds = (MASTER, *MOMENTS) if self.optimizer_steps() else (MASTER,)
+        held = ((name, self._held(p)) for name, p in self._trained.items())
+        return [Piece(kind, name, *span) for name, span in held if span[0] < span[1] for kind in kinds]
+
+    def pieces_to_save(self) -> list[Piece]:
+        """This rank's share of the pieces: at stage 0, where every rank holds all, they are dealt out in turn."""
+        return self.pieces()[self.world.rank :: self.world.size] if self.stage == 0 else self.pieces()
+
+    def read(self, piece: Piece) -> Tensor:
+        """The values of a piece that this rank holds: float32 [stop - start]."""
+        if self.stage != 3:
+            return self._view(piece)
+        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+        parameter = self._trained[piece.name]
+        if piece.kind == MASTER:
+            part = safe_get_local_fp32_param(parameter)
+        else:
+            part = safe_get_local_optimizer_state(parameter, piece.kind)
+        return part.detach()[: piece.stop - piece.start]
+
+    def load(self, read: Callable[[Piece], Tensor], *, optimizer_steps: int) -> None:
+        """Take parameters and optimizer state from `read`, which is asked for this rank's pieces. All ranks call it."""
+        for tensor in self._stepped():
+            self._inner.state.pop(tensor, None)
+            if optimizer_steps:
+                taken = torch.tensor(float(optimizer_steps), dtype=torch.float32, device=tensor.device)
+                moments = {kind: torch.zeros_like(tensor, requires_grad=False) for kind in MOMENTS}
+                self._inner.state[tensor] = {"step": taken, **moments}
+        with torch.no_grad():
+            for piece in self.pieces():
+                self._write(piece, read(piece))
+        self._refresh_weights()
+
+    @property
+    def _inner(self) -> torch.optim.Optimizer:
+        """The AdamW inside DeepSpeed's wrapper; at stage 0 there is none around it."""
+        return self.optimizer if self.stage == 0 else self.optimizer.optimizer
+
+    def _stepped(self) -> list[Tensor]:
+        """The tensors that AdamW steps on this rank: parameters, or from stage 1 on flat float32 runs of them."""
+        if self.stage == 3:
+            return list(self.optimizer.fp32_partitioned_groups_flat)
+        return [tensor for group in self._inner.param_groups for tensor in group["params"]]
+
+    def _held(self, parameter: Any) -> tuple[int, int]:
+        """The range of a parameter's flattened elements whose optimizer state is on this rank; may be empty."""
+        if self.stage == 0:
+            return 0, parameter.numel()
+        if self.stage == 3:  # equal parts, the last ones cut short or empty
+            size = parameter.partition_numel()
+            start, stop = (min(rank * size, parameter.ds_numel) for rank in (self.world.rank, self.world.rank + 1))
+            return start, stop
+        if parameter._hp_mapping is None:
+            return 0, 0
+        address = parameter._hp_mapping.lp_fragment_address
+        return address.start, address.start + address.numel
+
+    def _view(self, piece: Piece) -> Tensor:
+        """A piece where it lies, at stages 0 to 2; float32 [stop - start]."""
+        parameter = self._trained[piece.name]
+        if self.stage == 0:
+            whole = parameter if piece.kind == MASTER else self._inner.state[parameter][piece.kind]
+            return whole.detach().view(-1)
+        mapping = parameter._hp_mapping
+        flat = self._stepped()[mapping.param_group_index]
+        if piece.kind != MASTER:
+            flat = self._inner.state[flat][piece.kind]
+        address = mapping.get_hp_fragment_address()
+        return flat.detach().narrow(0, address.start, address.numel)
+
+    def _write(self, piece: Piece, values: Tensor) -> None:
+        if self.stage != 3:
+            self._view(piece).copy_(values)
+            return
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        parameter = self._trained[piece.name]
+        part = torch.zeros(parameter.partition_numel(), device=values.device)
+        part[: values.numel()] = values
+        if piece.kind == MASTER:
+            safe_set_local_fp32_param(parameter, part)
+            # The weights that forward passes gather, in their own precision.
+            parameter.ds_tensor.copy_(part)
+        else:
+            safe_set_local_optimizer_state(parameter, part, piece.kind)
+
+    def _refresh_weights(self) -> None:
+        """Bring the weights that forward passes read up to the float32 masters."""
+        if self.stage in (1, 2):
+            self.optimizer.update_lp_params()
+        elif self.stage == 3 and (kept_whole := self.optimizer.persistent_parameters):
+            kept_whole[0].partition(kept_whole)
+            kept_whole[0].all_gather(kept_whole)

@@ -3,7 +3,8 @@
 Records are means over the steps since the last one. `metrics.jsonl` has one JSON object a line with: step, epoch,
 samples; loss and its parts by size; lr; grad_norm (before clipping, of the last step); tokens_per_second
 (without padding, all ranks); mfu (model FLOPs utilisation, trainer/flops.py); padding_share (of the tokens computed);
-data_wait_share (of the time); memory_mib (peak on this rank's device; resident on CPU); seconds (a step).
+data_wait_share (of the time); memory_mib (peak on this rank's device; resident on CPU); seconds (a step). Evaluations
+and checkpoints write lines of their own: step, then evaluation/… or checkpoint/seconds and checkpoint/mib.
 """
 
 from __future__ import annotations
@@ -119,6 +120,10 @@ class Metrics:
     def evaluation(self, step: int, scores: dict[str, float]) -> None:
         """Scores of an evaluation during training, by name."""
         self._write({"step": step, **{f"evaluation/{name}": value for name, value in scores.items()}})
+
+    def checkpoint(self, step: int, *, seconds: float, mib: float) -> None:
+        """What a checkpoint cost: seconds that training stood still, and its size over all ranks."""
+        self._write({"step": step, "checkpoint/seconds": seconds, "checkpoint/mib": mib})
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._file is not None:

@@ -49,7 +49,7 @@ from models.encoder import (
 from models.masked_autoencoder import MaskedAutoencoder
 from models.packed_attention import check_packs, fast_on, packs
 from models.sizes import Ladder
-from trainer.checkpoint import Checkpointer, check_output_folder
+from trainer.checkpoint import Checkpointer, check_output_folder, no_checkpoint
 from trainer.config import ConfigError, Recipe, as_toml, check_world, load_recipe
 from trainer.distributed import World, start
 from trainer.engine import Engine, multiplies_in_bf16, read_ds_config, zero_stage
@@ -107,7 +107,7 @@ def execute(recipe: Recipe) -> Path:
     transformers_logging.disable_progress_bar()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     check_world(recipe, world_size)
-    check_output_folder(recipe, read_ds_config(recipe.engine.ds_config), world_size=world_size)
+    check_output_folder(recipe)
     if recipe.train.compile and zero_stage(read_ds_config(recipe.engine.ds_config)) == 3:
         raise ConfigError(
             f"train.compile = true does not go with {recipe.engine.ds_config}, whose stage 3 fetches weights layer by "
@@ -131,13 +131,17 @@ def execute(recipe: Recipe) -> Path:
 
     total_steps = recipe.train.steps or stream.num_steps
     checkpointer = Checkpointer(
-        Path(recipe.run.output) / "checkpoints", recipe.checkpoint.every_steps, recipe.checkpoint.keep
+        Path(recipe.run.output) / "checkpoints",
+        keep=recipe.checkpoint.keep,
+        keep_every_steps=recipe.checkpoint.keep_every_steps,
     )
     state = TrainState()
     if recipe.run.resume != "never" and (saved := checkpointer.load_newest(engine)) is not None:
         state.step = saved["step"]
         stream.load_state_dict(saved["stream"])
         log.info("going on at step %d of %d", state.step, total_steps)
+    elif recipe.run.resume == "required":
+        raise no_checkpoint(recipe.run.output)
     schedule = build_schedule(
         recipe.objective.sizes,
         recipe.ladder,
@@ -175,7 +179,7 @@ def execute(recipe: Recipe) -> Path:
             warmup_ratio=optim.warmup_ratio,
             schedule=optim.schedule,
         ),
-        save_every_steps=checkpointer.every_steps,
+        save_every_steps=recipe.checkpoint.every_steps,
         evaluate_every_steps=recipe.evaluation.every_steps,
     )
     evaluate = functools.partial(evaluator.run, engine, parts.tokenizer, world)
@@ -187,7 +191,7 @@ def execute(recipe: Recipe) -> Path:
             state,
             plan=plan,
             metrics=metrics,
-            save=lambda: _save(checkpointer, engine, state, stream),
+            save=lambda: _save(checkpointer, engine, state, stream, metrics),
             evaluate=evaluate,
         )
         if state.step == total_steps:
@@ -397,8 +401,10 @@ def _prompt_ids(name: str, prompts: Sequence[str], sources: Sequence[ShardFolder
     return found * len(sources) if len(found) == 1 else found
 
 
-def _save(checkpointer: Checkpointer, engine: Engine, state: TrainState, stream: Stream) -> None:
-    checkpointer.save(engine, {"step": state.step, "stream": stream.state_dict()})
+def _save(checkpointer: Checkpointer, engine: Engine, state: TrainState, stream: Stream, metrics: Metrics) -> None:
+    saved = checkpointer.save(engine, {"step": state.step, "stream": stream.state_dict()})
+    if saved is not None:
+        metrics.checkpoint(state.step, seconds=saved.seconds, mib=saved.mib)
 
 
 def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:

@@ -38,7 +38,6 @@ from tests.trainer.support import (
 )
 from trainer.checkpoint import check_output_folder
 from trainer.config import ConfigError
-from trainer.engine import read_ds_config
 from trainer.export import export_sizes
 from trainer.optim import parameter_groups
 from trainer.run import _build_model, _open_shards
@@ -379,7 +378,7 @@ def runs(recipes: dict[str, Values], tmp_path_factory: pytest.TempPathFactory) -
 
 def losses(run: Path) -> list[tuple[int, float, float]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -429,8 +428,7 @@ def test_frozen_layers_of_a_saved_model_are_the_sources(runs: Path, source: Path
 def test_a_resume_with_other_adapters_is_refused(key: str, value: Any, runs: Path) -> None:
     values = tomllib.loads((runs / "lora_zero3" / "recipe.toml").read_text())
     values["run"]["resume"] = "auto"
-    ds_config = read_ds_config(values["engine"]["ds_config"])
-    check_output_folder(recipe_of(values), ds_config, world_size=2)
+    check_output_folder(recipe_of(values))
     values["model"][key] = value
     with pytest.raises(ConfigError, match=rf"model\.{key} = .*, not {value!r}"):
-        check_output_folder(recipe_of(values), ds_config, world_size=2)
+        check_output_folder(recipe_of(values))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -342,17 +341,6 @@ def test_output_folders(values: Values, refusal: Callable[..., str], tmp_path: P
     output.rmdir()
     output.write_text("a file")
     assert "is a file" in refusal(values)
-
-
-def test_a_checkpoint_of_another_topology(values: Values, refusal: Callable[..., str], tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "checkpoints" / "step_00000003"
-    folder.mkdir(parents=True)
-    (tmp_path / "run" / "recipe.toml").write_text(as_toml(recipe_of(values)))
-    layout = {"ranks": 1, "ZeRO stage": 1, "bf16": True}
-    for key, value in (("ranks", 2), ("ZeRO stage", 3), ("bf16", False)):
-        manifest = {"step": 3, "layout": {**layout, key: value}, "files": {}}
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-        assert f"saved with {key} = {value}" in refusal(values, "--resume", "auto")
 
 
 def test_bare_arguments_are_not_understood(values: Values, tmp_path: Path, capfd: Any) -> None:

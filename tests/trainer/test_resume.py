@@ -92,9 +92,30 @@ def runs(document_shards: Path, tuple_shards: Path, tmp_path_factory: pytest.Tem
     return folder
 
 
-def records(run: Path) -> list[dict[str, Any]]:
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    """The records of steps, whole; checkpoints have lines of their own."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in CLOCKED} for line in lines]
+    return [line for line in lines if "loss" in line]
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key not in CLOCKED} for line in lines_of(run)]
+
+
+def trained(run: Path) -> dict[str, torch.Tensor]:
+    """The float32 parameters in a run's last checkpoint, put together from the pieces of its ranks."""
+    pieces: dict[str, dict[int, torch.Tensor]] = {}
+    folder = run / "checkpoints" / "step_00000006"
+    for file in sorted(folder.glob("*.safetensors")):
+        for key, values in load_file(file).items():
+            kind, start, name = key.split("/", 2)
+            if kind == "master":
+                pieces.setdefault(name, {})[int(start)] = values
+    shapes = json.loads((folder / "manifest.json").read_text())["parameters"]
+    assert pieces.keys() == shapes.keys()
+    return {
+        name: torch.cat([parts[start] for start in sorted(parts)]).view(shapes[name]) for name, parts in pieces.items()
+    }
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -119,12 +140,10 @@ def test_the_resumed_runs_did_resume(runs: Path) -> None:
         stopped = runs / f"{name}-stopped"
         assert [record["step"] for record in records(stopped)] == list(range(1, 5 if name == "srl_torn" else 4))
     # The torn checkpoint was passed over, so steps 3 and 4 were taken, and written, again.
-    lines = (runs / "srl_torn-resumed" / "metrics.jsonl").read_text().splitlines()
-    before = (runs / "srl_torn-stopped" / "metrics.jsonl").read_text().splitlines()
+    lines, before = lines_of(runs / "srl_torn-resumed"), lines_of(runs / "srl_torn-stopped")
     assert lines[:2] == before[:2]
     assert lines[2] != before[2]
-    others = (runs / "smae_zero3-resumed" / "metrics.jsonl").read_text().splitlines()
-    assert others[:3] == (runs / "smae_zero3-stopped" / "metrics.jsonl").read_text().splitlines()
+    assert lines_of(runs / "smae_zero3-resumed")[:3] == lines_of(runs / "smae_zero3-stopped")
 
 
 def test_another_seed_is_another_run(runs: Path) -> None:
@@ -173,8 +192,7 @@ def test_records(runs: Path) -> None:
         "smae_zero0": {f"{side}/{name}" for side in ("encoder", "decoder") for name in names},
     }
     for run, own in expected.items():
-        lines = [json.loads(line) for line in (runs / run / "metrics.jsonl").read_text().splitlines()]
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(lines_of(runs / run), 1):
             assert set(line) == common | own
             assert all(math.isfinite(value) for value in line.values())
             assert (line["step"], line["samples"]) == (number, 12 * number)
@@ -195,8 +213,7 @@ def test_tensorboard_shows_the_records(runs: Path) -> None:
     for name in ("loss", "loss/1x16", "kl/1x16", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_mib"):
         scalars = events.Scalars(name if "/" in name else f"train/{name}")
         assert [scalar.step for scalar in scalars] == list(range(1, STEPS + 1))
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        assert [scalar.value for scalar in scalars] == pytest.approx([line[name] for line in lines])
+        assert [scalar.value for scalar in scalars] == pytest.approx([line[name] for line in lines_of(run)])
 
 
 def test_other_files_of_a_run(runs: Path) -> None:
@@ -213,13 +230,12 @@ def test_the_model_is_an_ordinary_checkpoint_of_what_was_trained(name: str, runs
     run = runs / name
     model, report = AutoModel.from_pretrained(run / "model", output_loading_info=True)
     assert not report["unexpected_keys"] and all(key.startswith("pooler.") for key in report["missing_keys"])
-    saved = run / "checkpoints" / "step_00000006" / "mp_rank_00_model_states.pt"
-    trained = torch.load(saved, weights_only=False)["module"]
+    saved = trained(run)
     loaded = {f"backbone.{key}": value for key, value in model.state_dict().items() if not key.startswith("pooler.")}
-    assert loaded.keys() == trained.keys()
+    assert loaded.keys() == saved.keys()
     for key, value in loaded.items():
         assert value.dtype == torch.float32
-        assert torch.equal(value.to(trained[key].dtype), trained[key])
+        assert torch.equal(value, saved[key])
     before = weights(runs / "srl_zero1-seed")
     assert not all(torch.equal(value, before[key]) for key, value in weights(run).items())
 
@@ -238,13 +254,14 @@ def test_the_pretrained_model_keeps_its_head(runs: Path) -> None:
     run = runs / "smae_zero0"
     model, report = AutoModelForMaskedLM.from_pretrained(run / "model", output_loading_info=True)
     assert not report["unexpected_keys"] and not report["missing_keys"]
-    saved = run / "checkpoints" / "step_00000006" / "mp_rank_00_model_states.pt"
-    trained = torch.load(saved, weights_only=False)["module"]
+    saved = trained(run)
     transform = model.cls.predictions.transform
-    assert torch.equal(transform.dense.weight, trained["head.weight"])
-    assert torch.equal(transform.LayerNorm.weight, trained["head.norm_weight"])
-    assert torch.equal(model.cls.predictions.bias, trained["vocabulary_loss.bias"])
-    assert torch.equal(model.bert.embeddings.word_embeddings.weight, trained["vocabulary_loss.weight"])
+    assert torch.equal(transform.dense.weight, saved["head.weight"])
+    assert torch.equal(transform.LayerNorm.weight, saved["head.norm_weight"])
+    assert torch.equal(model.cls.predictions.bias, saved["vocabulary_loss.bias"])
+    assert torch.equal(
+        model.bert.embeddings.word_embeddings.weight, saved["encoder.backbone.embeddings.word_embeddings.weight"]
+    )
     assert not any("decoder.query" in key for key in weights(run))  # the decoder is thrown away
 
 
