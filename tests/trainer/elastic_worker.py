@@ -1,0 +1,91 @@
+"""Whole runs, one after another, that leave the ids of every step's samples; started under the real launcher.
+
+    deepspeed --num_gpus 2 --module tests.trainer.elastic_worker CASES.json
+
+Each case is {task, arguments, ids, control}: rank r of w writes a JSON line a step into the file w-r.jsonl in `ids`.
+`control` breaks something on purpose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import sys
+import unittest.mock
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from data.stream import Sample
+from trainer import checkpoint, run
+from trainer.command import run_command
+from trainer.distributed import World, start
+from trainer.engine import MASTER, Engine, Piece
+
+
+class Recorded:
+    """A collator that writes down what it is given: with no loader processes, one call a step."""
+
+    def __init__(self, collate: Any, path: Path) -> None:
+        self._collate, self._path = collate, path
+
+    def __call__(self, samples: list[Sample]) -> Any:
+        with self._path.open("a") as file:
+            file.write(json.dumps([[s.epoch, s.source, s.index] for s in samples]) + "\n")
+        return self._collate(samples)
+
+
+def main() -> None:
+    cases = json.loads(Path(sys.argv[-1]).read_text())
+    world = start()
+    patch = unittest.mock.patch.object
+    collator = run._collator
+    for case in cases:
+        ids = Path(case["ids"])
+        ids.mkdir(parents=True, exist_ok=True)
+
+        def recorded(*args: Any, ids: Path = ids) -> Recorded:
+            return Recorded(collator(*args), ids / f"{world.size}-{world.rank}.jsonl")
+
+        with patch(dist, "destroy_process_group"), patch(run, "_collator", recorded), _broken(case["control"], world):
+            run.main(case["task"], "", case["arguments"])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _broken(control: str, world: World) -> Iterator[None]:
+    patch = unittest.mock.patch.object
+    if not control:
+        yield
+    elif control == "moments stay behind":
+        write = Engine._write
+
+        def weights_alone(self: Engine, piece: Piece, values: Tensor) -> None:
+            if piece.kind == MASTER:
+                write(self, piece, values)
+
+        with patch(Engine, "_write", weights_alone):
+            yield
+    elif control == "rank 1 has no room at its second save":
+        write_pieces, saves = checkpoint._write_pieces, iter(range(1, 100))
+
+        def full(path: Path, engine: Any) -> dict[str, Any]:
+            if next(saves) == 2 and world.rank == 1:
+                path.write_bytes(b"a part")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            return write_pieces(path, engine)
+
+        with patch(checkpoint, "_write_pieces", full):
+            yield
+    else:
+        raise ValueError(f"no control {control!r}")
+
+
+if __name__ == "__main__":
+    run_command(main)

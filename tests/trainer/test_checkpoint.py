@@ -1,0 +1,447 @@
+"""Checkpoints are whole or absent: every fault of a file, of a disk and of an ill-meaning writer, one test each.
+
+The protocol is tested on a model of two parameters held by ranks that are plain objects; then whole runs of 2 ranks on
+a disk that is really full, and with one rank that cannot write.
+"""
+
+from __future__ import annotations
+
+import ast
+import errno
+import hashlib
+import json
+import logging
+import os
+import pickle
+import shutil
+import subprocess
+import unittest.mock
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from tests.trainer.support import ROOT, float32_ds_config, launch, recipe_values
+from trainer import checkpoint
+from trainer.checkpoint import Checkpointer
+from trainer.config import ConfigError, build_recipe
+from trainer.distributed import World
+from trainer.engine import MASTER, MOMENTS, Piece
+
+SHAPES = {"layer/weight": [3, 5], "bias": [7]}
+
+
+class Held:
+    """A rank of `size` that holds contiguous parts of everything, `scale` telling one content from another."""
+
+    def __init__(self, scale: float, *, rank: int = 0, size: int = 1) -> None:
+        self.world = World(rank, rank, size, torch.device("cpu"))
+        self.steps = 3
+        self.values = {
+            (kind, name): torch.arange(float(torch.Size(shape).numel())) * scale + number
+            for number, kind in enumerate((MASTER, *MOMENTS))
+            for name, shape in SHAPES.items()
+        }
+
+    def shapes(self) -> dict[str, list[int]]:
+        return SHAPES
+
+    def optimizer_steps(self) -> int:
+        return self.steps
+
+    def pieces_to_save(self) -> list[Piece]:
+        rank, size = self.world.rank, self.world.size
+        pieces = [
+            Piece(kind, name, len(values) * rank // size, len(values) * (rank + 1) // size)
+            for (kind, name), values in self.values.items()
+        ]
+        return [piece for piece in pieces if self.steps or piece.kind == MASTER]
+
+    def read(self, piece: Piece) -> Tensor:
+        return self.values[piece.kind, piece.name][piece.start : piece.stop]
+
+    def load(self, read: Callable[[Piece], Tensor], *, optimizer_steps: int) -> None:
+        self.steps = optimizer_steps
+        for piece in self.pieces_to_save():
+            self.values[piece.kind, piece.name][piece.start : piece.stop] = read(piece)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Checkpointer:
+    """Checkpoints of steps 1 and 2, whose content is the step's number times the element's."""
+    checkpointer = Checkpointer(tmp_path / "checkpoints", keep=2)
+    for step in (1, 2):
+        assert checkpointer.save(Held(step), {"step": step}) is not None
+    return checkpointer
+
+
+def names(checkpointer: Checkpointer) -> list[str]:
+    return sorted(path.name for path in checkpointer.folder.iterdir())
+
+
+def newest(checkpointer: Checkpointer) -> Path:
+    return checkpointer.folder / "step_00000002"
+
+
+def assert_loads(checkpointer: Checkpointer, step: int) -> None:
+    held, want = Held(0.5), Held(step)
+    assert checkpointer.load_newest(held) == {"step": step}
+    assert held.steps == 3
+    for key, values in want.values.items():
+        assert torch.equal(held.values[key], values), key
+
+
+def rewrite_manifest(folder: Path, **changes: Any) -> None:
+    """A manifest that agrees with itself, as one who means ill could write it."""
+    manifest = json.loads((folder / "manifest.json").read_text()) | changes
+    manifest.pop("sha256")
+    for file in manifest["files"]:
+        content = (folder / file).read_bytes()
+        manifest["files"][file] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    checkpoint._write_manifest(folder, manifest)
+
+
+def test_what_is_saved_is_loaded(saved: Checkpointer) -> None:
+    assert names(saved) == ["latest", "step_00000001", "step_00000002"]
+    assert (saved.folder / "latest").read_text() == "step_00000002"
+    assert_loads(saved, 2)
+
+
+def test_files_are_what_safetensors_reads(saved: Checkpointer) -> None:
+    file = newest(saved) / "rank_00000.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        keys = set(opened.keys())
+        assert torch.equal(opened.get_tensor("exp_avg/0/layer/weight"), torch.arange(15.0) * 2 + 1)
+    assert keys == {f"{kind}/0/{name}" for kind in (MASTER, *MOMENTS) for name in SHAPES}
+    facts = json.loads((newest(saved) / "manifest.json").read_text())["files"][file.name]
+    assert facts == {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("readers", [1, 2, 5])
+def test_any_ranks_read_what_any_ranks_wrote(ranks: int, readers: int, tmp_path: Path) -> None:
+    written = {}
+    for rank in range(ranks):
+        file = tmp_path / f"rank_{rank:05d}.safetensors"
+        written[file.name] = checkpoint._write_pieces(file, Held(3.0, rank=rank, size=ranks))
+    manifest = {"parameters": SHAPES, "optimizer_steps": 3, "files": written}
+    whole = Held(3.0)
+    for rank in range(readers):
+        held = Held(0.5, rank=rank, size=readers)
+        with checkpoint.ExitStack() as stack:
+            pieces, problem = checkpoint._open(tmp_path, manifest, held, stack)
+            assert problem is None
+            held.load(pieces.read, optimizer_steps=3)
+        for piece in held.pieces_to_save():
+            assert torch.equal(held.read(piece), whole.read(piece))
+
+
+def test_a_piece_of_another_rank_that_is_missing(tmp_path: Path) -> None:
+    file = tmp_path / "rank_00001.safetensors"
+    manifest = {"parameters": SHAPES, "optimizer_steps": 3}
+    manifest["files"] = {file.name: checkpoint._write_pieces(file, Held(3.0, rank=1, size=2))}
+    with checkpoint.ExitStack() as stack:
+        _, problem = checkpoint._open(tmp_path, manifest, Held(0.5), stack)
+    assert problem == "parts of master of layer/weight are missing"
+
+
+def test_a_checkpoint_before_any_optimizer_step(tmp_path: Path) -> None:
+    checkpointer, held = Checkpointer(tmp_path, keep=1), Held(2.0)
+    held.steps = 0
+    checkpointer.save(held, {"step": 1})
+    other = Held(0.5)
+    assert checkpointer.load_newest(other) == {"step": 1}
+    assert other.steps == 0 and torch.equal(other.values[MASTER, "bias"], held.values[MASTER, "bias"])
+
+
+def cut(folder: Path) -> None:
+    file = folder / "rank_00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def flip_a_bit(folder: Path) -> None:
+    file = folder / "rank_00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+
+
+def cut_the_manifest(folder: Path) -> None:
+    file = folder / "manifest.json"
+    file.write_text(file.read_text()[:-10])
+
+
+def change_the_manifest(folder: Path) -> None:
+    """As a flipped bit could: still JSON, but another place in the data."""
+    file = folder / "manifest.json"
+    text = file.read_text()
+    assert '"step": 2' in text
+    file.write_text(text.replace('"step": 2', '"step": 3'))
+
+
+def other_shapes(folder: Path) -> None:
+    rewrite_manifest(folder, parameters={"layer/weight": [3, 4], "bias": [7]})
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing file": (lambda folder: (folder / "rank_00000.safetensors").unlink(), "No such file"),
+    "torn file": (cut, "bytes, not"),
+    "flipped bit": (flip_a_bit, "sha256 differs"),
+    "missing manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest cannot be read"),
+    "torn manifest": (cut_the_manifest, "manifest cannot be read"),
+    "changed manifest": (change_the_manifest, "manifest was changed"),
+    "manifest of no format": (lambda folder: (folder / "manifest.json").write_text("{}"), "not of format 1"),
+    "another model's": (other_shapes, "not this model's"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
+    fault: str, saved: Checkpointer, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage, reason = FAULTS[fault]
+    damage(newest(saved))
+    with unittest.mock.patch.object(Held, "load", autospec=True, side_effect=Held.load) as loads:
+        assert_loads(saved, 1)
+    assert loads.call_count == 1  # nothing of the damaged one was loaded
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert str(newest(saved)) in warning and reason in warning
+
+
+def test_a_damaged_one_neither_counts_nor_stays(saved: Checkpointer) -> None:
+    """A run that went back behind it must not keep it in a good one's place, though its size is right."""
+    flip_a_bit(newest(saved))
+    once = Checkpointer(saved.folder, keep=1)
+    assert once.load_newest(Held(0.5)) == {"step": 1}
+    # The run goes on from step 1 and saves again before it reaches the damaged one's step.
+    newest(saved).rename(saved.folder / "step_00000005")
+    assert once.save(Held(4), {"step": 4}) is not None
+    assert names(saved) == ["latest", "step_00000004"]
+    assert_loads(once, 4)
+
+
+def test_a_damaged_one_is_written_again(saved: Checkpointer) -> None:
+    cut(newest(saved))
+    assert saved.save(Held(2), {"step": 2}) is not None
+    assert_loads(saved, 2)
+
+
+def test_none_is_whole(saved: Checkpointer) -> None:
+    for folder in saved.complete():
+        cut(folder)
+    held = Held(0.5)
+    before = {key: values.clone() for key, values in held.values.items()}
+    assert saved.load_newest(held) is None
+    assert all(torch.equal(values, before[key]) for key, values in held.values.items())
+    assert Checkpointer(saved.folder / "absent", keep=1).load_newest(held) is None
+
+
+class Bomb:
+    """Unpickled, it makes a folder: proof that code ran."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("saves", ["pickle", "torch"])
+def test_a_hostile_checkpoint_runs_no_code(
+    saves: str, saved: Checkpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its manifest is in order; where a file of tensors should be, there is a pickle."""
+    ran = tmp_path / "ran"
+    file = newest(saved) / "rank_00000.safetensors"
+    with file.open("wb") as opened:
+        (torch.save if saves == "torch" else pickle.dump)({"state": Bomb(ran)}, opened)
+    rewrite_manifest(newest(saved))
+    assert_loads(saved, 1)
+    assert not ran.exists()
+    assert str(newest(saved)) in caplog.text
+    # Negative control: the bomb goes off where it is unpickled.
+    if saves == "torch":
+        torch.load(file.rename(tmp_path / "bomb.pt"), weights_only=False)
+    else:
+        pickle.loads(file.read_bytes())
+    assert ran.is_dir()
+
+
+def unsafe_loads(source: str) -> list[str]:
+    """Calls in a program that could unpickle anything."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name, options = ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
+            if name == "torch.load" and options.get("weights_only") != "True":
+                found.append(name)
+            if name in ("np.load", "numpy.load") and options.get("allow_pickle", "False") != "False":
+                found.append(name)
+            if name.split(".")[0] in ("pickle", "cloudpickle", "dill", "joblib") or name.endswith(".load_checkpoint"):
+                found.append(name)
+    return found
+
+
+def test_nothing_is_read_by_unrestricted_pickle() -> None:
+    for package in ("data", "models", "trainer", "launch"):
+        for path in (ROOT / package).rglob("*.py"):
+            assert not unsafe_loads(path.read_text("utf-8")), path
+    bad = "torch.load(p)\nnp.load(p, allow_pickle=True)\npickle.load(f)\nengine.load_checkpoint(d)\nnp.load(p)"
+    assert len(unsafe_loads(bad)) == 4
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_save_that_fails_leaves_what_was_there(
+    number: int, saved: Checkpointer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the first read of a piece and in the middle of the file; the next save makes good."""
+    reads = iter(range(100))
+
+    class Failing(Held):
+        def read(self, piece: Piece) -> Tensor:
+            if next(reads) == number:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().read(piece)
+
+    assert saved.save(Failing(3), {"step": 3}) is None
+    assert "No space left" in caplog.text and "step_00000003" in caplog.text
+    assert names(saved) == ["latest", "step_00000001", "step_00000002"]
+    assert_loads(saved, 2)
+    assert saved.save(Held(4), {"step": 4}) is not None
+    assert_loads(saved, 4)
+
+
+def test_an_unwritable_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file where the folder should be: it stops every user, root included."""
+    (tmp_path / "checkpoints").write_text("in the way")
+    assert Checkpointer(tmp_path / "checkpoints", keep=1).save(Held(1), {"step": 1}) is None
+    assert "could not be saved" in caplog.text and "rank 0" in caplog.text
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("moment", ["rename", "fsync", "rmtree", "replace"])
+def test_a_kill_at_any_moment_leaves_a_whole_one(moment: str, tmp_path: Path) -> None:
+    """Stopped at every call of each kind that changes the disk in turn; then it goes on and saves."""
+    owner, name = {
+        "rename": (Path, "rename"),
+        "fsync": (os, "fsync"),
+        "rmtree": (shutil, "rmtree"),
+        "replace": (Path, "replace"),
+    }[moment]
+    reached = 0
+    for stop in range(20):
+        checkpointer = Checkpointer(tmp_path / f"{stop}", keep=1)
+        checkpointer.save(Held(1), {"step": 1})
+        original, calls = getattr(owner, name), iter(range(100))
+
+        def until(*args: Any, original: Any = original, calls: Iterator[int] = calls, stop: int = stop, **rest: Any):
+            if next(calls) == stop:
+                raise Killed
+            return original(*args, **rest)
+
+        try:
+            with unittest.mock.patch.object(owner, name, until):
+                checkpointer.save(Held(2), {"step": 2})
+        except Killed:
+            reached += 1
+        else:
+            break
+        step = checkpointer.load_newest(Held(0.5))
+        assert step in ({"step": 1}, {"step": 2})
+        assert_loads(checkpointer, step["step"])
+        assert checkpointer.save(Held(3), {"step": 3}) is not None
+        assert names(checkpointer) == ["latest", "step_00000003"]
+    assert reached >= 1
+
+
+def test_kept_by_count_and_for_good(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, keep=2, keep_every_steps=4)
+    (tmp_path / "step_notes").mkdir()  # not ours
+    for step in range(1, 12):
+        checkpointer.save(Held(step), {"step": step})
+    want = [4, 8, 10, 11]
+    assert names(checkpointer) == ["latest", *(f"step_{step:08d}" for step in want), "step_notes"]
+    assert [path.name for path in checkpointer.complete()] == [f"step_{step:08d}" for step in reversed(want)]
+
+
+def test_offload_to_nvme_is_refused(tmp_path: Path) -> None:
+    from trainer.engine import read_ds_config
+
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}))
+    with pytest.raises(ConfigError, match="nvme"):
+        read_ds_config(path)
+
+
+def launched(folder: Path, shards: Path, output: Path, *, control: str = "", extra: tuple[str, ...] = ()) -> str:
+    """A run of 2 ranks with four steps and a save after each; what it said."""
+    values = recipe_values(
+        shards, train={"steps": 4}, checkpoint={"every_steps": 1}, optim={"lr": 1e-3}, run={"output": str(output)}
+    )
+    values["engine"] = {"ds_config": str(float32_ds_config(folder, 2))}
+    (folder / "recipe.toml").write_text(tomli_w.dumps(values))
+    build_recipe(values)
+    arguments = ["--config", str(folder / "recipe.toml"), *extra]
+    case = {"task": "contrastive", "arguments": arguments, "ids": str(folder / "ids"), "control": control}
+    (folder / "cases.json").write_text(json.dumps([case]))
+    done = launch("tests.trainer.elastic_worker", str(folder / "cases.json"), ranks=2)
+    return done.stdout + done.stderr
+
+
+def steps_of(output: Path, key: str) -> list[int]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines if key in line]
+
+
+def test_one_rank_that_cannot_write(tuple_shards: Path, tmp_path: Path) -> None:
+    """All ranks go on together, and save again at the next step."""
+    output = tmp_path / "run"
+    said = launched(tmp_path, tuple_shards, output, control="rank 1 has no room at its second save")
+    assert "step_00000002 could not be saved (rank 1: [Errno 28] No space left on device" in " ".join(said.split())
+    assert (output / "DONE").is_file()
+    assert steps_of(output, "loss") == [1, 2, 3, 4]
+    assert steps_of(output, "checkpoint/seconds") == steps_of(output, "checkpoint/mib") == [1, 3, 4]
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == [
+        "latest",
+        "step_00000003",
+        "step_00000004",
+    ]
+
+
+def test_a_full_disk(tuple_shards: Path, tmp_path: Path) -> None:
+    """Checkpoints on a real file system with room for one and a half: the second save fails, the first stays."""
+    output = tmp_path / "run"
+    disk = output / "checkpoints"
+    roomy = tmp_path / "roomy"
+    launched(tmp_path, tuple_shards, roomy, extra=("--train.stop_at_step=1",))
+    # A folder that holds a run, so that the disk can be there before it starts again.
+    shutil.copytree(roomy, output)
+    shutil.rmtree(disk)
+    disk.mkdir()
+    size = sum(file.stat().st_size for file in (roomy / "checkpoints").rglob("*") if file.is_file())
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={int(1.5 * size) // 4096 * 4096}", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs leave to mount a small tmpfs")
+    try:
+        said = launched(tmp_path, tuple_shards, output, extra=("--resume=auto",))
+        assert said.count("could not be saved") == 3 and "No space left on device" in said
+        assert sorted(path.name for path in disk.iterdir() if path.is_dir()) == ["step_00000001"]
+        assert Checkpointer(disk, keep=1).complete() == [disk / "step_00000001"]
+        assert (output / "DONE").is_file() and steps_of(output, "loss") == [1, 2, 3, 4]
+        again = launched(tmp_path, tuple_shards, output, extra=("--resume=required",))
+        assert "going on at step 1 of 4" in again
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="trainer.checkpoint")
