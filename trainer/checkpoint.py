@@ -11,9 +11,9 @@ wrong; rank 0 writes the manifest, renames the folder (the commit) and moves `la
 training, and the folder is removed. Before a checkpoint is loaded, every file is hashed; a damaged one is named and
 the one before it is used. `latest` is for people: what is loaded is the newest whole folder.
 
-Saving is not overlapped with training. The file could be written by a thread from a copy of the state, but the ranks
-must agree on the outcome before the commit, so that would wait for the next save: a run that is killed would fall back
-two intervals. The seconds it takes are in the log and the metrics.
+Training stands still meanwhile. A thread could write a copy of the state, but the ranks must agree on the outcome, and
+collectives of a thread may not mix with those of training: it would need a process group of its own. The seconds that
+a save takes are in the log and the metrics.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from torch import Tensor
 from tests.trainer.support import ROOT, float32_ds_config, launch, recipe_values
 from trainer import checkpoint
 from trainer.checkpoint import Checkpointer
-from trainer.config import ConfigError, build_recipe
+from trainer.config import ConfigError
 from trainer.distributed import World
 from trainer.engine import MASTER, MOMENTS, Piece
 
@@ -381,19 +381,28 @@ def test_offload_to_nvme_is_refused(tmp_path: Path) -> None:
         read_ds_config(path)
 
 
-def launched(folder: Path, shards: Path, output: Path, *, control: str = "", extra: tuple[str, ...] = ()) -> str:
+def launched(
+    folder: Path, shards: Path, output: Path, *, control: str = "", extra: tuple[str, ...] = (), expect: int = 0
+) -> str:
     """A run of 2 ranks with four steps and a save after each; what it said."""
     values = recipe_values(
         shards, train={"steps": 4}, checkpoint={"every_steps": 1}, optim={"lr": 1e-3}, run={"output": str(output)}
     )
     values["engine"] = {"ds_config": str(float32_ds_config(folder, 2))}
     (folder / "recipe.toml").write_text(tomli_w.dumps(values))
-    build_recipe(values)
     arguments = ["--config", str(folder / "recipe.toml"), *extra]
     case = {"task": "contrastive", "arguments": arguments, "ids": str(folder / "ids"), "control": control}
     (folder / "cases.json").write_text(json.dumps([case]))
-    done = launch("tests.trainer.elastic_worker", str(folder / "cases.json"), ranks=2)
+    done = launch("tests.trainer.elastic_worker", str(folder / "cases.json"), ranks=2, expect=expect)
     return done.stdout + done.stderr
+
+
+def test_required_and_all_are_damaged(tuple_shards: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    launched(tmp_path, tuple_shards, output, extra=("--train.stop_at_step=1",))
+    flip_a_bit(output / "checkpoints" / "step_00000001")
+    said = launched(tmp_path, tuple_shards, output, extra=("--resume=required",), expect=2)
+    assert "error:" in said and "holds no whole checkpoint" in said and "sha256 differs" in said
 
 
 def steps_of(output: Path, key: str) -> list[int]:

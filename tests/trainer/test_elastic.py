@@ -29,10 +29,8 @@ RUNS = {
     "zero1": ("zero1",) * 4,
     CONTROL: ("zero1",) * 4,
     "zero2": ("zero2",) * 4,
-    "bf16": ("bf16",) * 4,
+    "bf16": ("bf16", "bf16", "zero2", "bf16"),
     "stages": ("zero1", "zero0", "zero3", "zero2"),
-    "precisions": ("bf16", "zero1", "zero2", "bf16"),
-    "zero3": ("zero3",) * 4,
     "masked-zero3": ("zero3",) * 4,
 }
 
@@ -110,7 +108,7 @@ def test_every_step_takes_the_same_samples(name: str, runs: Path) -> None:
     assert want[0] != want[1]
 
 
-@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "stages", "zero3", "masked-zero3"])
+@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "stages", "masked-zero3"])
 def test_losses_are_those_of_the_undisturbed_run(name: str, runs: Path) -> None:
     got, want = losses(runs / name), losses(runs / whole(name))
     assert len(want) == STEPS
@@ -123,8 +121,6 @@ def test_bf16_weights_follow_too(runs: Path) -> None:
     got, want = losses(runs / "bf16"), losses(runs / "bf16-whole")
     assert got[:2] == want[:2]
     assert got == pytest.approx(want, rel=0, abs=2e-2)
-    for other in (losses(runs / "precisions"), losses(runs / "zero1-whole")):
-        assert other == pytest.approx(want, rel=0, abs=2e-2)
 
 
 def test_without_moments_the_losses_differ(runs: Path) -> None:
