@@ -27,7 +27,7 @@ CONTROL = "zero1-without-moments"
 RUNS = {
     "zero0": ("zero0",) * 4,
     "zero1": ("zero1",) * 4,
-    CONTROL: ("zero1",) * 4,
+    CONTROL: ("zero1",) * 2,
     "zero2": ("zero2",) * 4,
     "bf16": ("bf16", "bf16", "zero2", "bf16"),
     "stages": ("zero1", "zero0", "zero3", "zero2"),
@@ -69,7 +69,8 @@ def runs(document_shards: Path, tuple_shards: Path, tmp_path_factory: pytest.Tem
         cases = []
         if begin == 0:
             cases = [case(f"{engine}-whole", engine) for engine in ("zero1", "bf16")]
-        for name, chosen in RUNS.items():
+        going = {name: chosen for name, chosen in RUNS.items() if number < len(chosen)}
+        for name, chosen in going.items():
             arguments = [f"--train.stop_at_step={stop}", *(["--resume=required"] if begin else [])]
             control = "moments stay behind" if name == CONTROL and begin else ""
             cases.append(case(name, chosen[number], *arguments, control=control))
@@ -77,7 +78,7 @@ def runs(document_shards: Path, tuple_shards: Path, tmp_path_factory: pytest.Tem
             cases.append(case("masked-zero3-whole", "zero3"))
         (folder / f"{begin}.json").write_text(json.dumps(cases))
         launch("tests.trainer.elastic_worker", str(folder / f"{begin}.json"), ranks=ranks)
-        for name in RUNS:  # the same ranks come twice
+        for name in going:  # the same ranks come twice
             (folder / "ids" / name).rename(folder / "ids" / f"{name}.{number}")
         begin = stop
     return folder
@@ -98,7 +99,7 @@ def whole(name: str) -> str:
     return {"bf16": "bf16-whole", "masked-zero3": "masked-zero3-whole"}.get(name, "zero1-whole")
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [name for name in RUNS if name != CONTROL])
 def test_every_step_takes_the_same_samples(name: str, runs: Path) -> None:
     want = samples(runs / "ids" / whole(name))
     parts = [samples(runs / "ids" / f"{name}.{number}") for number in range(len(SEGMENTS))]
@@ -120,11 +121,12 @@ def test_bf16_weights_follow_too(runs: Path) -> None:
     """Masters and moments are exact; products in bf16 round by the shape of a rank's batch, which the ranks change."""
     got, want = losses(runs / "bf16"), losses(runs / "bf16-whole")
     assert got[:2] == want[:2]
-    assert got == pytest.approx(want, rel=0, abs=2e-2)
+    assert got[2] == pytest.approx(want[2], rel=0, abs=1e-4)  # before any step on other ranks
+    assert got == pytest.approx(want, rel=0, abs=5e-3)
 
 
 def test_without_moments_the_losses_differ(runs: Path) -> None:
     """Negative control: what is compared above to 1e-5 depends on the optimizer's state."""
     got, want = losses(runs / CONTROL), losses(runs / "zero1-whole")
     assert got[:3] == pytest.approx(want[:3], rel=0, abs=1e-5)  # the first loss after the move is of the weights alone
-    assert all(math.fabs(a - b) > 1e-4 for a, b in zip(got[4:], want[4:], strict=True))
+    assert math.fabs(got[3] - want[3]) > 1e-4
