@@ -7,6 +7,8 @@
     <folder>/tokenizer/               the tokenizer that made the ids, so that the folder is self-contained
     <folder>/manifest.json            written last: shards, their sha256, byte offsets of every member, totals
 
+A folder is read from a disk, or from elsewhere through a cache (data/remote.py).
+
 Kind "documents" has the columns tok and off. Kind "tuples" has q.tok, q.off (queries), d.tok, d.off (all passages of
 all queries, concatenated), grp (uint32 [samples + 1]: each query's range of passages), pos (uint16 [samples]: how many
 of a query's passages are positives; they come first) and, for graded pairs only, score (float32 [samples]).
@@ -20,15 +22,17 @@ is written again from its start, byte for byte the same (fixed mtime, owner and 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
+import logging
 import mmap
 import os
 import re
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -43,10 +47,13 @@ import numpy as np
 
 from data.errors import DataError
 from data.files import sync, write_atomically
+from data.remote import BadShard, Cache, is_remote, read_bytes, what_is_wrong
 from data.tokens import Vocabulary, load_tokenizer, tokenizer_fingerprint, vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -59,8 +66,11 @@ CHUNK_TOKENS = 2**23
 MAX_POSITIVES = 2**16 - 1
 # Each open mmap holds a file descriptor; a shuffle group of 16 shards fits several times over.
 MAX_OPEN_SHARDS = 128
+LOOKED_AT_SHARDS = 16
 
 Kind = Literal["documents", "tuples"]
+Verify = Literal["first_read", "size"]
+BadShards = Literal["refuse", "skip"]
 
 
 # A chunk's columns and a row within them.
@@ -542,15 +552,8 @@ def _save_tokenizer(target: Path, tokenizer: PreTrainedTokenizerFast) -> None:
 
 def read_manifest(folder: str | Path) -> Manifest:
     """Read and check manifest.json, without touching the shards."""
-    folder = Path(folder)
-    path = folder / MANIFEST
-    if not folder.is_dir():
-        raise DataError(f"shard folder {folder} does not exist; make it with python -m data.prepare")
-    if not path.is_file():
-        if any(folder.glob("shard-*.tar*")) or (folder / "units").is_dir():
-            raise DataError(f"shard folder {folder} is unfinished; run the same prepare command again to finish it")
-        raise DataError(f"shard folder {folder} holds no {MANIFEST}; make shards with python -m data.prepare")
-    content = path.read_bytes()
+    path = f"{folder}/{MANIFEST}"
+    content = _remote_manifest(str(folder)) if is_remote(folder) else _local_manifest(Path(folder))
     try:
         parsed = json.loads(content)
         version = parsed["format"]
@@ -580,29 +583,62 @@ def read_manifest(folder: str | Path) -> Manifest:
     return manifest
 
 
+def _local_manifest(folder: Path) -> bytes:
+    path = folder / MANIFEST
+    if not folder.is_dir():
+        raise DataError(f"shard folder {folder} does not exist; make it with python -m data.prepare")
+    if not path.is_file():
+        if any(folder.glob("shard-*.tar*")) or (folder / "units").is_dir():
+            raise DataError(f"shard folder {folder} is unfinished; run the same prepare command again to finish it")
+        raise DataError(f"shard folder {folder} holds no {MANIFEST}; make shards with python -m data.prepare")
+    return path.read_bytes()
+
+
+def _remote_manifest(folder: str) -> bytes:
+    try:
+        return read_bytes(f"{folder}/{MANIFEST}")
+    except FileNotFoundError as error:
+        raise DataError(f"shard folder {folder} holds no {MANIFEST}; copy a finished folder there") from error
+
+
 class ShardFolder:
     """Random access to the samples of one folder, numbered in manifest order.
 
-    Opening checks the manifest and that every shard exists at its full size; `verify="sha256"` also hashes every shard.
-    A chunk's headers, offsets and ids are checked when it is first touched. Arrays are read-only views of an mmap.
-    Pickles and forks: files are opened lazily, by each process for itself.
+    Opening reads the manifest and checks that every shard of a local folder has its full size. `verify` "first_read"
+    also hashes a shard when it is first opened: by this process, or, with a `cache`, on this machine. Remote shards are
+    hashed when they enter the cache. A chunk's headers, offsets and ids are checked when it is first touched. Arrays
+    are read-only views of an mmap. Pickles and forks: files are opened lazily, by each process for itself.
+
+    A shard that is missing or damaged is refused by name. With `bad_shards` "skip" it is passed over: its samples'
+    places are taken by samples of the next sound shard of the manifest (`standing_in`), so that the order remains a
+    function of position, and all who see the same bad files see the same stream.
     """
 
-    def __init__(self, path: str | Path, *, verify: Literal["size", "sha256"] = "size") -> None:
-        if verify not in ("size", "sha256"):
-            raise DataError(f"verify={verify!r} is unknown; use size or sha256")
-        self.path = Path(path)
-        self.manifest = read_manifest(path)
-        for shard in self.manifest.shards:
-            _check_size(self.path / shard.name, shard)
-            if verify == "sha256":
-                _check_sha256(self.path / shard.name, shard)
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        verify: Verify = "first_read",
+        bad_shards: BadShards = "refuse",
+        cache: Cache | None = None,
+    ) -> None:
+        self.path = str(path).rstrip("/") if is_remote(path) else Path(path)
+        self.verify = verify
+        self.bad_shards = bad_shards
+        self.cache = cache or (Cache.at() if is_remote(path) else None)
+        self.manifest = read_manifest(self.path)
+        self._bad: set[int] = set()
+        self._verified: set[int] = set()
         counts = [chunk.samples for shard in self.manifest.shards for chunk in shard.chunks]
         self._chunk_starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])  # [chunks + 1]
         chunks_per_shard = [len(shard.chunks) for shard in self.manifest.shards]
         self._shard_of_chunk = np.repeat(np.arange(len(chunks_per_shard)), chunks_per_shard)
         self._first_chunk = np.concatenate([[0], np.cumsum(chunks_per_shard, dtype=np.int64)])
+        self._shard_starts = self._chunk_starts[self._first_chunk]  # [shards + 1]
         self._open_shards: OrderedDict[int, _OpenShard] = OrderedDict()
+        if isinstance(self.path, Path):
+            for number, shard in enumerate(self.manifest.shards):
+                self._unless_bad(number, functools.partial(_check_size, self.path / shard.name, shard))
 
     def __len__(self) -> int:
         return self.num_samples
@@ -640,7 +676,11 @@ class ShardFolder:
 
     @property
     def tokenizer_path(self) -> Path:
-        return self.path / "tokenizer"
+        """The local folder of the tokenizer that made the ids."""
+        if isinstance(self.path, Path):
+            return self.path / "tokenizer"
+        assert self.cache is not None
+        return self.cache.tokenizer(self.path, self.manifest.tokenizer["fingerprint"])
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -660,9 +700,37 @@ class ShardFolder:
     def check(self) -> None:
         """Read everything once: hashes, headers, offsets and ids of every shard."""
         for shard in self.manifest.shards:
-            _check_sha256(self.path / shard.name, shard)
+            with self._file(shard) as file:
+                self._check_sha256(shard, file)
         for chunk in range(len(self._shard_of_chunk)):
             self._columns(chunk)
+
+    def spread(self, count: int) -> np.ndarray:
+        """Up to `count` sample numbers at even steps, of a few shards only: what a look at the data should touch."""
+        chosen = np.unique(np.linspace(0, len(self.manifest.shards) - 1, LOOKED_AT_SHARDS).astype(np.int64))
+        starts, sizes = self._shard_starts[chosen], np.diff(self._shard_starts)[chosen]
+        ends = np.cumsum(sizes)
+        places = np.unique(np.linspace(0, ends[-1] - 1, count).astype(np.int64))
+        within = np.searchsorted(ends, places, side="right")
+        return starts[within] + places - (ends - sizes)[within]
+
+    def standing_in(self, indices: np.ndarray) -> np.ndarray:
+        """The samples, int64 [n], that are read for `indices` [n]: these themselves, unless their shard is skipped.
+
+        Row r of a skipped shard is replaced by row r modulo its samples of the next sound shard, counted in a circle.
+        """
+        if self.bad_shards == "refuse":
+            return indices
+        shards = np.searchsorted(self._shard_starts, indices, side="right") - 1
+        read = indices.copy()
+        for number in np.unique(shards).tolist():
+            substitute = self._sound_shard(number)
+            if substitute != number:
+                chosen = shards == number
+                rows = indices[chosen] - self._shard_starts[number]
+                start, end = self._shard_starts[substitute : substitute + 2]
+                read[chosen] = start + rows % (end - start)
+        return read
 
     def document(self, index: int) -> np.ndarray:
         """The ids of one document, a read-only view."""
@@ -705,6 +773,7 @@ class ShardFolder:
         wanted = np.asarray(indices, dtype=np.int64)
         if len(wanted) and not (wanted.min() >= 0 and wanted.max() < self.num_samples):
             raise IndexError(f"sample {wanted.min()}..{wanted.max()} of {self.num_samples} in {self.path}")
+        wanted = self.standing_in(wanted)
         chunks = np.searchsorted(self._chunk_starts, wanted, side="right") - 1
         rows = wanted - self._chunk_starts[chunks]
         for chunk, row in zip(chunks.tolist(), rows.tolist()):
@@ -712,27 +781,106 @@ class ShardFolder:
 
     def _columns(self, chunk: int) -> dict[str, np.ndarray]:
         number = int(self._shard_of_chunk[chunk])
+        return self._shard(number).columns(chunk - int(self._first_chunk[number]))
+
+    def _shard(self, number: int) -> _OpenShard:
         shard = self._open_shards.get(number)
         if shard is None:
-            entry = self.manifest.shards[number]
-            shard = _OpenShard(self.path / entry.name, entry, vocabulary_size=self.manifest.tokenizer["vocab_size"])
+            shard = self._open(number)
+            # Views that are still held keep their mmap alive; only our references go.
+            if isinstance(self.path, str):
+                self._let_go_of_evicted()
             self._open_shards[number] = shard
             if len(self._open_shards) > MAX_OPEN_SHARDS:
-                # Views that are still held keep their mmap alive; only our reference goes.
                 self._open_shards.popitem(last=False)
-        return shard.columns(chunk - int(self._first_chunk[number]))
+        return shard
+
+    def _open(self, number: int) -> _OpenShard:
+        entry = self.manifest.shards[number]
+        with self._file(entry) as file:
+            if isinstance(self.path, Path):
+                _check_size(self.path / entry.name, entry)
+                if self.verify == "first_read" and number not in self._verified:
+                    self._check_first_read(entry, file)
+                    self._verified.add(number)
+            vocabulary_size = self.manifest.tokenizer["vocab_size"]
+            return _OpenShard(self._address(entry), entry, file, vocabulary_size=vocabulary_size)
+
+    def _check_first_read(self, shard: Shard, file: io.BufferedReader) -> None:
+        if self.cache is None:
+            self._check_sha256(shard, file)
+            return
+        assert isinstance(self.path, Path)
+        stat = os.fstat(file.fileno())
+        mark = f"{shard.name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+        marks = self.cache.marks(self.path, self.fingerprint)
+        if not self.cache.is_marked(marks, mark):
+            self._check_sha256(shard, file)
+            self.cache.add_mark(marks, mark)
+
+    def _check_sha256(self, shard: Shard, file: io.BufferedReader) -> None:
+        wrong = what_is_wrong(file, sha256=shard.sha256, size=shard.bytes)
+        if wrong:
+            raise BadShard(f"shard {self._address(shard)} is {wrong}; restore the file or make the shards again")
+
+    def _address(self, shard: Shard) -> str:
+        return f"{self.path}/{shard.name}"
+
+    @contextmanager
+    def _file(self, shard: Shard) -> Iterator[io.BufferedReader]:
+        if isinstance(self.path, str):
+            assert self.cache is not None
+            with self.cache.shard(self._address(shard), sha256=shard.sha256, size=shard.bytes) as cached:
+                yield cached
+            return
+        try:
+            file = (self.path / shard.name).open("rb")
+        except FileNotFoundError as error:
+            raise _missing(self._address(shard)) from error
+        with file:
+            yield file
+
+    def _let_go_of_evicted(self) -> None:
+        """A cached shard that was unlinked takes up the disk for as long as somebody maps it."""
+        assert self.cache is not None
+        for number in list(self._open_shards):
+            if not self.cache.holds(self.manifest.shards[number].sha256):
+                del self._open_shards[number]
+
+    def _sound_shard(self, number: int) -> int:
+        """The shard itself, or the next one that is sound."""
+        count = len(self.manifest.shards)
+        for candidate in (number, *range(number + 1, count), *range(number)):
+            if candidate not in self._bad:
+                self._unless_bad(candidate, functools.partial(self._shard, candidate))
+            if candidate not in self._bad:
+                return candidate
+        raise DataError(f"all {count} shards of {self.path} are bad; restore them or make the shards again")
+
+    def _unless_bad(self, number: int, act: Callable[[], object]) -> None:
+        """Do something that touches a shard; where it is bad, remember and say so, or refuse it."""
+        try:
+            act()
+        except BadShard as error:
+            if self.bad_shards == "refuse":
+                raise
+            self._bad.add(number)
+            logger.warning(
+                "skipped: %s; its %d samples of %d are replaced by others",
+                error,
+                self.manifest.shards[number].samples,
+                self.num_samples,
+            )
 
 
 class _OpenShard:
     """One mapped shard and the checked column views of the chunks touched so far."""
 
-    def __init__(self, path: Path, shard: Shard, *, vocabulary_size: int) -> None:
+    def __init__(self, path: str, shard: Shard, file: io.BufferedReader, *, vocabulary_size: int) -> None:
         self.path = path
         self.shard = shard
         self.vocabulary_size = vocabulary_size
-        _check_size(path, shard)
-        with path.open("rb") as file:
-            self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._views: dict[int, dict[str, np.ndarray]] = {}
 
     def columns(self, number: int) -> dict[str, np.ndarray]:
@@ -809,6 +957,8 @@ def _shard_from(entry: Mapping[str, Any]) -> Shard:
     # A manifest from elsewhere must not make us read outside its folder.
     if not re.fullmatch(r"[\w.-]+\.tar", name):
         raise ValueError(f"shard name {name!r}")
+    if not re.fullmatch(r"[0-9a-f]{64}", entry["sha256"]):
+        raise ValueError(f"sha256 {entry['sha256']!r}")
     return Shard(
         name=name,
         sha256=entry["sha256"],
@@ -830,18 +980,13 @@ def _size_of(path: Path) -> int | None:
 def _check_size(path: Path, shard: Shard) -> None:
     size = _size_of(path)
     if size is None:
-        raise DataError(f"shard {path} is missing; restore the file or make the shards again")
+        raise _missing(str(path))
     if size != shard.bytes:
         what = "empty" if size == 0 else "truncated" if size < shard.bytes else "too long"
-        raise DataError(
+        raise BadShard(
             f"shard {path} is {what}: {size} bytes instead of {shard.bytes}; restore the file or make the shards again"
         )
 
 
-def _check_sha256(path: Path, shard: Shard) -> None:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != shard.sha256:
-        raise DataError(
-            f"shard {path} is damaged: its sha256 is not the manifest's; restore the file or make the shards again"
-        )
+def _missing(path: str) -> BadShard:
+    return BadShard(f"shard {path} is missing; restore the file or make the shards again")

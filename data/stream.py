@@ -58,6 +58,7 @@ class Sample:
     epoch: int  # of its source
     position: int  # in the whole stream, over all ranks
     payload: Any  # ids of a document, or a data.shards.Tuple
+    stands_in: bool = False  # for one of a skipped shard
 
 
 class Stream(Iterator[Batch], Generic[Batch]):
@@ -114,6 +115,7 @@ class Stream(Iterator[Batch], Generic[Batch]):
         self.samples_per_epoch = sum(source.num_samples for source in sources)
         self.global_batch_size = global_batch_size
         self.total_samples = total_samples
+        self.stand_ins = 0  # samples delivered to this rank since then in the place of others, of skipped shards
         self.repeats = 0  # samples delivered since the start of this process that share a text with another of theirs
         sizes = [source.num_samples for source in sources]
         self.weights = integer_weights(weights or tempered_weights(sizes, mixture_temperature))
@@ -152,6 +154,7 @@ class Stream(Iterator[Batch], Generic[Batch]):
             self.close()
             raise
         self._count_repeats(delivery)
+        self.stand_ins += delivery.stand_ins
         self._consumed += delivery.batch_size
         return delivery.batch
 
@@ -301,7 +304,9 @@ class _Steps(IterableDataset):
             places, repeats = positions - first + start, 0
             if self.distinct_texts is not None:
                 places, repeats = self._rearranged(lane, places, start)
-            yield _Delivery(self.collate(self._samples(lane, places, positions)), batch_size, repeats)
+            samples = self._samples(lane, places, positions)
+            stand_ins = sum(sample.stands_in for sample in samples)
+            yield _Delivery(self.collate(samples), batch_size, repeats, stand_ins)
             first += every * self.global_batch_size
 
     def _size(self, first: int) -> int:
@@ -364,19 +369,22 @@ class _Steps(IterableDataset):
             indices = np.empty_like(within)
             for epoch in np.unique(epochs).tolist():
                 indices[epochs == epoch] = order.locate(epoch, within[epochs == epoch])
-            rows = zip(chosen.tolist(), indices.tolist(), epochs.tolist(), source.samples(indices))
-            for row, index, epoch, payload in rows:
-                samples[row] = Sample(number, index, epoch, int(positions[row]), payload)
+            read = source.standing_in(indices)
+            moved = (read != indices).tolist()
+            rows = zip(chosen.tolist(), read.tolist(), epochs.tolist(), source.samples(read), moved)
+            for row, index, epoch, payload, stands_in in rows:
+                samples[row] = Sample(number, index, epoch, int(positions[row]), payload, stands_in)
         return samples  # type: ignore[return-value]  # every place belongs to one source
 
 
 @dataclass(frozen=True)
 class _Delivery:
-    """One rank's batch, and what is true of the whole global batch."""
+    """One rank's batch, and what else the stream counts."""
 
     batch: Any
     batch_size: int  # samples, over all ranks
-    repeats: int  # samples that share a text with another one
+    repeats: int  # samples, over all ranks, that share a text with another one
+    stand_ins: int  # samples of this rank's that replace those of skipped shards
 
 
 @dataclass(frozen=True)

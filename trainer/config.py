@@ -68,6 +68,10 @@ class DataConfig:
     num_negatives: int = 0  # hard negatives a query, drawn from those in the shards
     num_workers: int = 1  # loader processes a rank
     shuffle: bool = True
+    cache_dir: str = ""  # where remote shards and marks of verified ones are kept; empty: in the temporary folder
+    cache_gib: float = 32.0  # of remote shards on this machine; those used longest ago make room
+    verify: str = "first_read"  # first_read: hash a shard once a machine, when it is first read | size
+    bad_shards: str = "refuse"  # refuse | skip: other samples take the places of those of a missing or damaged shard
 
 
 @dataclass(frozen=True)
@@ -180,6 +184,8 @@ _CHOICES = {
     "model.pooling": ("cls", "mean"),
     "model.attention": ("auto", "eager", "sdpa", "flash_attention_2", "packed"),
     "data.batches": ("mixed", "one_dataset"),
+    "data.verify": ("first_read", "size"),
+    "data.bad_shards": ("refuse", "skip"),
     "objective.name": ("masked", "contrastive"),
     "objective.sizes": ("ladder", "full", "one", "mrl", "adaptive_layers", "two_d"),
     "objective.preset": ("", *PRESETS),
@@ -217,6 +223,7 @@ _AT_LEAST = {
 }
 _ABOVE_ZERO = (
     "model.lora_alpha",
+    "data.cache_gib",
     "optim.lr",
     "optim.eps",
     "objective.temperature",
@@ -414,8 +421,10 @@ def _check_trained_part(recipe: Recipe) -> None:
 
 
 def _check_feed(recipe: Recipe) -> None:
-    """How folders are mixed and what stands before their texts."""
+    """How folders are read and mixed, and what stands before their texts."""
     data, masked = recipe.data, recipe.objective.name == "masked"
+    if data.bad_shards == "skip" and data.verify == "size":
+        raise ConfigError('data.bad_shards = "skip" needs to know which shards are bad; set data.verify = "first_read"')
     if data.weights and data.mixture_temperature != 1:
         raise ConfigError(
             f"data.mixture_temperature = {data.mixture_temperature} and data.weights both say how folders are mixed; "

@@ -32,7 +32,8 @@ from transformers.utils import logging as transformers_logging
 from data.collate import MaskedCollator, PairCollator
 from data.errors import DataError
 from data.files import write_atomically
-from data.shards import ShardFolder
+from data.remote import Cache, is_remote
+from data.shards import BadShards, ShardFolder, Verify
 from data.stream import Batches, Stream
 from data.tokens import load_tokenizer, prompt_ids
 from models.adapters import add_adapters, freeze_lower_layers, merged_tensors, save_adapter
@@ -221,7 +222,11 @@ class ModelParts:
 
 
 def _open_shards(recipe: Recipe) -> list[ShardFolder]:
-    sources = [ShardFolder(path) for path in recipe.data.shards]
+    data = recipe.data
+    needs_cache = data.verify == "first_read" or any(map(is_remote, data.shards))
+    cache = Cache.at(data.cache_dir, data.cache_gib) if needs_cache else None
+    verify, bad_shards = cast(Verify, data.verify), cast(BadShards, data.bad_shards)
+    sources = [ShardFolder(path, verify=verify, bad_shards=bad_shards, cache=cache) for path in data.shards]
     kind = "documents" if recipe.objective.name == "masked" else "tuples"
     for source in sources:
         if source.kind != kind:
@@ -346,11 +351,10 @@ def _say_what_stays(recipe: Recipe) -> None:
 
 
 def _token_counts(sources: Sequence[ShardFolder], size: int, *, documents: int = 4096) -> torch.Tensor:
-    """How often each token occurs in documents taken at even steps from every folder; float32 [size]."""
+    """How often each token occurs in documents taken at even steps from a few shards a folder; float32 [size]."""
     counts = np.zeros(size, dtype=np.int64)
     for folder in sources:
-        taken = np.unique(np.linspace(0, folder.num_samples - 1, documents).astype(np.int64))
-        counts += np.bincount(np.concatenate(folder.documents(taken)), minlength=size)
+        counts += np.bincount(np.concatenate(folder.documents(folder.spread(documents))), minlength=size)
     return torch.from_numpy(counts).float()
 
 

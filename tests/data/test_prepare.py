@@ -74,7 +74,8 @@ def prepared(corpus: Path, tiny_tokenizer_path: Path, tmp_path_factory: pytest.T
 def test_documents_read_back_as_the_same_texts(
     prepared: Path, docstrings: list[str], tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    folder = ShardFolder(prepared, verify="sha256")
+    folder = ShardFolder(prepared)
+    folder.check()
     assert folder.kind == "documents" and folder.num_samples == len(docstrings)
     found = sorted(folder.document(index).tolist() for index in range(folder.num_samples))
     assert found == sorted(words(tiny_tokenizer, text) for text in docstrings)
@@ -274,7 +275,8 @@ def test_tuples_read_back_as_the_same_texts(
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     fixed = ["--output", tmp_path / "out", "--tokenizer", tiny_tokenizer_path, "--processes", 1]
     assert run("tuples", source, *fixed, "--query-prompt", "query: ", "--passage-prompt", "passage: ") == 0
-    folder = ShardFolder(tmp_path / "out", verify="sha256")
+    folder = ShardFolder(tmp_path / "out")
+    folder.check()
     assert folder.kind == "tuples" and not folder.graded
     found = [folder.tuple(index) for index in range(3)]
     for row in rows:

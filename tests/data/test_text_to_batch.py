@@ -33,7 +33,9 @@ def phrase(*numbers: int) -> str:
 def prepared(source: Path, tokenizer: Path, *options: str) -> ShardFolder:
     output = source.with_suffix(".shards")
     assert main(["tuples", str(source), "--output", str(output), "--tokenizer", str(tokenizer), *options]) == 0
-    return ShardFolder(output, verify="sha256")
+    folder = ShardFolder(output)
+    folder.check()
+    return folder
 
 
 def batch_of(folder: ShardFolder, *, num_negatives: int) -> PairBatch:

@@ -1,0 +1,495 @@
+"""Shards from elsewhere: the same batches as from disk, a cache that is bounded and shared, every fault by name, and
+skipped shards that leave all ranks in step."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import multiprocessing
+import os
+import pickle
+import shutil
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from data import remote
+from data.errors import DataError
+from data.remote import BadShard, Cache
+from data.shards import ShardFolder, UnitWriter, finish_folder
+from data.stream import Sample, Stream
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+B = 12
+SHARD_BYTES = 14_336
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_tokenizer, docstrings) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    with UnitWriter(
+        folder, 0, kind="documents", vocabulary_size=len(tiny_tokenizer), chunk_samples=8, shard_bytes=SHARD_BYTES
+    ) as writer:
+        for ids in tiny_tokenizer(docstrings[:300], add_special_tokens=False).input_ids:
+            writer.add_document(ids[:40])
+    finish_folder(folder, 1, tokenizer=tiny_tokenizer)
+    assert len(ShardFolder(folder).manifest.shards) >= 6
+    return folder
+
+
+@pytest.fixture
+def copy(folder, tmp_path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+class Server(ThreadingHTTPServer):
+    """Serves a folder; `faults` maps a file's name to what becomes of its next answers, one after the other.
+
+    A fault turns the right bytes into other bytes, or into a status.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder = folder
+        self.faults: dict[str, list[Callable[[bytes], bytes | int]]] = {}
+        self.requests: Counter[str] = Counter()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/shards"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        name = self.path.removeprefix("/shards/")
+        self.server.requests[name] += 1
+        path = self.server.folder / name
+        answer: bytes | int = path.read_bytes() if path.is_file() else 404
+        if (faults := self.server.faults.get(name)) and isinstance(answer, bytes):
+            answer = faults.pop(0)(answer)
+        content = answer if isinstance(answer, bytes) else b""
+        self.send_response(200 if isinstance(answer, bytes) else answer)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(copy) -> Iterator[Server]:
+    with Server(copy) as one:
+        thread = threading.Thread(target=one.serve_forever)
+        thread.start()
+        yield one
+        one.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def cache(tmp_path) -> Cache:
+    return Cache.at(tmp_path / "cache", 1)
+
+
+def flipped(content: bytes) -> bytes:
+    """One bit of the first member's payload."""
+    place = 700
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+def halved(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def unavailable(content: bytes) -> int:
+    return 503
+
+
+def as_list(samples: list[Sample]) -> list[tuple]:
+    return [(s.index, s.epoch, s.position, s.payload.tolist()) for s in samples]
+
+
+def global_batches(steps: int, source: ShardFolder, *, world_size: int = 1, first: int = 0, num_workers: int = 0):
+    """The batches of all ranks, joined, from global batch `first` on."""
+    ranks = [
+        Stream(
+            [source],
+            collate=as_list,
+            seed=5,
+            global_batch_size=B,
+            rank=rank,
+            world_size=world_size,
+            num_workers=num_workers,
+        )
+        for rank in range(world_size)
+    ]
+    for one in ranks:
+        one.load_state_dict({**one.state_dict(), "samples": first * B})
+    batches = [list(itertools.chain.from_iterable(next(one) for one in ranks)) for _ in range(steps)]
+    for one in ranks:
+        one.close()
+    return batches
+
+
+def cached_bytes(cache: Cache) -> int:
+    return sum(path.stat().st_size for path in (cache.folder / "shards").iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------ whole transfers
+
+
+@pytest.mark.parametrize(("world_size", "num_workers", "first"), [(1, 0, 0), (2, 0, 7), (1, 2, 3), (2, 1, 60)])
+def test_the_same_batches_over_http_as_from_disk(folder, server, cache, world_size, num_workers, first):
+    expected = global_batches(27, ShardFolder(folder), first=first)
+    source = ShardFolder(server.address, cache=cache)
+    assert source.fingerprint == ShardFolder(folder).fingerprint
+    options = {"world_size": world_size, "num_workers": num_workers, "first": first}
+    assert global_batches(27, source, **options) == expected
+    assert global_batches(27, source, **{**options, "first": first + 1}) != expected
+    assert server.requests["manifest.json"] == 1
+    assert {server.requests[shard.name] for shard in source.manifest.shards} == {1}, "one transfer a machine"
+
+
+@pytest.mark.parametrize("protocol", ["file", "memory"])
+def test_other_protocols(folder, cache, protocol):
+    address = f"file://{folder}"
+    if protocol == "memory":
+        address = "memory://bucket/shards/"
+        fsspec.filesystem("memory").put(str(folder), "/bucket/shards", recursive=True)
+    source = ShardFolder(address, cache=cache)
+    assert global_batches(9, source, num_workers=1) == global_batches(9, ShardFolder(folder))
+    assert source.vocabulary.size == ShardFolder(folder).vocabulary.size
+    assert source.tokenizer_path.is_relative_to(cache.folder)
+
+
+def test_the_tokenizer_comes_once(server, cache):
+    for _ in range(2):
+        source = ShardFolder(server.address, cache=cache)
+        assert source.vocabulary.mask_id is not None
+    assert server.requests["tokenizer/tokenizer.json"] == 1
+    assert [path.name for path in (cache.folder / "tokenizers").iterdir()] == [source.manifest.tokenizer["fingerprint"]]
+
+
+def test_a_pickled_remote_folder_reads_on(server, cache):
+    source = ShardFolder(server.address, cache=cache)
+    document = source.document(0).tolist()
+    assert pickle.loads(pickle.dumps(source)).document(0).tolist() == document
+
+
+@pytest.mark.parametrize(("protocol", "package"), [("s3", "s3fs"), ("gs", "gcsfs")])
+def test_a_missing_package_is_one_sentence(cache, protocol, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    fsspec.filesystem("memory")  # so that only the protocol's own import can fail
+    with pytest.raises(DataError, match=f"pip install {package}"):
+        ShardFolder(f"{protocol}://bucket/shards", cache=cache)
+
+
+def test_other_addresses_are_refused(server, cache):
+    with pytest.raises(DataError, match=r"begins with zz://; shards are read from http"):
+        ShardFolder("zz://bucket/shards", cache=cache)
+    with pytest.raises(DataError, match=r"nowhere holds no manifest\.json"):
+        ShardFolder(server.address + "/nowhere", cache=cache)
+
+
+# --------------------------------------------------------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"), [(flipped, "damaged: its sha256"), (halved, "truncated"), (lambda content: b"", "empty")]
+)
+def test_a_bad_transfer_is_fetched_again_once_and_then_refused(server, cache, folder, caplog, fault, words):
+    name = ShardFolder(folder).manifest.shards[0].name
+    server.faults[name] = [fault]
+    assert ShardFolder(server.address, cache=cache).document(0).tolist() == ShardFolder(folder).document(0).tolist()
+    assert server.requests[name] == 2
+    assert words in caplog.text and "fetching it again" in caplog.text
+
+    shutil.rmtree(cache.folder / "shards")
+    again = Cache.at(cache.folder, 1)
+    server.faults[name] = [fault, fault]
+    with pytest.raises(BadShard, match=words) as caught:
+        ShardFolder(server.address, cache=again).document(0)
+    assert f"{server.address}/{name}" in str(caught.value) and "fetched 2 times" in str(caught.value)
+    assert server.requests[name] == 4
+    assert not list((cache.folder / "shards").iterdir()), "nothing bad is kept"
+
+
+def test_a_missing_shard_is_refused_at_once(server, cache):
+    name = min(path.name for path in server.folder.glob("*.tar"))
+    (server.folder / name).unlink()
+    with pytest.raises(BadShard, match=f"{name} is missing"):
+        ShardFolder(server.address, cache=cache).document(0)
+    assert server.requests[name] == 1
+
+
+def test_a_server_in_trouble_is_no_bad_shard(server, cache):
+    """What may pass is not skipped: on another rank it may have passed."""
+    source = ShardFolder(server.address, bad_shards="skip", cache=cache)
+    name = source.manifest.shards[0].name
+    server.faults[name] = [unavailable]
+    assert len(source.document(0))
+    shutil.rmtree(cache.folder / "shards")
+    source = ShardFolder(server.address, bad_shards="skip", cache=Cache.at(cache.folder, 1))
+    server.faults[name] = [unavailable, unavailable]
+    with pytest.raises(DataError, match="cannot be fetched") as caught:
+        source.document(0)
+    assert not isinstance(caught.value, BadShard) and name in str(caught.value)
+
+
+def test_a_full_disk_names_the_cache(folder, cache, monkeypatch):
+    def full(self: object, *args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    source = ShardFolder(f"file://{folder}", cache=cache)
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.get_file", full)
+    with pytest.raises(DataError, match=r"No space left on device.*data\.cache_dir"):
+        source.document(0)
+    assert not list((cache.folder / "shards").iterdir())
+
+
+def test_a_cache_of_another_user(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "default_cache", lambda: tmp_path / "theirs")
+    Cache.at()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(DataError, match="belongs to another user"):
+        Cache.at()
+
+
+# ---------------------------------------------------------------------------------------------------------- the bound
+
+
+def largest(folder: Path) -> int:
+    return max(shard.bytes for shard in ShardFolder(folder).manifest.shards)
+
+
+def test_the_cache_keeps_its_bound_and_what_was_used_last(folder, server, tmp_path):
+    limit = 3 * largest(folder)
+    cache = Cache.at(tmp_path / "cache", limit / GIB)
+    source = ShardFolder(server.address, cache=cache)
+    starts = source._shard_starts[:-1].tolist()
+    first = source.document(0)
+    held = first.tolist()
+    for number, start in enumerate(starts[1:], start=1):
+        source.document(start)
+        # Opened anew at each step, the first shard is never the one that was used longest ago.
+        ShardFolder(server.address, cache=cache).document(0)
+        assert cached_bytes(cache) <= limit
+        assert cache.holds(source.manifest.shards[number].sha256)
+    assert server.requests[source.manifest.shards[0].name] == 1
+    assert not cache.holds(source.manifest.shards[1].sha256)
+    assert len(source._open_shards) <= 3, "evicted shards are let go of"
+
+    other = Cache.at(tmp_path / "cache", largest(folder) / GIB)
+    ShardFolder(server.address, cache=other).document(starts[1])
+    assert not cache.holds(source.manifest.shards[0].sha256)
+    assert first.tolist() == held, "a shard in use stays readable after its eviction"
+
+
+def test_batches_through_a_cache_of_one_shard(folder, server, tmp_path):
+    cache = Cache.at(tmp_path / "cache", largest(folder) / GIB)
+    source = ShardFolder(server.address, cache=cache)
+    expected = global_batches(6, ShardFolder(folder))
+    assert global_batches(6, source, world_size=2, num_workers=1) == expected
+    assert cached_bytes(cache) <= largest(folder)
+    assert sum(server.requests.values()) > len(source.manifest.shards), "shards were evicted and fetched again"
+
+
+def test_a_shard_larger_than_the_cache(folder, server, tmp_path):
+    cache = Cache.at(tmp_path / "cache", 2000 / GIB)
+    with pytest.raises(DataError, match=r"does not fit .* raise data\.cache_gib"):
+        ShardFolder(server.address, cache=cache).document(0)
+
+
+def read_all(address: str, cache: Cache, seed: int, results: multiprocessing.Queue) -> None:
+    source = ShardFolder(address, cache=cache)
+    order = np.random.default_rng(seed).permutation(source.num_samples)
+    results.put(sum(int(ids.sum()) for ids in source.documents(order)))
+
+
+@pytest.mark.parametrize("num_shards", [2, 100])
+def test_processes_share_a_cache(folder, server, tmp_path, num_shards):
+    """In a cache of two shards four processes evict each other all the time; in a large one all fetch each once."""
+    cache = Cache.at(tmp_path / "cache", num_shards * largest(folder) / GIB)
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    readers = [context.Process(target=read_all, args=(server.address, cache, seed, results)) for seed in range(4)]
+    for reader in readers:
+        reader.start()
+    local = ShardFolder(folder)
+    expected = sum(int(ids.sum()) for ids in local.documents(range(local.num_samples)))
+    assert [results.get(timeout=60) for _ in readers] == [expected] * 4
+    for reader in readers:
+        reader.join()
+        assert reader.exitcode == 0
+    assert cached_bytes(cache) <= num_shards * largest(folder)
+    assert not list((cache.folder / "shards").glob("*.tmp"))
+    if num_shards == 100:
+        assert {server.requests[shard.name] for shard in local.manifest.shards} == {1}
+
+
+def test_what_a_killed_process_left_makes_room(folder, server, tmp_path, monkeypatch):
+    cache = Cache.at(tmp_path / "cache", largest(folder) / GIB)
+    source = ShardFolder(server.address, cache=cache)
+    first, second = source.manifest.shards[:2]
+    left = cache.folder / "shards" / f"{second.sha256}-{second.bytes}.tmp"
+    left.write_bytes(b"half of it")
+    assert len(source.document(0))
+    assert not left.exists()
+    # One that is alive is waited for: until its lock is let go, its bytes are not to be had.
+    (cache.folder / "shards" / f"{first.sha256}.tar").unlink()
+    left.write_bytes(b"half of it")
+    waited_for: list[str] = []
+    original = Cache._locked
+    with (cache.folder / "locks" / second.sha256[:2]).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def locked(self: Cache, name: str) -> AbstractContextManager[None]:
+            if name == second.sha256[:2]:
+                assert left.exists() and not cache.holds(first.sha256)
+                waited_for.append(name)
+                fcntl.flock(lock, fcntl.LOCK_UN)
+            return original(self, name)
+
+        monkeypatch.setattr(Cache, "_locked", locked)
+        assert len(ShardFolder(server.address, cache=cache).document(0))
+    assert waited_for == [second.sha256[:2]] != [first.sha256[:2]]
+    assert cache.holds(first.sha256) and not left.exists()
+
+
+# --------------------------------------------------------------------------------------------------- local verification
+
+
+def test_a_local_shard_is_hashed_once_a_machine(copy, cache, monkeypatch):
+    hashed: list[str] = []
+    original = ShardFolder._check_sha256
+    monkeypatch.setattr(
+        ShardFolder, "_check_sha256", lambda self, shard, file: (hashed.append(shard.name), original(self, shard, file))
+    )
+    names = [shard.name for shard in ShardFolder(copy).manifest.shards]
+    for _ in range(2):
+        source = ShardFolder(copy, cache=cache)
+        source.documents(range(source.num_samples))
+    assert hashed == names
+    ShardFolder(copy).document(0)  # without a cache, once a process
+    ShardFolder(copy, verify="size").document(0)
+    assert hashed == [*names, names[0]]
+    # Other bytes of the same size and another time: the mark no longer holds.
+    path = copy / names[0]
+    path.write_bytes(flipped(path.read_bytes()))
+    os.utime(path, ns=(0, 12345))
+    with pytest.raises(BadShard, match="sha256"):
+        ShardFolder(copy, cache=cache).document(0)
+
+
+def test_a_torn_mark_counts_for_nothing(copy, cache):
+    source = ShardFolder(copy, cache=cache)
+    source.document(0)
+    marks = cache.marks(copy, source.fingerprint)
+    (mark,) = filter(None, marks.read_text().split("\n"))
+    marks.write_text(f"\n{mark[:-2]}")
+    ShardFolder(copy, cache=cache).document(0)
+    assert marks.read_text().split("\n")[-2:] == [mark, ""]
+
+
+# ---------------------------------------------------------------------------------------------------------- skipped
+
+
+def bad_copy(copy: Path) -> list[int]:
+    """Four ways to be bad, two of them in neighbours; returns the shards' numbers."""
+    shards = ShardFolder(copy).manifest.shards
+    numbers = [1, 3, 4, len(shards) - 1]
+    paths = [copy / shards[number].name for number in numbers]
+    paths[0].write_bytes(flipped(paths[0].read_bytes()))
+    paths[1].unlink()
+    paths[2].write_bytes(halved(paths[2].read_bytes()))
+    paths[3].write_bytes(b"")
+    return numbers
+
+
+def naive_stand_in(source: ShardFolder, bad: list[int], index: int) -> int:
+    """Walk the manifest sample by sample."""
+    sizes = [shard.samples for shard in source.manifest.shards]
+    shard, row = 0, index
+    while row >= sizes[shard]:
+        row -= sizes[shard]
+        shard += 1
+    while shard in bad:
+        shard = (shard + 1) % len(sizes)
+    return sum(sizes[:shard]) + (row % sizes[shard])
+
+
+@pytest.mark.parametrize("over", ["disk", "http"])
+def test_skipped_shards_leave_every_rank_in_step(folder, copy, server, cache, caplog, over):
+    sound = ShardFolder(folder)
+    undisturbed = [sample for batch in global_batches(26, sound) for sample in batch]
+    bad = bad_copy(copy)
+    place = copy if over == "disk" else server.address
+    with pytest.raises(BadShard):
+        global_batches(26, ShardFolder(place, cache=cache))
+
+    def open_folder() -> ShardFolder:
+        return ShardFolder(place, bad_shards="skip", cache=cache)
+
+    batches = global_batches(26, open_folder())
+    read = [sample for batch in batches for sample in batch]
+    stand_ins = [naive_stand_in(sound, bad, index) for index, *_ in undisturbed]
+    assert [sample[0] for sample in read] == stand_ins != [sample[0] for sample in undisturbed]
+    assert [sample[3] for sample in read] == [sound.document(index).tolist() for index in stand_ins]
+    assert [sample[1:3] for sample in read] == [sample[1:3] for sample in undisturbed]
+    for world_size, num_workers, first in ((2, 0, 0), (3, 1, 0), (1, 2, 9), (4, 0, 11)):
+        resumed = global_batches(26 - first, open_folder(), world_size=world_size, num_workers=num_workers, first=first)
+        assert resumed == batches[first:]
+    for number in bad:
+        entry = sound.manifest.shards[number]
+        assert f"{place}/{entry.name}" in caplog.text and f"its {entry.samples} samples of 300" in caplog.text
+
+
+def test_stand_ins_are_counted_where_they_are_delivered(copy):
+    bad_copy(copy)
+    source = ShardFolder(copy, bad_shards="skip")
+    places = np.arange(source.num_samples)
+    expected = int((source.standing_in(places) != places).sum())
+    assert 0 < expected < source.num_samples
+    ranks = [
+        Stream([source], collate=as_list, seed=5, global_batch_size=60, rank=r, world_size=2, num_workers=r)
+        for r in range(2)
+    ]
+    for one in ranks:
+        for _ in range(5):
+            next(one)
+        one.close()
+    assert sum(one.stand_ins for one in ranks) == expected
+
+
+def test_when_all_shards_are_bad(copy):
+    for path in copy.glob("*.tar"):
+        path.unlink()
+    with pytest.raises(DataError, match=r"all .* shards of .* are bad"):
+        ShardFolder(copy, bad_shards="skip").document(0)
+
+
+def test_a_look_at_the_data_touches_few_shards(folder, monkeypatch):
+    source = ShardFolder(folder)
+    monkeypatch.setattr("data.shards.LOOKED_AT_SHARDS", 1000)
+    even = np.unique(np.linspace(0, source.num_samples - 1, 50).astype(np.int64))
+    assert source.spread(50).tolist() == even.tolist(), "where all shards are looked at, even steps over all samples"
+    monkeypatch.setattr("data.shards.LOOKED_AT_SHARDS", 3)
+    looked_at = source.spread(40)
+    shards = np.searchsorted(source._shard_starts, looked_at, side="right") - 1
+    last = len(source.manifest.shards) - 1
+    assert set(shards.tolist()) == {0, last // 2, last}
+    assert len(looked_at) == len(set(looked_at.tolist())) > 20
