@@ -20,7 +20,7 @@ import tomli_w
 from tests.trainer.support import ROOT, float32_ds_config, launch, recipe_values
 
 STEPS = 8
-SEGMENTS = ((2, 2), (1, 4), (4, 6), (2, STEPS))  # (ranks, last step)
+SEGMENTS = ((2, 2), (1, 5), (4, 7), (2, STEPS))  # (ranks, last step)
 CONTROL = "zero1-without-moments"
 
 # The engine of each segment. Stage 3 changes its process, so cases that use it come last.
@@ -103,7 +103,7 @@ def whole(name: str) -> str:
 def test_every_step_takes_the_same_samples(name: str, runs: Path) -> None:
     want = samples(runs / "ids" / whole(name))
     parts = [samples(runs / "ids" / f"{name}.{number}") for number in range(len(SEGMENTS))]
-    assert [len(part) for part in parts] == [2, 2, 2, 2]
+    assert [len(part) for part in parts] == [2, 3, 2, 1]
     assert list(itertools.chain(*parts)) == want
     assert all(len(step) == 12 for step in want)
     assert want[0] != want[1]
@@ -129,4 +129,4 @@ def test_without_moments_the_losses_differ(runs: Path) -> None:
     """Negative control: what is compared above to 1e-5 depends on the optimizer's state."""
     got, want = losses(runs / CONTROL), losses(runs / "zero1-whole")
     assert got[:3] == pytest.approx(want[:3], rel=0, abs=1e-5)  # the first loss after the move is of the weights alone
-    assert math.fabs(got[3] - want[3]) > 1e-4
+    assert max(math.fabs(a - b) for a, b in zip(got[3:5], want[3:5], strict=True)) > 1e-4
