@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
+import functools
 import hashlib
 import json
 import logging
@@ -59,6 +60,7 @@ from data.documentation import (
     without_interrupts,
     write_documentation,
 )
+from data.encoding import TextEncoder
 from data.errors import DataError
 from data.masking import draws, sample_keys
 from data.order import check_seed
@@ -121,12 +123,17 @@ Report = Callable[[Progress], None]
 # ------------------------------------------------------------------------------------------------------- one unit
 
 
-def write_unit(job: Job, report: Report) -> None:
-    """Read, tokenize, shuffle and write one unit."""
+@functools.lru_cache(maxsize=1)
+def _encoder(tokenizer_file: str, vocabulary_size: int) -> TextEncoder:
+    """One a process, so that words met in one unit are known in the next."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(job.tokenizer_file)
-    dtype = token_dtype(job.vocabulary_size)
+    return TextEncoder(Tokenizer.from_file(tokenizer_file), token_dtype(vocabulary_size))
+
+
+def write_unit(job: Job, report: Report) -> None:
+    """Read, tokenize, shuffle and write one unit."""
+    encode = _encoder(job.tokenizer_file, job.vocabulary_size)
     tally = Tally()
     block: list[tuple[list[np.ndarray], int, float | None]] = []  # texts, number of positives, score
     block_tokens = num_blocks = bytes_reported = 0
@@ -143,8 +150,7 @@ def write_unit(job: Job, report: Report) -> None:
     ) as writer:
         for batch in _batches(job, tally):
             texts = [text for sample in batch for text in sample.texts]
-            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            ids = iter([np.asarray(encoding.ids, dtype=dtype) for encoding in encodings])
+            ids = iter(encode(texts))
             batch_tokens = batch_samples = 0
             for sample in batch:
                 found = [next(ids) for _ in sample.texts]
