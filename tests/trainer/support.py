@@ -103,7 +103,7 @@ def recipe_of(values: Mapping[str, Any]) -> Recipe:
 
 
 def launch(
-    module: str, *arguments: str, ranks: int, timeout_seconds: float = 240.0, expect: int | None = 0
+    module: str, *arguments: str, ranks: int, timeout_seconds: float = 900.0, expect: int | None = 0
 ) -> subprocess.CompletedProcess[str]:
     """Run a module under the real `deepspeed` launcher on `ranks` ranks; the whole group ends with a timeout."""
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
@@ -112,7 +112,7 @@ def launch(
 
 
 def run_process(
-    command: Sequence[str], *, timeout_seconds: float = 240.0, expect: int | None = 0
+    command: Sequence[str], *, timeout_seconds: float = 900.0, expect: int | None = 0
 ) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,

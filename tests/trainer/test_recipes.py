@@ -75,7 +75,7 @@ def trained(tmp_path_factory, document_shards, tuple_shards, graded_shards, tiny
             arguments = [*arguments, *(f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in feed.items())]
             cases.append({"task": "contrastive", "arguments": arguments})
     (root / "cases.json").write_text(json.dumps(cases))
-    launch("tests.trainer.worker", "runs", str(root / "cases.json"), str(root), ranks=2, timeout_seconds=480)
+    launch("tests.trainer.worker", "runs", str(root / "cases.json"), str(root), ranks=2)
     return {name: root / name for name in (*(path.stem for path in RECIPES), "feed")}
 
 
