@@ -87,7 +87,8 @@ def test_there_are_recipes():
 def test_recipe_trains(name, trained):
     run = trained[name]
     assert (run / "DONE").is_file()
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = [line for line in lines if "loss" in line]  # the others tell of checkpoints
     assert [record["step"] for record in records] == [1, 2]
     assert all(0 < record["loss"] < 100 for record in records)
     assert json.loads((run / "environment.json").read_text())["world_size"] == 2
