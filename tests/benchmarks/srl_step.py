@@ -11,7 +11,8 @@ Batches of 512 are real: NLI triplets; SciFact claims with their abstracts; and 
 Figures:
   time_ratio                theirs ÷ ours, CPU seconds a step, the three batches together
   nli_time_ratio, scifact_time_ratio, mixed_time_ratio   the batches one by one
-  peak_memory_growth        our peak above the idle model at 4,096 triplets ÷ at 512, each in a process of its own
+  peak_memory_growth        our process' peak at 4,096 triplets ÷ at 512, in micro-batches that both batches fill
+  step_memory_growth        the same of what a step takes above the idle model: vectors and their gradients grow
   padding_share             of the tokens ours computes
 --quick: small batches, to see that the benchmark runs; its figures mean nothing.
 """
@@ -53,15 +54,16 @@ MODEL = dict(hidden_size=384, num_hidden_layers=6, num_attention_heads=6, interm
 NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 MAX_LENGTH = 256
 MICRO_BATCH = 32
+MEMORY_MICRO_BATCH = 8  # 2,048 tokens: cut by length, 512 triplets fill no micro-batch of 8,192
 
 
-def recipe() -> Recipe:
+def recipe(micro_batch: int = MICRO_BATCH) -> Recipe:
     return build_recipe(
         {
             "model": {"ladder": LADDER, "pooling": "mean"},
             "data": {"query_max_length": MAX_LENGTH, "passage_max_length": MAX_LENGTH, "num_negatives": 1},
             "objective": {"name": "contrastive", "similarity": "cosine", "temperature": 0.05},
-            "train": {"micro_batch_size": MICRO_BATCH},
+            "train": {"micro_batch_size": micro_batch},
             "optim": {"max_grad_norm": 0.0},
         }
     )
@@ -76,8 +78,8 @@ def build_encoder() -> Encoder:
 
 
 class Ours:
-    def __init__(self) -> None:
-        chosen = recipe()
+    def __init__(self, micro_batch: int = MICRO_BATCH) -> None:
+        chosen = recipe(micro_batch)
         self.encoder = build_encoder()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "zero0.json"
@@ -182,8 +184,8 @@ def mixed_rows(count: int) -> list[list[str]]:
     return rows
 
 
-def peak_memory(count: int) -> float:
-    """MiB above the idle model that a step of so many triplets takes, in a process of its own."""
+def peak_memory(count: int) -> tuple[float, float]:
+    """MiB of a process in which a step of so many triplets was taken: its peak, and what of that the step added."""
     alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "MASTER_PORT")}
     out = subprocess.run(
         [sys.executable, "-m", "tests.benchmarks.srl_step", "--memory-of", str(count)],
@@ -193,16 +195,18 @@ def peak_memory(count: int) -> float:
         # Else glibc keeps freed blocks of up to 32 MiB, and the peak tells of its habits instead of live memory.
         env={**alone, "MALLOC_MMAP_THRESHOLD_": str(2**20)},
     )
-    return float(out.stdout.split()[-1])
+    peak, before = map(float, out.stdout.split()[-2:])
+    return peak, peak - before
 
 
-def measure_memory(count: int) -> float:
-    ours = Ours()
+def measure_memory(count: int) -> tuple[float, float]:
+    """In this process: its peak in MiB after a step of so many triplets, and before it."""
+    ours = Ours(MEMORY_MICRO_BATCH)
     ours.step(_batch(nli_rows(8)))
     batch = _batch(nli_rows(count))
     before = peak_mib()
     ours.step(batch)
-    return peak_mib() - before
+    return peak_mib(), before
 
 
 def main() -> None:
@@ -216,7 +220,7 @@ def main() -> None:
     if not SHARED.is_dir():
         raise SystemExit("this benchmark reads ../shared/data, which is absent")
     if args.memory_of:
-        print(measure_memory(args.memory_of))
+        print(*measure_memory(args.memory_of))
         return
     figures: dict[str, float] = {}
 
@@ -225,8 +229,9 @@ def main() -> None:
         print("  ".join(f"{name} {value:.3f}" for name, value in new.items()), flush=True)
 
     small, large = (8, 64) if args.quick else (512, 4096)
-    memory = {count: peak_memory(count) for count in (small, large)}
-    show(peak_memory_growth=memory[large] / memory[small], peak_memory_mib=memory[small])
+    (peak, step), (large_peak, large_step) = peak_memory(small), peak_memory(large)
+    show(peak_memory_growth=large_peak / peak, peak_memory_mib=peak, large_peak_memory_mib=large_peak)
+    show(step_memory_growth=large_step / step, step_memory_mib=step, large_step_memory_mib=large_step)
     ours = Ours()
     theirs = Theirs(
         **(
