@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.stream import Sample
-from trainer import checkpoint, run
+from trainer import build, checkpoint, run
 from trainer.command import run_command
 from trainer.distributed import World, start
 from trainer.engine import MASTER, Engine, Piece
@@ -44,7 +44,7 @@ def main() -> None:
     cases = json.loads(Path(sys.argv[-1]).read_text())
     world = start()
     patch = unittest.mock.patch.object
-    collator = run._collator
+    collator = build.collator
     for case in cases:
         ids = Path(case["ids"])
         ids.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def main() -> None:
         def recorded(*args: Any, ids: Path = ids) -> Recorded:
             return Recorded(collator(*args), ids / f"{world.size}-{world.rank}.jsonl")
 
-        with patch(dist, "destroy_process_group"), patch(run, "_collator", recorded), _broken(case["control"], world):
+        with patch(dist, "destroy_process_group"), patch(build, "collator", recorded), _broken(case["control"], world):
             run.main(case["task"], "", case["arguments"])
     dist.barrier()
     dist.destroy_process_group()

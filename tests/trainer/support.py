@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from data.collate import MaskedBatch, PairBatch, pad_flat
 from models.sizes import Size
 from trainer.backward import micro_batches
+from trainer.build import build_model, open_shards, open_stream
 from trainer.config import Recipe, build_recipe, check
 from trainer.distributed import derive_seed, free_port
-from trainer.run import _build_model, _open_shards, _open_stream
 
 ROOT = Path(__file__).resolve().parents[2]
 LADDER = [[1, 16], [2, 32], [3, 48]]
@@ -146,7 +146,7 @@ def run_process(
 def first_parameters(values: Mapping[str, Any]) -> dict[str, Tensor]:
     """What training starts from."""
     recipe = recipe_of(values)
-    module = _build_model(recipe, _open_shards(recipe)).module
+    module = build_model(recipe, open_shards(recipe)).module
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
@@ -159,9 +159,9 @@ def train_naively(
     recipe's own, where a part of it is restated too.
     """
     recipe = recipe_of(values)
-    sources = _open_shards(recipe)
-    module = (module or _build_model(recipe, sources).module).train()
-    shares = [_open_stream(recipe, sources, rank=rank, world_size=world_size) for rank in range(world_size)]
+    sources = open_shards(recipe)
+    module = (module or build_model(recipe, sources).module).train()
+    shares = [open_stream(recipe, sources, rank=rank, world_size=world_size) for rank in range(world_size)]
     optimizer = _naive_adamw(module, recipe)
     loss_of = _naive_masked if recipe.objective.name == "masked" else _naive_contrastive
     results = []

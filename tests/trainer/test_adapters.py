@@ -36,11 +36,11 @@ from tests.trainer.support import (
     recipe_values,
     train_naively,
 )
+from trainer.build import build_model, open_shards
 from trainer.checkpoint import check_output_folder
 from trainer.config import ConfigError
 from trainer.export import export_sizes
 from trainer.optim import parameter_groups
-from trainer.run import _build_model, _open_shards
 
 LOSS_TOLERANCE = 1e-6  # relative
 PARAMETER_TOLERANCE = 1e-5  # absolute, after steps that move parameters by up to 0.1
@@ -162,7 +162,7 @@ def expected(recipes: dict[str, Values], starts: dict[str, dict[str, Tensor]], s
         values = copy.deepcopy(recipes[name])
         frozen_layers = values["model"].pop("frozen_layers")
         recipe = recipe_of(values)
-        module = _build_model(recipe, _open_shards(recipe)).module
+        module = build_model(recipe, open_shards(recipe)).module
         for key, parameter in module.named_parameters():
             parameter.requires_grad_(not re.search(FROZEN_NAMES[frozen_layers], key))
         results[name] = train_naively(values, steps=STEPS, module=module)

@@ -12,8 +12,9 @@ import torch
 from data.collate import PairBatch
 from data.shards import UnitWriter, finish_folder
 from tests.trainer.support import recipe_of, recipe_values
+from trainer.build import open_shards, open_stream
 from trainer.evaluation.encode import _tokenize
-from trainer.run import _open_shards, _open_stream, embedding_settings
+from trainer.model_folder import embedding_settings
 
 QUERY_LENGTH, PASSAGE_LENGTH = 14, 24
 PROMPTS = {"query_prompts": ["query: ", "find the text for this title: "], "passage_prompts": ["passage: "]}
@@ -48,7 +49,7 @@ def batch_of(folders: list[Path], **options: Any) -> PairBatch:
     """One batch of every pair, in the order on disk."""
     values = recipe_values("", data=data_of(folders, shuffle=False, **options), train={"global_batch_size": 80})
     recipe = recipe_of(values)
-    return next(_open_stream(recipe, _open_shards(recipe), rank=0, world_size=1))
+    return next(open_stream(recipe, open_shards(recipe), rank=0, world_size=1))
 
 
 def as_evaluation_reads(tokenizer: Any, prompts: list[str], texts: list[str], max_length: int) -> list[list[int]]:
@@ -100,21 +101,21 @@ def test_settings_record_a_prompt_that_all_folders_share(folders: list[Path], ca
         recipe = recipe_of(recipe_values("", data=data))
         settings = embedding_settings(recipe)
         assert (settings.query_prompt, settings.passage_prompt) == (recorded, "passage: ")
-        sources = _open_shards(recipe)
+        sources = open_shards(recipe)
         with caplog.at_level(logging.WARNING):
             caplog.clear()
             for rank in range(2):
-                _open_stream(recipe, sources, rank=rank, world_size=2)
+                open_stream(recipe, sources, rank=rank, world_size=2)
         assert len(caplog.messages) == (len(set(prompts)) > 1)
 
 
 def test_epochs_end_with_what_remains(folders: list[Path]) -> None:
     for epochs, total, steps in ((1.0, 80, 7), (2.5, 200, 17), (0.001, 1, 1)):
         recipe = recipe_of(recipe_values("", data=data_of(folders), train={"steps": 0, "epochs": epochs}))
-        stream = _open_stream(recipe, _open_shards(recipe), rank=1, world_size=5)
+        stream = open_stream(recipe, open_shards(recipe), rank=1, world_size=5)
         assert (stream.total_samples, stream.num_steps) == (total, steps)
         shares = [batch.num_samples for batch in stream]
         assert len(shares) == steps and shares[-1] == {80: 2, 200: 2, 1: 0}[total]
         assert stream.samples == total
     endless = recipe_of(recipe_values("", data=data_of(folders), train={"steps": 9, "epochs": 1.0}))
-    assert _open_stream(endless, _open_shards(endless), rank=0, world_size=1).total_samples is None
+    assert open_stream(endless, open_shards(endless), rank=0, world_size=1).total_samples is None

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from models.sizes import Size
 from tests.trainer.support import recipe_of
-from trainer import backward, engine, objectives, run
+from trainer import backward, build, engine, objectives, run
 from trainer.command import run_command
 from trainer.distributed import World, gather_counts, gather_rows, seed_step, start, sum_over_ranks
 
@@ -55,11 +55,11 @@ def main() -> None:
 def take_steps(values: dict[str, Any], world: World, *, steps: int) -> list[dict[str, Any]]:
     """The trainer's own parts, put together as trainer/run.py does, with every parameter read after every step."""
     recipe = recipe_of(values)
-    sources = run._open_shards(recipe)
-    parts = run._build_model(recipe, sources)
+    sources = build.open_shards(recipe)
+    parts = build.build_model(recipe, sources)
     trained = engine.Engine(parts.module, recipe, world)
     trained.train()
-    stream = run._open_stream(recipe, sources, rank=world.rank, world_size=world.size)
+    stream = build.open_stream(recipe, sources, rank=world.rank, world_size=world.size)
     schedule = run.build_schedule(
         recipe.objective.sizes,
         recipe.ladder,
