@@ -18,7 +18,9 @@ DataLoader hands them out in turn. Every random draw about a sample is keyed by 
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
@@ -43,6 +45,7 @@ PREFETCHED_STEPS_PER_WORKER = 4
 WINDOW_BATCHES = 16
 # Samples hashed at once, so that a window of any size fits in memory.
 HASHED_SAMPLES = 4096
+_PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal to get when the parent dies
 
 Batches = Literal["mixed", "one_dataset"]
 # The hashes of the texts that each sample brings to its batch: (int64 [t], offsets int64 [n + 1]).
@@ -171,6 +174,10 @@ class Stream(Iterator[Batch], Generic[Batch]):
         self.repeats += delivery.repeats
 
     @property
+    def pad_id(self) -> int:
+        return self._source.sources[0].vocabulary.pad_id
+
+    @property
     def num_steps(self) -> int:
         """Batches from the first sample to the last, a short one included."""
         assert self.total_samples is not None, "an endless stream has no number of steps"
@@ -246,6 +253,7 @@ class Stream(Iterator[Batch], Generic[Batch]):
             prefetch_factor=PREFETCHED_STEPS_PER_WORKER,
             persistent_workers=True,
             collate_fn=_unchanged,
+            worker_init_fn=_leave_signals_to_the_trainer,
             # Without one of its own, the loader would draw a seed from torch's global generator.
             generator=torch.Generator().manual_seed(0),
         )
@@ -402,3 +410,16 @@ def _with_failures(batches: Iterator[Any]) -> Iterator[Any]:
 
 def _unchanged(batch: Any) -> Any:
     return batch
+
+
+def _leave_signals_to_the_trainer(_: int) -> None:
+    """Schedulers signal whole groups of processes: a loader works on until the trainer has finished its step.
+
+    It ends when the trainer does, by whatever end.
+    """
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))

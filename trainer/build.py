@@ -33,10 +33,12 @@ from models.encoder import (
     truncate_layers,
 )
 from models.masked_autoencoder import MaskedAutoencoder
-from models.packed_attention import check_packs, fast_on
+from models.packed_attention import check_packs, fast_on, packs
 from trainer.config import ConfigError, Recipe
 from trainer.engine import multiplies_in_bf16, read_ds_config
-from trainer.objectives import wanted_layers
+from trainer.flops import Shape
+from trainer.objectives import REGISTRY, Objective, wanted_layers
+from trainer.size_schedules import build_schedule
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -151,6 +153,21 @@ def build_model(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
     # Now, because the decoder starts as a copy of the first layer, and it trains.
     freeze_lower_layers(module.encoder.backbone, recipe.model.frozen_layers)
     return ModelParts(module, module.encoder, masked_lm, tokenizer)
+
+
+def build_objective(recipe: Recipe, parts: ModelParts, *, pad_id: int) -> Objective:
+    schedule = build_schedule(
+        recipe.objective.sizes,
+        recipe.ladder,
+        reduction=recipe.objective.reduction,
+        seed=recipe.run.seed,
+        size=recipe.single_size,
+        size_weights=recipe.objective.size_weights,
+        kl_size_weights=recipe.objective.kl_size_weights,
+    )
+    backbone = parts.encoder.backbone
+    make = REGISTRY[recipe.objective.name]
+    return make(recipe, schedule, shape=Shape.of(parts.encoder.config), pad_id=pad_id, packed=packs(backbone))
 
 
 def _attention(recipe: Recipe, backbone: PreTrainedModel) -> str:

@@ -40,6 +40,7 @@ from data.files import sync, write_atomically
 from trainer.config import ConfigError, Recipe, build_recipe, read_toml
 from trainer.distributed import World, gather_objects
 from trainer.engine import MASTER, MOMENTS, Piece
+from trainer.run_lock import LOCK
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +49,14 @@ _MANIFEST = "manifest.json"
 _FLOAT32_BYTES = 4
 
 # What may change between the parts of one run: how it is watched and kept, and where it runs.
-_FREE_SECTIONS = ("engine", "checkpoint", "log", "evaluation")
+_FREE_SECTIONS = ("engine", "checkpoint", "log", "evaluation", "debug")
 _FREE_KEYS = (
     "run.output",
     "run.resume",
     "train.stop_at_step",
+    "train.stop_after_minutes",
+    "train.hang_seconds",
+    "train.max_skipped_steps",
     "train.micro_batch_size",
     "data.num_workers",
     "data.cache_dir",
@@ -368,7 +372,7 @@ def check_output_folder(recipe: Recipe) -> None:
     if not saved.is_file():
         if recipe.run.resume == "required":
             raise ConfigError(f"run.resume = 'required', but {output} holds no run; check run.output or use 'auto'")
-        if output.is_dir() and any(output.iterdir()):
+        if output.is_dir() and any(path.name != LOCK for path in output.iterdir()):
             raise ConfigError(f"run.output {output} holds files that are no run of ours; name another folder")
         return
     if recipe.run.resume == "never":

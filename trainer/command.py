@@ -1,4 +1,7 @@
-"""How commands end: a user's mistake is one sentence and exit code 2, anything else keeps its traceback."""
+"""How commands end: a user's mistake is one sentence and exit code 2, anything else keeps its traceback.
+
+Runs that were asked to stop end with STOPPED_CODE, runs that gave up with GAVE_UP_CODE and one sentence.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,11 @@ from collections.abc import Callable
 from data.errors import DataError
 from models.sizes import ModelError
 from trainer.config import ConfigError
+from trainer.faults import GaveUp
+from trainer.stopping import STOPPED_CODE, Stopped
 
+MISTAKE_CODE = 2
+GAVE_UP_CODE = 3
 USER_MISTAKES = (ConfigError, DataError, ModelError)
 
 # Launchers look at their processes once a second.
@@ -42,6 +49,14 @@ def run_command(main: Callable[[], None]) -> None:
         # Written whole, so that the sentences of several ranks do not interleave.
         os.write(2, f"error: {' '.join(str(error).split())}\n".encode())
         sys.stderr.flush()
-        sys.exit(2)
+        sys.exit(MISTAKE_CODE)
+    except GaveUp as error:
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, f"error: {error}\n".encode())
+        sys.exit(GAVE_UP_CODE)
+    except Stopped as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, f"{stopped}\n".encode())
+        sys.exit(STOPPED_CODE)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -121,6 +121,9 @@ class TrainConfig:
     steps: int = 0  # optimizer steps; 0: by epochs
     epochs: float = 1.0
     stop_at_step: int = 0  # end this process early, with a checkpoint, the schedule still set by steps; 0: do not
+    stop_after_minutes: float = 0.0  # of this process: finish the step, save, exit with code 75; 0: do not
+    hang_seconds: float = 45.0  # without progress of any rank, at least three of the longest pauses: give up; 0: never
+    max_skipped_steps: int = 5  # in a row with a loss or gradient that is not finite, then give up
     global_batch_size: int = 128
     micro_batch_size: int = 32  # texts of the longest length a micro-batch, per rank; of shorter ones more fit
     activation_checkpointing: bool = False
@@ -145,6 +148,8 @@ class CheckpointConfig:
 class LogConfig:
     every_steps: int = 10
     tensorboard: bool = True
+    spike_deviations: float = 6.0  # a loss so many deviations above the running mean is flagged; 0: none
+    samples: bool = False  # write down which samples each step was of, in samples/rank_*.jsonl
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,11 @@ class EvaluationConfig:
     beir: list[str] = field(default_factory=list)  # BEIR folders
     split: str = "test"
     max_documents: int = 0  # of a BEIR corpus, the judged ones always among them; 0: all
+
+
+@dataclass(frozen=True)
+class DebugConfig:
+    replay: int = 0  # look at this step of the run in run.output again, in float32, instead of training; 0: train
 
 
 @dataclass(frozen=True)
@@ -168,6 +178,7 @@ class Recipe:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
 
     @property
     def ladder(self) -> Ladder:
@@ -209,6 +220,11 @@ _AT_LEAST = {
     "data.num_workers": 0,
     "train.steps": 0,
     "train.stop_at_step": 0,
+    "train.stop_after_minutes": 0,
+    "train.hang_seconds": 0,
+    "train.max_skipped_steps": 1,
+    "log.spike_deviations": 0,
+    "debug.replay": 0,
     "train.global_batch_size": 1,
     "train.micro_batch_size": 1,
     "checkpoint.every_steps": 1,

@@ -8,6 +8,8 @@ clipping, optimizer and schedule belong to the recipe and are refused in the JSO
 - losses are multiplied by the world size, which undoes DeepSpeed's mean over ranks: our losses are already divided by
   the global batch's counts, so gradients must be summed;
 - at stage 0 DeepSpeed reports no gradient norm, so clipping is done here, where the norm is seen;
+- a step with a gradient that is not finite is skipped: by DeepSpeed from stage 1 on, which bf16 must be told to look
+  for, and here at stage 0;
 - what a checkpoint must hold is handed out as pieces: runs of a parameter's elements, named by parameter and range.
   These do not depend on the ZeRO stage, the precision or the number of ranks, so any engine takes back what any other
   gave, and no rank needs more than its part. DeepSpeed's own files are not used: it reads them by unrestricted pickle.
@@ -18,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,8 +109,10 @@ def full_ds_config(recipe: Recipe, values: dict[str, Any]) -> dict[str, Any]:
     coalesce = stage >= 2 and not has_bf16_weights(values)
     # Stage 0's clipping is ours, see Engine.
     clipping = recipe.optim.max_grad_norm if stage > 0 else 0.0
+    bf16 = {"bf16": {**values["bf16"], "check_grad_overflow": True}} if has_bf16_weights(values) else {}
     return {
         **values,
+        **bf16,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": coalesce,
@@ -136,15 +141,21 @@ class Engine:
             eps=optim.eps,
             weight_decay=optim.weight_decay,
         )
+        self._skips = False
         self._norm_at_stage_0: float | None = None
-        if self.stage == 0:
-            limit = optim.max_grad_norm if optim.max_grad_norm > 0 else float("inf")
+        limit = optim.max_grad_norm if optim.max_grad_norm > 0 else float("inf")
 
-            def clip(inner: torch.optim.Optimizer, *_: Any) -> None:
-                parameters = [p for group in inner.param_groups for p in group["params"]]
+        def before_step(inner: torch.optim.Optimizer, *_: Any) -> None:
+            parameters = [p for group in inner.param_groups for p in group["params"]]
+            if self.stage == 0:
                 self._norm_at_stage_0 = float(nn.utils.clip_grad_norm_(parameters, limit))
+                self._skips |= not math.isfinite(self._norm_at_stage_0)
+            if self._skips:
+                for parameter in parameters:
+                    parameter.grad = None  # without one, AdamW leaves a parameter and its moments alone
 
-            optimizer.register_step_pre_hook(clip)
+        optimizer.register_step_pre_hook(before_step)
+        self.beat: Callable[[str], None] = lambda phase: None  # called at each pass and step, for whoever watches
         rounds = has_bf16_weights(self.ds_config)
         originals = [p.detach().clone() for p in module.parameters()] if rounds else []
         # DeepSpeed prints memory tables at start, whatever its log level.
@@ -168,6 +179,7 @@ class Engine:
                 safe_set_full_fp32_param(parameter, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.beat("forward")
         return self.deepspeed(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -178,10 +190,17 @@ class Engine:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's part of the global loss; parts of all ranks are summed."""
+        self.beat("backward")
         self.deepspeed.backward(loss * self.world.size, scale_wrt_gas=False)
 
-    def step(self, lr: float) -> float:
-        """One optimizer step. Returns the gradient's norm before clipping."""
+    def step(self, lr: float, *, skip: bool = False) -> float:
+        """One optimizer step. Returns the gradient's norm before clipping.
+
+        A step is skipped, weights and moments as before, where `skip` says so or the norm is not finite. All ranks must
+        say the same.
+        """
+        self.beat("optimizer step")
+        self._skips = skip
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.deepspeed.step()

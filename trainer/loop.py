@@ -1,20 +1,24 @@
 """THE loop. It knows no loss, no model and no data: each step takes a batch, makes gradients, takes one optimizer step.
 
 Order matters for exact resume: what a step draws depends on (seed, step, rank) alone, the stream counts what was
-delivered, and a checkpoint is written between steps.
+delivered, and a checkpoint is written between steps. Ranks agree once a step, by one small sum, on the loss and on
+whether to stop; a loss that is not finite on one rank is so on all.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from trainer.distributed import seed_step
+from trainer.distributed import seed_step, sum_over_ranks
 from trainer.engine import Engine
+from trainer.faults import GaveUp, Health
 from trainer.metrics import Metrics
 from trainer.objectives import Objective
+from trainer.stopping import REASONS
 
 
 class ResumableStream(Protocol):
@@ -32,7 +36,15 @@ class ResumableStream(Protocol):
 class TrainState:
     """How far the run is; equal on all ranks."""
 
-    step: int = 0  # optimizer steps taken
+    step: int = 0  # optimizer steps taken, skipped ones included
+    health: Health = field(default_factory=Health)
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = int(state["step"])
+        self.health = Health(**state.get("health", {}))
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,22 @@ class Plan:
     learning_rate: Callable[[int], float]
     save_every_steps: int
     evaluate_every_steps: int  # 0: never
+    max_skipped_steps: int  # in a row
+    spike_deviations: float  # 0: spikes are not looked for
+
+    def evaluates_at(self, step: int) -> bool:
+        return bool(self.evaluate_every_steps and step and step % self.evaluate_every_steps == 0)
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the loop calls between steps."""
+
+    save: Callable[[], None]
+    evaluate: Callable[[], dict[str, float]]
+    stop_wanted: Callable[[], str | None]  # this rank's own view
+    # The main thread has got so far: a phase, the step, and whether what follows may take long.
+    beat: Callable[..., None]
 
 
 def train(
@@ -55,23 +83,35 @@ def train(
     *,
     plan: Plan,
     metrics: Metrics,
-    save: Callable[[], None],
-    evaluate: Callable[[], dict[str, float]],
-) -> None:
-    """Run steps until `plan.stop_at_step`, saving and evaluating between them; saved at the end."""
+    hooks: Hooks,
+) -> str | None:
+    """Run steps until `plan.stop_at_step`, saving and evaluating between them; saved at the end.
+
+    Returns why it stopped before that, or None. Raises GaveUp, without another checkpoint.
+    """
     engine.train()
-    saved_at = state.step
-    for step in range(state.step, min(plan.stop_at_step, plan.total_steps)):
+    saved_at = first = state.step
+    reason = None
+    if plan.evaluates_at(first):
+        # A checkpoint comes before its step's evaluation, which a stop leaves for now.
+        metrics.evaluation(first, hooks.evaluate())
+    for step in range(first, min(plan.stop_at_step, plan.total_steps)):
         begin = time.perf_counter()
+        # Kernels are chosen, compiled and connected in the first steps.
+        hooks.beat("next batch", step=step + 1, patient=step < first + 2)
         seed_step(plan.seed, step, engine.world.rank)
         batch = next(stream)  # this rank's whole share of the global batch
         wait_seconds = time.perf_counter() - begin
         report = objective.forward_backward(engine, batch, step)
+        own_loss = float(report.losses["loss"])
+        loss, reason = _agree(own_loss, hooks.stop_wanted(), engine)
         lr = plan.learning_rate(step)
-        grad_norm = engine.step(lr)
+        grad_norm = engine.step(lr, skip=not math.isfinite(loss))
         state.step = step + 1
+        fault = state.health.observe(loss, grad_norm=grad_norm, spike_deviations=plan.spike_deviations)
         metrics.update(
             report,
+            batch,
             step=state.step,
             epoch=stream.epoch,
             samples=stream.samples,
@@ -79,11 +119,34 @@ def train(
             grad_norm=grad_norm,
             seconds=time.perf_counter() - begin,
             wait_seconds=wait_seconds,
+            skipped_steps=state.health.skipped_steps,
+            counts=math.isfinite(loss) and math.isfinite(grad_norm),
         )
-        if state.step % plan.save_every_steps == 0:
-            save()
+        if fault is not None:
+            metrics.fault(fault, state.step, loss=loss, own_loss=own_loss, grad_norm=grad_norm, batch=batch)
+        if state.health.skipped_in_a_row >= plan.max_skipped_steps:
+            raise GaveUp(
+                f"step {state.step} was the last of {plan.max_skipped_steps} in a row with a loss or gradient that is "
+                f"not finite; the last checkpoint is as it was: look at the step with --debug.replay={state.step}, "
+                "then lower optim.lr, or raise train.max_skipped_steps"
+            )
+        if state.step % plan.save_every_steps == 0 or reason is not None:
+            hooks.beat("save", patient=True)
+            hooks.save()
             saved_at = state.step
-        if plan.evaluate_every_steps and state.step % plan.evaluate_every_steps == 0:
-            metrics.evaluation(state.step, evaluate())
+        if reason is not None:
+            break
+        if plan.evaluates_at(state.step):
+            hooks.beat("evaluation", patient=True)
+            metrics.evaluation(state.step, hooks.evaluate())
     if saved_at != state.step:
-        save()
+        hooks.beat("save", patient=True)
+        hooks.save()
+    return reason
+
+
+def _agree(own_loss: float, wanted: str | None, engine: Engine) -> tuple[float, str | None]:
+    """(The global loss, not finite where one rank's is not; why to stop, if any rank was asked)."""
+    asked = [float(reason == wanted) for reason in REASONS]
+    loss, *asked_by = sum_over_ranks([own_loss, *asked], engine.device).tolist()
+    return loss, next((reason for reason, ranks in zip(REASONS, asked_by) if ranks), None)

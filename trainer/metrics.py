@@ -3,24 +3,30 @@
 Records are means over the steps since the last one. `metrics.jsonl` has one JSON object a line with: step, epoch,
 samples; loss and its parts by size; lr; grad_norm (before clipping, of the last step); tokens_per_second
 (without padding, all ranks); mfu (model FLOPs utilisation, trainer/flops.py); padding_share (of the tokens computed);
-data_wait_share (of the time); memory_mib (peak on this rank's device; resident on CPU); seconds (a step). Evaluations
-and checkpoints write lines of their own: step, then evaluation/… or checkpoint/seconds and checkpoint/mib.
+data_wait_share (of the time); memory_mib (peak on this rank's device; resident on CPU); seconds (a step);
+skipped_steps (so far), whose losses are not in the means. Evaluations, checkpoints and faults write lines of their
+own: step, then evaluation/…; checkpoint/seconds and checkpoint/mib; or fault (trainer/faults.py), loss and grad_norm
+as texts under fault/, by_rank (each rank's part of the loss) and samples (source and index of each sample of the global
+batch).
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from trainer.distributed import World, sum_over_ranks
+from data.collate import SOURCE_STRIDE
+from trainer.distributed import World, gather_objects, sum_over_ranks
+from trainer.faults import Fault
 from trainer.flops import peak_flops
 from trainer.objectives import StepReport
 
@@ -31,14 +37,26 @@ class Metrics:
     """Collects step reports and writes a record every `every_steps`; all ranks call `update`, rank 0 writes."""
 
     def __init__(
-        self, folder: Path, world: World, *, every_steps: int, total_steps: int, start_step: int, tensorboard: bool
+        self,
+        folder: Path,
+        world: World,
+        *,
+        every_steps: int,
+        total_steps: int,
+        start_step: int,
+        tensorboard: bool,
+        samples: bool = False,
     ) -> None:
+        """samples: write down which samples each step was of, a file a rank."""
         self._world = world
         self._every_steps = every_steps
         self._total_steps = total_steps
         self._peak = peak_flops(world.device) * world.size
+        self._last: dict[str, Any] = {}
+        self._skipped_steps = 0
         self._clear()
         self._file = self._board = self._bar = None
+        self._samples = _open_samples(folder / "samples", world, start_step) if samples else None
         if not world.is_main:
             return
         path = folder / "metrics.jsonl"
@@ -62,7 +80,7 @@ class Metrics:
         self._losses: dict[str, Tensor] = {}
         self._work = [0.0, 0.0, 0.0]  # tokens, padded tokens, FLOPs
         self._seconds = self._wait_seconds = 0.0
-        self._steps = 0
+        self._steps = self._counted = 0
 
     def text(self, tag: str, text: str) -> None:
         if self._board is not None:
@@ -71,6 +89,7 @@ class Metrics:
     def update(
         self,
         report: StepReport,
+        batch: Any,
         *,
         step: int,
         epoch: float,
@@ -79,11 +98,22 @@ class Metrics:
         grad_norm: float,
         seconds: float,
         wait_seconds: float,
+        skipped_steps: int = 0,
+        counts: bool = True,
     ) -> dict[str, Any] | None:
-        """Take in one step; the record on the steps that are logged. `step` counts finished steps."""
+        """Take in one step; the record on the steps that are logged. `step` counts finished steps.
+
+        counts: whether its losses go into the means.
+        """
         for name, value in report.losses.items():
-            value = value.detach().double()
+            value = value.detach().double() if counts else torch.zeros((), device=value.device, dtype=torch.float64)
             self._losses[name] = self._losses[name] + value if name in self._losses else value
+        self._counted += counts
+        if self._samples is not None:
+            self._samples.write(json.dumps({"step": step, "samples": _samples_of(batch)}) + "\n")
+            self._samples.flush()
+        self._last = {"epoch": epoch, "samples": samples, "lr": lr, "grad_norm": grad_norm}
+        self._skipped_steps = skipped_steps
         for index, amount in enumerate((report.tokens, report.padded_tokens, report.flops)):
             self._work[index] += amount
         self._seconds += seconds
@@ -93,25 +123,34 @@ class Metrics:
             self._bar.update(1)
         if step % self._every_steps and step != self._total_steps:
             return None
+        return self.flush(step)
+
+    def flush(self, step: int) -> dict[str, Any] | None:
+        """Write the record of the steps since the last one, which ended with `step`; all ranks call it."""
+        if not self._steps:
+            return None
         device = self._world.device
         sums = sum_over_ranks(
             torch.cat([torch.stack(list(self._losses.values())), torch.tensor(self._work).to(device)]), device
         )
-        losses = {name: float(value) / self._steps for name, value in zip(self._losses, sums)}
+        # A window of skipped steps alone has no losses.
+        counted = max(1, self._counted)
+        losses = {name: float(value) / counted for name, value in zip(self._losses, sums) if self._counted}
         tokens, padded, flops = (float(value) for value in sums[-3:])
         record = {
             "step": step,
-            "epoch": epoch,
-            "samples": samples,
+            "epoch": self._last["epoch"],
+            "samples": self._last["samples"],
             **losses,
-            "lr": lr,
-            "grad_norm": grad_norm,
+            "lr": self._last["lr"],
+            **({"grad_norm": self._last["grad_norm"]} if math.isfinite(self._last["grad_norm"]) else {}),
             "tokens_per_second": tokens / self._seconds,
             "mfu": flops / self._seconds / self._peak,
             "padding_share": 1.0 - tokens / max(padded, 1.0),
             "data_wait_share": self._wait_seconds / self._seconds,
             "memory_mib": _memory_mib(device),
             "seconds": self._seconds / self._steps,
+            "skipped_steps": self._skipped_steps,
         }
         self._clear()
         self._write(record)
@@ -125,10 +164,36 @@ class Metrics:
         """What a checkpoint cost: seconds that training stood still, and its size over all ranks."""
         self._write({"step": step, "checkpoint/seconds": seconds, "checkpoint/mib": mib})
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def fault(self, kind: Fault, step: int, *, loss: float, own_loss: float, grad_norm: float, batch: Any) -> None:
+        """Name a step's samples and each rank's part of the loss; all ranks call it."""
+        samples = _samples_of(batch)
+        everyone = gather_objects((own_loss, samples))
+        skipped = "" if kind == "spike" else "skipped: "
+        ranks = [rank for rank, (value, _) in enumerate(everyone) if not math.isfinite(value)]
+        where = f" on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else ""
+        log.log(
+            logging.WARNING if self._world.is_main else logging.DEBUG,
+            "step %d %s%s%s (loss %g, gradient norm %g); its samples are in metrics.jsonl",
+            *(step, skipped, kind, where, loss, grad_norm),
+        )
+        self._write_line(
+            {
+                "step": step,
+                "fault": kind,
+                "fault/loss": repr(loss),  # JSON has no number that is none
+                "fault/grad_norm": repr(grad_norm),
+                "by_rank": [repr(value) for value, _ in everyone],
+                "samples": [sample for _, part in everyone for sample in part],
+            }
+        )
+
+    def _write_line(self, record: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._write_line(record)
         if self._board is not None:
             for name, value in record.items():
                 if name != "step":
@@ -139,9 +204,24 @@ class Metrics:
             )
 
     def close(self) -> None:
-        for sink in (self._file, self._board, self._bar):
+        for sink in (self._file, self._board, self._bar, self._samples):
             if sink is not None:
                 sink.close()
+
+
+def _open_samples(folder: Path, world: World, start_step: int) -> TextIO:
+    """This rank's file, without what is done again; so are those of ranks that are no more."""
+    folder.mkdir(exist_ok=True)
+    for number, path in enumerate(sorted(folder.glob("rank_*.jsonl"))):
+        if number % world.size == world.rank:
+            _forget_after(path, start_step)
+    gather_objects(None)  # nobody writes before all are cut
+    return (folder / f"rank_{world.rank:05d}.jsonl").open("a", encoding="utf-8")
+
+
+def _samples_of(batch: Any) -> list[list[int]]:
+    """[source, index within it] of each sample."""
+    return [list(divmod(number, SOURCE_STRIDE)) for number in batch.sample_ids.tolist()]
 
 
 def _memory_mib(device: torch.device) -> float:
@@ -151,13 +231,18 @@ def _memory_mib(device: torch.device) -> float:
 
 
 def _forget_after(path: Path, step: int) -> None:
-    """Drop records of steps that a resumed run takes again, and a last line that was cut off."""
+    """Drop records of what a resumed run does again, and a last line that was cut off.
+
+    Of the step it stands at, it evaluates again.
+    """
     if not path.is_file():
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            if json.loads(line)["step"] <= step:
+            record = json.loads(line)
+            evaluated = any(name.startswith("evaluation/") for name in record)
+            if record["step"] < step + (not evaluated):
                 kept.append(line + "\n")
         except json.JSONDecodeError:
             log.warning("%s: dropped a line that was cut off", path)

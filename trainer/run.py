@@ -1,7 +1,8 @@
 """From a recipe to a finished run: everything is opened and checked first, then the devices start, then the loop.
 
 A run folder holds recipe.toml (resolved), ds_config.json, environment.json, metrics.jsonl, tensorboard/, checkpoints/,
-and, when training is done, model/ (an ordinary Hugging Face folder plus barista.json) and DONE.
+and, when training is done, model/ (an ordinary Hugging Face folder plus barista.json) and DONE; STOPPED (JSON: step,
+reason) when it was asked to end before.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import platform
 import sys
 import typing
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -25,20 +27,22 @@ from transformers.utils import logging as transformers_logging
 
 from data.files import write_atomically
 from data.stream import Stream
-from models.packed_attention import packs
-from trainer.build import build_model, open_shards, open_stream
+from trainer.build import ModelParts, build_model, build_objective, open_shards, open_stream
 from trainer.checkpoint import Checkpointer, check_output_folder, no_checkpoint
+from trainer.command import MISTAKE_CODE, USER_MISTAKES
 from trainer.config import ConfigError, Recipe, as_toml, check_world, load_recipe
-from trainer.distributed import World, start
+from trainer.distributed import World, gather_objects, start
 from trainer.engine import Engine, multiplies_in_bf16, read_ds_config, zero_stage
 from trainer.evaluation.during_training import Evaluator
-from trainer.flops import Shape, bf16_slowdown
-from trainer.loop import Plan, TrainState, train
+from trainer.faults import GaveUp
+from trainer.flops import bf16_slowdown
+from trainer.loop import Hooks, Plan, TrainState, train
 from trainer.metrics import Metrics
 from trainer.model_folder import embedding_settings, save_model
-from trainer.objectives import REGISTRY
 from trainer.optim import learning_rate
-from trainer.size_schedules import build_schedule
+from trainer.run_lock import Locked, lock
+from trainer.stopping import STOP_FILE_VARIABLE, Stopped, StopRequests
+from trainer.watchdog import DIED_CODE, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -77,74 +81,128 @@ def main(task: str, description: str, argv: Sequence[str] | None = None) -> None
 
 
 def execute(recipe: Recipe) -> Path:
-    """Train what the recipe says; returns the run folder. Every rank calls it."""
+    """Train what the recipe says; returns the run folder. Every rank calls it.
+
+    Raises Stopped, after a checkpoint, where the run was asked to end early, and GaveUp where it cannot go on.
+    """
     # Its tables of unused keys (an MLM head that fine-tuning leaves) read like errors.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    check_world(recipe, world_size)
+    check_world(recipe, int(os.environ.get("WORLD_SIZE", "1")))
     check_output_folder(recipe)
     if recipe.train.compile and zero_stage(read_ds_config(recipe.engine.ds_config)) == 3:
         raise ConfigError(
             f"train.compile = true does not go with {recipe.engine.ds_config}, whose stage 3 fetches weights layer by "
             "layer; use a stage up to 2, or train.compile = false"
         )
+    output = Path(recipe.run.output)
+    stop_file = os.environ.get(STOP_FILE_VARIABLE)
+    with StopRequests(after_minutes=recipe.train.stop_after_minutes, stop_file=stop_file) as stops:
+        step, reason = _run(recipe, output, stops)
+    dist.barrier()
+    dist.destroy_process_group()
+    if reason is not None:
+        raise Stopped(f"stopped after step {step} ({reason}); go on with --resume auto")
+    return output
+
+
+def _run(recipe: Recipe, output: Path, stops: StopRequests) -> tuple[int, str | None]:
+    """(The last step taken, why the run stopped before its end or None)."""
     sources = open_shards(recipe)
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     stream = open_stream(recipe, sources, rank=rank, world_size=world_size)
     parts = build_model(recipe, sources)
     evaluator = Evaluator.of(recipe, embedding_settings(recipe))
     world = start()
-    _write_run_folder(recipe, world)
-    engine = Engine(parts.module, recipe, world)
-    if world.is_main and multiplies_in_bf16(engine.ds_config) and (slowdown := bf16_slowdown(world.device)) > 2:
-        log.warning(
-            "this device takes %.0f times as long for bf16 products as for float32; "
-            "--engine.ds_config=ds_configs/zero1_float32.json is faster here",
-            slowdown,
-        )
-    if world.is_main:
-        write_atomically(Path(recipe.run.output) / "ds_config.json", json.dumps(engine.ds_config, indent=2) + "\n")
+    with ExitStack() as stack:
+        stack.callback(stream.close)
+        watchdog = stack.enter_context(Watchdog(world, hang_seconds=recipe.train.hang_seconds))
+        try:
+            _claim(output, world, stack)
+            _write_run_folder(recipe, world)
+            engine = Engine(parts.module, recipe, world)
+            engine.beat = watchdog.beat
+            if world.is_main:
+                _say_if_slow(engine)
+                write_atomically(output / "ds_config.json", json.dumps(engine.ds_config, indent=2) + "\n")
+            return _train(recipe, engine, parts, stream, evaluator, stops=stops, watchdog=watchdog)
+        except USER_MISTAKES as error:
+            watchdog.report(error, MISTAKE_CODE)
+            raise
+        except GaveUp:  # all ranks do
+            raise
+        except Exception as error:
+            watchdog.report(error, DIED_CODE)
+            raise
 
+
+def _train(
+    recipe: Recipe,
+    engine: Engine,
+    parts: ModelParts,
+    stream: Stream,
+    evaluator: Evaluator,
+    *,
+    stops: StopRequests,
+    watchdog: Watchdog,
+) -> tuple[int, str | None]:
+    output, world = Path(recipe.run.output), engine.world
     total_steps = recipe.train.steps or stream.num_steps
     checkpointer = Checkpointer(
-        Path(recipe.run.output) / "checkpoints",
-        keep=recipe.checkpoint.keep,
-        keep_every_steps=recipe.checkpoint.keep_every_steps,
+        output / "checkpoints", keep=recipe.checkpoint.keep, keep_every_steps=recipe.checkpoint.keep_every_steps
     )
     state = TrainState()
     if recipe.run.resume != "never" and (saved := checkpointer.load_newest(engine)) is not None:
-        state.step = saved["step"]
+        state.load_state_dict(saved)
         stream.load_state_dict(saved["stream"])
         log.info("going on at step %d of %d", state.step, total_steps)
     elif recipe.run.resume == "required":
         raise no_checkpoint(recipe.run.output)
-    schedule = build_schedule(
-        recipe.objective.sizes,
-        recipe.ladder,
-        reduction=recipe.objective.reduction,
-        seed=recipe.run.seed,
-        size=recipe.single_size,
-        size_weights=recipe.objective.size_weights,
-        kl_size_weights=recipe.objective.kl_size_weights,
-    )
-    objective = REGISTRY[recipe.objective.name](
-        recipe,
-        schedule,
-        shape=Shape.of(parts.encoder.config),
-        pad_id=sources[0].vocabulary.pad_id,
-        packed=packs(parts.encoder.backbone),
-    )
     metrics = Metrics(
-        Path(recipe.run.output),
+        output,
         world,
         every_steps=recipe.log.every_steps,
         total_steps=total_steps,
         start_step=state.step,
         tensorboard=recipe.log.tensorboard,
+        samples=recipe.log.samples,
     )
     metrics.text("recipe", "    " + as_toml(recipe).replace("\n", "\n    "))
+    plan = _plan(recipe, total_steps, evaluates=evaluator.has_tasks)
+    evaluate = functools.partial(evaluator.run, engine, parts.tokenizer, world)
+
+    def save() -> None:
+        saved = checkpointer.save(engine, state.state_dict() | {"stream": stream.state_dict()})
+        if saved is not None:
+            metrics.checkpoint(state.step, seconds=saved.seconds, mib=saved.mib)
+
+    try:
+        reason = train(
+            engine,
+            build_objective(recipe, parts, pad_id=stream.pad_id),
+            stream,
+            state,
+            plan=plan,
+            metrics=metrics,
+            hooks=Hooks(save, evaluate, stops.wanted, watchdog.beat),
+        )
+        watchdog.beat("end of the run", patient=True)
+        metrics.flush(state.step)
+        if state.step == total_steps:
+            reason = None
+            if evaluator.has_tasks and not plan.evaluates_at(total_steps):
+                metrics.evaluation(state.step, evaluate())
+            save_model(engine, parts, recipe)
+        elif reason is not None and world.is_main:
+            write_atomically(output / "STOPPED", json.dumps({"step": state.step, "reason": reason}) + "\n")
+    finally:
+        metrics.close()
+    return state.step, reason
+
+
+def _plan(recipe: Recipe, total_steps: int, *, evaluates: bool) -> Plan:
     optim = recipe.optim
-    plan = Plan(
+    return Plan(
         seed=recipe.run.seed,
         total_steps=total_steps,
         stop_at_step=recipe.train.stop_at_step or total_steps,
@@ -156,45 +214,41 @@ def execute(recipe: Recipe) -> Path:
             schedule=optim.schedule,
         ),
         save_every_steps=recipe.checkpoint.every_steps,
-        evaluate_every_steps=recipe.evaluation.every_steps,
+        evaluate_every_steps=recipe.evaluation.every_steps if evaluates else 0,
+        max_skipped_steps=recipe.train.max_skipped_steps,
+        spike_deviations=recipe.log.spike_deviations,
     )
-    evaluate = functools.partial(evaluator.run, engine, parts.tokenizer, world)
-    try:
-        train(
-            engine,
-            objective,
-            stream,
-            state,
-            plan=plan,
-            metrics=metrics,
-            save=lambda: _save(checkpointer, engine, state, stream, metrics),
-            evaluate=evaluate,
-        )
-        if state.step == total_steps:
-            if evaluator.has_tasks and not (plan.evaluate_every_steps and total_steps % plan.evaluate_every_steps == 0):
-                metrics.evaluation(state.step, evaluate())
-            save_model(engine, parts, recipe)
-    finally:
-        stream.close()
-        metrics.close()
-    dist.barrier()
-    dist.destroy_process_group()
-    return Path(recipe.run.output)
 
 
-def _save(checkpointer: Checkpointer, engine: Engine, state: TrainState, stream: Stream, metrics: Metrics) -> None:
-    saved = checkpointer.save(engine, {"step": state.step, "stream": stream.state_dict()})
-    if saved is not None:
-        metrics.checkpoint(state.step, seconds=saved.seconds, mib=saved.mib)
-
-
-def _write_run_folder(recipe: Recipe, world: World) -> None:
-    output = Path(recipe.run.output)
+def _claim(output: Path, world: World, stack: ExitStack) -> None:
+    """Hold the run folder against other starts until `stack` closes; all ranks call it."""
+    problem: str | None = None
     # All ranks have looked at the folder before it changes: joining the process group need not wait for them all.
     dist.barrier()
     if world.is_main:
         output.mkdir(parents=True, exist_ok=True)
-        (output / "DONE").unlink(missing_ok=True)
+        try:
+            stack.enter_context(lock(output))
+        except Locked as error:
+            problem = str(error)
+    if (problem := gather_objects(problem)[0]) is not None:
+        raise ConfigError(problem)
+
+
+def _say_if_slow(engine: Engine) -> None:
+    if multiplies_in_bf16(engine.ds_config) and (slowdown := bf16_slowdown(engine.device)) > 2:
+        log.warning(
+            "this device takes %.0f times as long for bf16 products as for float32; "
+            "--engine.ds_config=ds_configs/zero1_float32.json is faster here",
+            slowdown,
+        )
+
+
+def _write_run_folder(recipe: Recipe, world: World) -> None:
+    output = Path(recipe.run.output)
+    if world.is_main:
+        for marker in ("DONE", "STOPPED"):
+            (output / marker).unlink(missing_ok=True)
         write_atomically(output / "recipe.toml", as_toml(recipe))
         packages = ("torch", "deepspeed", "transformers", "numpy", "tokenizers")
         environment = {

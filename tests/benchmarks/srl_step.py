@@ -54,7 +54,7 @@ MODEL = dict(hidden_size=384, num_hidden_layers=6, num_attention_heads=6, interm
 NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 MAX_LENGTH = 256
 MICRO_BATCH = 32
-MEMORY_MICRO_BATCH = 8  # 2,048 tokens: cut by length, 512 triplets fill no micro-batch of 8,192
+MEMORY_MICRO_BATCH = 4  # 1,024 tokens: cut by length, 512 triplets fill no micro-batch of 8,192
 
 
 def recipe(micro_batch: int = MICRO_BATCH) -> Recipe:

@@ -186,7 +186,7 @@ def test_the_recipe_in_the_run_folder_is_the_recipe(runs: Path) -> None:
 
 def test_records(runs: Path) -> None:
     names = [f"{n}x{d}" for n, d in LADDER]
-    common = {"step", "epoch", "samples", "loss", "lr", "grad_norm", "padding_share", *CLOCKED}
+    common = {"step", "epoch", "samples", "loss", "lr", "grad_norm", "padding_share", "skipped_steps", *CLOCKED}
     expected = {
         "srl_bf16-resumed": {f"loss/{name}" for name in names} | {f"kl/{name}" for name in names[:-1]},
         "smae_zero0": {f"{side}/{name}" for side in ("encoder", "decoder") for name in names},
@@ -219,9 +219,9 @@ def test_tensorboard_shows_the_records(runs: Path) -> None:
 def test_other_files_of_a_run(runs: Path) -> None:
     run = runs / "srl_bf16-resumed"
     assert json.loads((run / "environment.json").read_text())["world_size"] == 2
-    assert json.loads((run / "ds_config.json").read_text())["bf16"] == {"enabled": True}
+    assert json.loads((run / "ds_config.json").read_text())["bf16"] == {"enabled": True, "check_grad_overflow": True}
     names = {path.name for path in run.iterdir()}
-    files = {"recipe.toml", "ds_config.json", "environment.json", "metrics.jsonl", "DONE"}
+    files = {"recipe.toml", "ds_config.json", "environment.json", "metrics.jsonl", "lock", "DONE"}
     assert names == files | {"tensorboard", "checkpoints", "model"}
 
 

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from models.sizes import Size
 from tests.trainer.support import recipe_of
 from trainer import backward, build, engine, objectives, run
 from trainer.command import run_command
@@ -60,22 +59,7 @@ def take_steps(values: dict[str, Any], world: World, *, steps: int) -> list[dict
     trained = engine.Engine(parts.module, recipe, world)
     trained.train()
     stream = build.open_stream(recipe, sources, rank=world.rank, world_size=world.size)
-    schedule = run.build_schedule(
-        recipe.objective.sizes,
-        recipe.ladder,
-        reduction=recipe.objective.reduction,
-        seed=recipe.run.seed,
-        size=Size.parse(recipe.objective.size) if recipe.objective.sizes == "one" else None,
-        size_weights=recipe.objective.size_weights,
-        kl_size_weights=recipe.objective.kl_size_weights,
-    )
-    objective = objectives.REGISTRY[recipe.objective.name](
-        recipe,
-        schedule,
-        shape=run.Shape.of(parts.encoder.config),
-        pad_id=sources[0].vocabulary.pad_id,
-        packed=run.packs(parts.encoder.backbone),
-    )
+    objective = build.build_objective(recipe, parts, pad_id=stream.pad_id)
     results = []
     with _counted_chunks() as counts, _counted_bytes() as sent:
         for step in range(steps):

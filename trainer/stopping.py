@@ -1,0 +1,142 @@
+"""When a run should stop early: signals, a wall-clock limit, a stop file, or a launcher that is gone.
+
+Whatever asks, the step in hand is finished, a checkpoint is saved, STOPPED is written into the run folder, and every
+rank exits with STOPPED_CODE, which job scripts turn into a requeue. Ranks are asked at different times, so the loop
+agrees on a reason by the small sum over ranks that it takes in every step anyway.
+
+- SIGTERM and SIGUSR1 are what schedulers send. Python runs its handlers between bytecodes of the main thread, which
+  may sit in a collective; so a thread of its own reads the interpreter's wakeup file. A second signal ends the process
+  at once. Launchers and schedulers may both pass a signal on, so what comes within SAME_SIGNAL_SECONDS is one.
+- Where only the job's direct task gets signals (Slurm with proctrack/cgroup), a wrapper makes the file that the
+  environment variable BARISTA_STOP_FILE names.
+- A launcher that is killed leaves its ranks behind, and the next start would find them still training. The kernel
+  tells of a parent's death; of the `deepspeed` command above `deepspeed.launcher.launch` only its absence tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from trainer.processes import Process
+
+STOPPED_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
+STOP_FILE_VARIABLE = "BARISTA_STOP_FILE"
+SAME_SIGNAL_SECONDS = 3.0
+# In the order in which they win where ranks have several.
+REASONS = ("SIGTERM", "SIGUSR1", "stop file", "clock", "launcher gone")
+_SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
+_PARENT_DIED = signal.SIGUSR2
+_LOOK_SECONDS = 0.5
+_PR_SET_PDEATHSIG = 1
+
+
+class Stopped(Exception):
+    """The run was asked to stop, and did so with a checkpoint; not an error."""
+
+
+class StopRequests:
+    """Listens while it is entered; `wanted` is what this rank has been asked."""
+
+    def __init__(self, *, after_minutes: float = 0.0, stop_file: str | None = None) -> None:
+        """after_minutes: of this process' life, its start included; 0: no limit."""
+        self._deadline = psutil.Process().create_time() + 60 * after_minutes if after_minutes else float("inf")
+        self._file = Path(stop_file) if stop_file else None
+        self._asked: set[str] = set()
+        self._first_signal: float | None = None
+        self._closed = threading.Event()
+
+    def __enter__(self) -> Self:
+        """Must be called by the main thread, as signal handlers must."""
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        self._wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        # The handlers do nothing; that there are some makes the interpreter write each signal's number.
+        handled = [*_SIGNALS, _PARENT_DIED]
+        self._handlers = {number: signal.signal(number, lambda *_: None) for number in handled}
+        self._launchers = _launchers()
+        if self._launchers:
+            _tell_when_the_parent_dies(_PARENT_DIED)
+        threads = [self._read_signals, self._watch_launchers]
+        self._threads = [threading.Thread(target=target, daemon=True) for target in threads]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._closed.set()
+        signal.set_wakeup_fd(self._wakeup)
+        if self._launchers:
+            _tell_when_the_parent_dies(0)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        with contextlib.suppress(OSError):
+            self._write.send(b"\0")
+        for thread in self._threads:
+            thread.join()
+        self._read.close()
+        self._write.close()
+
+    def wanted(self) -> str | None:
+        """Why this rank was asked to stop, or None."""
+        if self._file is not None and self._file.exists():
+            self._asked.add("stop file")
+        if time.time() >= self._deadline:
+            self._asked.add("clock")
+        return next((reason for reason in REASONS if reason in self._asked), None)
+
+    def _read_signals(self) -> None:
+        while not self._closed.is_set():
+            for number in self._read.recv(64):
+                if number in _SIGNALS:
+                    self._signalled(number)
+                elif number == _PARENT_DIED:
+                    self._asked.add("launcher gone")
+
+    def _signalled(self, number: int) -> None:
+        now, name = time.monotonic(), _SIGNALS[signal.Signals(number)]
+        if self._first_signal is None:
+            self._first_signal = now
+        elif now - self._first_signal > SAME_SIGNAL_SECONDS:
+            os.write(2, f"a second signal ({name}): leaving without a checkpoint\n".encode())
+            os._exit(128 + number)
+        self._asked.add(name)
+
+    def _watch_launchers(self) -> None:
+        while not self._closed.wait(_LOOK_SECONDS):
+            if not all(launcher.lives for launcher in self._launchers):
+                self._asked.add("launcher gone")
+                return
+
+
+def _launchers() -> list[Process]:
+    """This rank's launcher processes: none where no launcher started it."""
+    if "RANK" not in os.environ:
+        return []
+    parents = psutil.Process().parents()
+    found = parents[:1]
+    # A shell above a launcher may go, as after nohup; the `deepspeed` command does not while its launch.py runs.
+    with contextlib.suppress(psutil.Error):
+        if len(parents) > 1 and "deepspeed.launcher.launch" in parents[0].cmdline():
+            found += [each for each in parents[1:2] if any("deepspeed" in Path(w).name for w in each.cmdline()[:2])]
+    return [Process.of(process) for process in found]
+
+
+def _tell_when_the_parent_dies(number: int) -> None:
+    """Have the kernel send this signal then; 0: none. Linux only, elsewhere `_watch_launchers` is all there is."""
+    parent = os.getppid()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl") and libc.prctl(_PR_SET_PDEATHSIG, number) == 0 and number and os.getppid() != parent:
+        os.kill(os.getpid(), number)
