@@ -324,6 +324,11 @@ def _keys(samples: Sequence[Sample], seed: int) -> np.ndarray:
     )
 
 
+def samples_of(batch: MaskedBatch | PairBatch) -> list[list[int]]:
+    """[source, index within it] of each sample of a batch."""
+    return [list(divmod(number, SOURCE_STRIDE)) for number in batch.sample_ids.tolist()]
+
+
 def _sample_ids(samples: Sequence[Sample]) -> torch.Tensor:
     return torch.tensor([sample.source * SOURCE_STRIDE + sample.index for sample in samples], dtype=torch.int64)
 

@@ -13,16 +13,29 @@ without weight, for ZeRO's collectives must match.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.distributed import derive_seed, max_over_ranks
-from trainer.engine import Engine
+from trainer.distributed import World, derive_seed, max_over_ranks
 
 Embed = Callable[[Tensor], tuple[Tensor, ...]]
 LossAndGradients = Callable[[list[Tensor]], tuple[dict[str, Tensor], list[Tensor]]]
+
+
+class Passes(Protocol):
+    """What gradients are made with (trainer/engine.py): forward passes, each followed by its backward."""
+
+    world: World
+    device: torch.device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def accumulation(self) -> AbstractContextManager[None]: ...
+    def backward(self, loss: Tensor) -> None: ...
+
 
 EMPTY = torch.empty(0, dtype=torch.int64)
 # What starting a micro-batch is worth, as a share of the token budget: less would fill the device badly.
@@ -65,7 +78,7 @@ def micro_batches(lengths: Tensor, *, token_budget: int, packed: bool = False) -
     return list(order.tensor_split(cuts[-2:0:-1]))
 
 
-def accumulate(engine: Engine, chunks: Sequence[Tensor], *, loss_of: Callable[[Tensor], Tensor]) -> None:
+def accumulate(engine: Passes, chunks: Sequence[Tensor], *, loss_of: Callable[[Tensor], Tensor]) -> None:
     """Run each micro-batch's loss and send it back. `loss_of(EMPTY)` must be a zero that went through the engine."""
     count = max_over_ranks(len(chunks), engine.device)
     with engine.accumulation():
@@ -74,7 +87,7 @@ def accumulate(engine: Engine, chunks: Sequence[Tensor], *, loss_of: Callable[[T
 
 
 def grad_cache(
-    engine: Engine,
+    engine: Passes,
     chunks: Sequence[Tensor],
     *,
     embed: Embed,

@@ -70,16 +70,21 @@ _FREE_KEYS = (
 )
 
 
-class Saveable(Protocol):
-    """What a checkpoint is of (trainer/engine.py)."""
+class Loadable(Protocol):
+    """What takes a checkpoint's values."""
 
     world: World
 
     def shapes(self) -> dict[str, list[int]]: ...
+    def load(self, read: Callable[[Piece], Tensor], *, optimizer_steps: int) -> None: ...
+
+
+class Saveable(Loadable, Protocol):
+    """What a checkpoint is of (trainer/engine.py)."""
+
     def optimizer_steps(self) -> int: ...
     def pieces_to_save(self) -> list[Piece]: ...
     def read(self, piece: Piece) -> Tensor: ...
-    def load(self, read: Callable[[Piece], Tensor], *, optimizer_steps: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -183,13 +188,16 @@ class Checkpointer:
         found = [path for path in self.folder.glob("step_*") if path.name.removeprefix("step_").isdigit()]
         return sorted(found, key=_step, reverse=True)
 
-    def load_newest(self, engine: Saveable) -> dict[str, Any] | None:
+    def load_newest(self, engine: Loadable, *, before_step: int | None = None) -> dict[str, Any] | None:
         """Load the newest whole checkpoint into the engine; its state, or None where there is none. All ranks call it.
+
+        before_step: of those before that step only.
 
         Ranks share the hashing of the files, then each reads what it needs of any of them.
         """
         world = engine.world
-        for name in gather_objects([path.name for path in self._all()])[0]:
+        found = [path.name for path in self._all() if before_step is None or _step(path) < before_step]
+        for name in gather_objects(found)[0]:
             path = self.folder / name
             manifest, problem = _read_manifest(path)
             if problem is None:
@@ -300,7 +308,7 @@ class _SavedPieces:
         return values
 
 
-def _open(path: Path, manifest: Mapping[str, Any], engine: Saveable, stack: ExitStack) -> tuple[Any, str | None]:
+def _open(path: Path, manifest: Mapping[str, Any], engine: Loadable, stack: ExitStack) -> tuple[Any, str | None]:
     """A checkpoint's pieces, or why they are not those that the engine needs."""
     try:
         saved = _SavedPieces(path, sorted(manifest["files"]), stack)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from data.collate import SOURCE_STRIDE
+from data.collate import samples_of
 from trainer.distributed import World, gather_objects, sum_over_ranks
 from trainer.faults import Fault
 from trainer.flops import peak_flops
@@ -110,7 +110,7 @@ class Metrics:
             self._losses[name] = self._losses[name] + value if name in self._losses else value
         self._counted += counts
         if self._samples is not None:
-            self._samples.write(json.dumps({"step": step, "samples": _samples_of(batch)}) + "\n")
+            self._samples.write(json.dumps({"step": step, "samples": samples_of(batch)}) + "\n")
             self._samples.flush()
         self._last = {"epoch": epoch, "samples": samples, "lr": lr, "grad_norm": grad_norm}
         self._skipped_steps = skipped_steps
@@ -166,7 +166,7 @@ class Metrics:
 
     def fault(self, kind: Fault, step: int, *, loss: float, own_loss: float, grad_norm: float, batch: Any) -> None:
         """Name a step's samples and each rank's part of the loss; all ranks call it."""
-        samples = _samples_of(batch)
+        samples = samples_of(batch)
         everyone = gather_objects((own_loss, samples))
         skipped = "" if kind == "spike" else "skipped: "
         ranks = [rank for rank, (value, _) in enumerate(everyone) if not math.isfinite(value)]
@@ -217,11 +217,6 @@ def _open_samples(folder: Path, world: World, start_step: int) -> TextIO:
             _forget_after(path, start_step)
     gather_objects(None)  # nobody writes before all are cut
     return (folder / f"rank_{world.rank:05d}.jsonl").open("a", encoding="utf-8")
-
-
-def _samples_of(batch: Any) -> list[list[int]]:
-    """[source, index within it] of each sample."""
-    return [list(divmod(number, SOURCE_STRIDE)) for number in batch.sample_ids.tolist()]
 
 
 def _memory_mib(device: torch.device) -> float:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from data.collate import MaskedBatch, PairBatch, Texts, pad_flat
 from models.masked_autoencoder import IGNORED
-from trainer.backward import accumulate, grad_cache, micro_batches
+from trainer.backward import Passes, accumulate, grad_cache, micro_batches
 from trainer.config import Recipe
 from trainer.distributed import derive_seed, gather_counts, gather_rows, scatter_gradients, sum_over_ranks
-from trainer.engine import Engine
 from trainer.flops import FORWARD_AND_BACKWARD, Shape, encoder_flops, masked_flops
 from trainer.losses import (
     ContrastiveTerms,
@@ -44,7 +43,7 @@ class StepReport:
 
 
 class Objective(Protocol):
-    def forward_backward(self, engine: Engine, batch: Any, step: int) -> StepReport: ...
+    def forward_backward(self, engine: Passes, batch: Any, step: int) -> StepReport: ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class MaskedObjective:
     pad_id: int
     loss_scale: float
 
-    def forward_backward(self, engine: Engine, batch: MaskedBatch, step: int) -> StepReport:
+    def forward_backward(self, engine: Passes, batch: MaskedBatch, step: int) -> StepReport:
         plan = self.schedule(step)
         device = engine.device
         lengths = batch.offsets.diff()
@@ -133,7 +132,7 @@ class ContrastiveObjective:
     score_memory_mib: float
     seed: int
 
-    def forward_backward(self, engine: Engine, batch: PairBatch, step: int) -> StepReport:
+    def forward_backward(self, engine: Passes, batch: PairBatch, step: int) -> StepReport:
         plan = self.schedule(step)
         texts = _concatenate(batch.queries, batch.passages)
         lengths = texts.lengths

@@ -40,6 +40,7 @@ from trainer.loop import Hooks, Plan, TrainState, train
 from trainer.metrics import Metrics
 from trainer.model_folder import embedding_settings, save_model
 from trainer.optim import learning_rate
+from trainer.replay import replay
 from trainer.run_lock import Locked, lock
 from trainer.stopping import STOP_FILE_VARIABLE, Stopped, StopRequests
 from trainer.watchdog import DIED_CODE, Watchdog
@@ -89,6 +90,8 @@ def execute(recipe: Recipe) -> Path:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     check_world(recipe, int(os.environ.get("WORLD_SIZE", "1")))
+    if recipe.debug.replay:
+        recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, resume="required"))
     check_output_folder(recipe)
     if recipe.train.compile and zero_stage(read_ds_config(recipe.engine.ds_config)) == 3:
         raise ConfigError(
@@ -107,7 +110,7 @@ def execute(recipe: Recipe) -> Path:
 
 
 def _run(recipe: Recipe, output: Path, stops: StopRequests) -> tuple[int, str | None]:
-    """(The last step taken, why the run stopped before its end or None)."""
+    """(The last step taken, why the run stopped before its end or None). With debug.replay no step is taken."""
     sources = open_shards(recipe)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     stream = open_stream(recipe, sources, rank=rank, world_size=world_size)
@@ -118,6 +121,9 @@ def _run(recipe: Recipe, output: Path, stops: StopRequests) -> tuple[int, str | 
         stack.callback(stream.close)
         watchdog = stack.enter_context(Watchdog(world, hang_seconds=recipe.train.hang_seconds))
         try:
+            if recipe.debug.replay:
+                replay(recipe, parts, stream, world)
+                return 0, None
             _claim(output, world, stack)
             _write_run_folder(recipe, world)
             engine = Engine(parts.module, recipe, world)

@@ -1,0 +1,176 @@
+"""Numbers that are none, and losses that jump: skipped on all ranks together, named, counted, and looked at again.
+
+Whole runs on two ranks under the real launcher, one launch for those that end by themselves. What a skipped step must
+equal is a run that was told to skip the same step, all its numbers being fine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import load_file
+
+from tests.trainer.support import ROOT, float32_ds_config, launch, recipe_values, with_dropout
+from trainer.faults import Health
+
+STEPS, BATCH = 6, 12
+NAN = {"kind": "nan", "step": 3, "rank": 1}
+NAN_GRADIENT = {"kind": "nan gradient", "step": 3, "rank": 0}
+SKIP = {"kind": "skip", "step": 3}  # told to, on all ranks
+CLOCKED = {"tokens_per_second", "mfu", "data_wait_share", "memory_mib", "seconds", "skipped_steps"}
+ENGINES = ("zero0", "zero1", "zero2", "bf16", "zero3")
+
+
+@pytest.fixture(scope="module")
+def runs(document_shards: Path, tuple_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
+    engines = {f"zero{stage}": str(float32_ds_config(folder, stage)) for stage in range(4)}
+    engines["bf16"] = str(ROOT / "ds_configs/zero1.json")
+    common: dict[str, Any] = {
+        "optim": {"lr": 1e-3, "eps": 1e-8, "schedule": "constant", "warmup_ratio": 0.0},
+        "train": {"steps": STEPS, "micro_batch_size": 3},
+        "checkpoint": {"every_steps": 2, "keep": 9},
+    }
+    tables = {
+        "contrastive": with_dropout(recipe_values(tuple_shards, **common)),
+        "masked": with_dropout(recipe_values(document_shards, objective={"name": "masked"}, **common)),
+    }
+    for task, values in tables.items():
+        (folder / f"{task}.toml").write_text(tomli_w.dumps(values))
+
+    def case(name: str, engine: str, fault: dict[str, Any] | None, *more: str, task: str = "contrastive") -> dict:
+        chosen = [f"--run.output={folder / name}", f"--engine.ds_config={engines[engine]}", *more]
+        return {"task": task, "arguments": ["--config", str(folder / f"{task}.toml"), *chosen], "fault": fault}
+
+    cases = [case("zero0-fine", "zero0", None), case("zero0-again", "zero0", None)]
+    for engine in ENGINES:  # stage 3 comes last: it changes its process
+        task = "masked" if engine == "zero2" else "contrastive"
+        cases.append(case(f"{engine}-skip", engine, SKIP, task=task))
+        cases.append(case(f"{engine}-nan", engine, NAN, task=task))
+        cases.append(case(f"{engine}-gradient", engine, NAN_GRADIENT, task=task))
+    cases.append(case("zero0-nan", "zero0", NAN, "--debug.replay=3", "--resume=auto"))
+    cases.append(case("zero0-gradient", "zero0", NAN_GRADIENT, "--debug.replay=3", "--resume=auto"))
+    cases.append(case("zero0-fine", "zero0", None, "--debug.replay=5", "--resume=auto"))
+    (folder / "cases.json").write_text(json.dumps(cases))
+    launch("tests.trainer.fault_worker", str(folder / "cases.json"), ranks=2)
+    return folder
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def records(run: Path) -> dict[int, dict[str, Any]]:
+    found = [line for line in lines(run) if "lr" in line]
+    return {line["step"]: {key: value for key, value in line.items() if key not in CLOCKED} for line in found}
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("fault", ["nan", "gradient"])
+def test_a_step_without_numbers_is_skipped_on_all_ranks(engine: str, fault: str, runs: Path) -> None:
+    """Weights, moments and draws of every later step are those of a run that left the step out for another reason."""
+    broken, told = runs / f"{engine}-{fault}", runs / f"{engine}-skip"
+    got, want = records(broken), records(told)
+    assert all(got[step] == want[step] for step in range(1, STEPS + 1) if step != 3)
+    assert all(torch.equal(value, weights(told)[name]) for name, value in weights(broken).items())
+    assert lines(broken)[-2]["skipped_steps"] == 1 or lines(broken)[-1]["skipped_steps"] == 1
+
+
+def test_a_skipped_step_makes_a_difference(runs: Path) -> None:
+    """Negative control: the step that is left out would have moved the weights."""
+    skipped, fine = records(runs / "zero0-skip"), records(runs / "zero0-fine")
+    assert all(skipped[step] == fine[step] for step in (1, 2))
+    assert skipped[4]["loss"] != fine[4]["loss"]
+
+
+def test_the_fault_is_named(runs: Path) -> None:
+    # Masked losses are each rank's own; contrastive ones are of all ranks' passages, so there a replay tells the rank.
+    (fault,) = [line for line in lines(runs / "zero2-nan") if "fault" in line]
+    assert (fault["step"], fault["fault"], fault["fault/loss"]) == (3, "non-finite loss", "nan")
+    assert math.isfinite(float(fault["by_rank"][0])) and fault["by_rank"][1] == "nan"
+    assert len({tuple(sample) for sample in fault["samples"]}) == BATCH
+    (fault,) = [line for line in lines(runs / "zero1-gradient") if "fault" in line]
+    assert fault["fault"] == "non-finite gradient" and all(math.isfinite(float(value)) for value in fault["by_rank"])
+    assert not [line for line in lines(runs / "zero0-fine") if "fault" in line]
+
+
+def test_the_same_recipe_gives_the_same_curve(runs: Path) -> None:
+    """To the last bit; test_resume.py has a control with another seed, and compares runs of different processes."""
+    assert records(runs / "zero0-again") == records(runs / "zero0-fine")
+    again = weights(runs / "zero0-again")
+    assert all(torch.equal(value, again[name]) for name, value in weights(runs / "zero0-fine").items())
+
+
+def test_a_replay_finds_where_it_began(runs: Path) -> None:
+    report = json.loads((runs / "zero0-nan" / "replay_step_3.json").read_text())
+    (fault,) = [line for line in lines(runs / "zero0-nan") if "fault" in line]
+    assert (report["step"], report["weights_of_step"], report["losses"]["loss"]) == (3, 2, "nan")
+    first, second = report["ranks"]
+    assert first["first_non_finite_output"] is None
+    assert second["first_non_finite_output"] == "backbone.encoder.layer.1"
+    assert sorted(first["samples"] + second["samples"]) == sorted(fault["samples"])
+
+    report = json.loads((runs / "zero0-gradient" / "replay_step_3.json").read_text())
+    first, second = report["ranks"]
+    assert "BrokenBackward" in first["anomaly"] and second["anomaly"] is None
+    assert math.isfinite(float(report["losses"]["loss"])) and not math.isfinite(float(report["grad_norm"]))
+
+
+def test_a_replay_of_a_good_step_is_that_step(runs: Path) -> None:
+    report, record = json.loads((runs / "zero0-fine" / "replay_step_5.json").read_text()), records(runs / "zero0-fine")
+    assert report["weights_of_step"] == 4
+    for name, value in report["losses"].items():
+        assert float(value) == pytest.approx(record[5][name], rel=1e-6), name
+    assert float(report["grad_norm"]) == pytest.approx(record[5]["grad_norm"], rel=1e-5)
+    assert float(report["grad_norm"]) != pytest.approx(record[4]["grad_norm"], rel=1e-3)  # control: another step's
+    assert (runs / "zero0-fine" / "DONE").is_file(), "a replay changes nothing of the run"
+
+
+def test_a_run_gives_up_after_so_many_in_a_row(runs: Path) -> None:
+    run = runs / "gives-up"
+    values = ["--config", str(runs / "contrastive.toml"), f"--run.output={run}", "--train.max_skipped_steps=1"]
+    engine = f"--engine.ds_config={runs / 'float32_zero1.json'}"
+    case = {"task": "contrastive", "arguments": [*values, engine], "fault": NAN}
+    (runs / "gives-up.json").write_text(json.dumps([case]))
+    ended = launch("tests.trainer.fault_worker", str(runs / "gives-up.json"), ranks=2, expect=3)
+    (sentence,) = [line for line in ended.stderr.splitlines() if line.startswith("error: step")]
+    assert "--debug.replay=3" in sentence and "Traceback" not in ended.stderr
+    assert [path.name for path in (run / "checkpoints").glob("step_*")] == ["step_00000002"]
+    assert not (run / "DONE").exists() and not (run / "STOPPED").exists()
+
+
+def test_counts_in_a_row() -> None:
+    health = Health()
+    for loss, norm in ((1.0, 1.0), (math.nan, 1.0), (1.0, math.inf)):
+        health.observe(loss, grad_norm=norm, spike_deviations=6.0)
+    assert (health.skipped_steps, health.skipped_in_a_row) == (2, 2)
+    health.observe(1.0, grad_norm=1.0, spike_deviations=6.0)
+    assert (health.skipped_steps, health.skipped_in_a_row) == (2, 0)
+
+
+def test_spikes_are_flagged() -> None:
+    draws = torch.Generator().manual_seed(0)
+    losses = (2.0 + 0.1 * torch.randn(200, generator=draws)).tolist()
+    losses[10] = losses[120] = 4.0  # the first one before there is a mean to compare with
+    health = Health()
+    faults = [health.observe(loss, grad_norm=1.0, spike_deviations=6.0) for loss in losses]
+    assert [step for step, fault in enumerate(faults) if fault] == [120]
+    assert health.loss_mean == pytest.approx(2.0, abs=0.1)
+    assert not any(Health().observe(loss, grad_norm=1.0, spike_deviations=0.0) for loss in losses)
+
+
+def test_a_lasting_change_is_flagged_for_a_while_only() -> None:
+    health = Health()
+    losses = [2.0 + 0.1 * (step % 2) for step in range(100)] + [4.0 + 0.1 * (step % 2) for step in range(400)]
+    faults = [health.observe(loss, grad_norm=1.0, spike_deviations=6.0) for loss in losses]
+    assert faults[100] == "spike" and not any(faults[-100:])
