@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
+from data.errors import DataError
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from tests.trainer.support import float32_ds_config, launch, recipe_of, recipe_values
 from trainer.config import ConfigError, LogConfig, Recipe, as_toml
@@ -30,6 +31,7 @@ from trainer.dashboard import (
     shown_sizes,
     texts_of,
 )
+from trainer.run import execute
 from trainer.sinks import RESULTS_RUN, check_sinks, tensorboard_place
 
 CUPS = ["demi", "short", "tall", "grande", "venti", "trenta"]
@@ -325,6 +327,18 @@ def test_what_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         check_sinks(LogConfig(mlflow=True))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.example.org")
     check_sinks(LogConfig(mlflow=True, wandb=True))
+
+
+def test_it_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.sinks.find_spec", lambda package: None)
+    values = six_sizes("nowhere", tmp_path / "run")
+    # Negative control: without it, the next mistake is found.
+    with pytest.raises(DataError, match="nowhere"):
+        execute(recipe_of(values))
+    values["log"]["wandb"] = True
+    with pytest.raises(ConfigError, match="needs the package wandb"):
+        execute(recipe_of(values))
+    assert not (tmp_path / "run").exists()
 
 
 def _service_run(recipe: Recipe) -> dict[str, str]:
