@@ -166,18 +166,20 @@ def shown_sizes(recipe: Recipe) -> list[str]:
 def layout_of(recipe: Recipe) -> Layout:
     """The Custom Scalars tab: categories of charts, each of the tags that its patterns match."""
     objective, evaluation = recipe.objective, recipe.evaluation
+    # Runs of both objectives are often under one folder, and TensorBoard shows the charts of all: so a place for each.
     if objective.name == "masked":
-        sizes = {"encoder loss by size": ["^losses/encoder"]}
+        title, losses = "Losses by size, pre-training", {"encoder loss": ["^losses/encoder"]}
         if objective.decoder:
-            sizes["decoder loss by size"] = ["^losses/decoder"]
+            losses["decoder loss"] = ["^losses/decoder"]
     else:
-        sizes = {"loss by size": ["^losses/contrastive"]}
+        title, losses = "Losses by size, fine-tuning", {"loss": ["^losses/contrastive"]}
         if objective.kl != "none":
-            sizes["KL to the full size, by size"] = ["^losses/kl"]
+            losses["KL to the full size"] = ["^losses/kl"]
     metrics = ["spearman"] * bool(evaluation.sts) + ["ndcg_cut_10", "recip_rank_10"] * bool(evaluation.beir)
-    sizes |= {f"{METRIC_LABELS[metric]} by size": [f"^evaluation/.*/{metric}$"] for metric in metrics}
+    scores = {METRIC_LABELS[metric]: [f"^evaluation/.*/{metric}$"] for metric in metrics}
     return {
-        "Sizes": sizes,
+        title: losses,
+        **({"Evaluation by size": scores} if scores else {}),
         "Training": {
             "loss, all sizes together": ["^train/loss$"],
             "learning rate": ["^train/lr$"],

@@ -161,15 +161,20 @@ def _check_layout(main: EventAccumulator, places: set[tuple[str, str]]) -> None:
     """Every curve is in a chart, all sizes of one quantity in the same, and no chart mixes quantities."""
     (tensor,) = main.Tensors("custom_scalars__config__")
     layout = layout_pb2.Layout.FromString(tensor.tensor_proto.string_val[0])
-    assert [category.title for category in layout.category] == ["Sizes", "Training", "Speed"]
+    assert [category.title for category in layout.category] == [
+        "Losses by size, fine-tuning",
+        "Evaluation by size",
+        "Training",
+        "Speed",
+    ]
     charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
     seen: dict[str, set[tuple[str, str]]] = {
         title: {place for place in places if any(re.compile(pattern).match(place[1]) for pattern in patterns)}
         for title, patterns in charts.items()
     }
     assert set().union(*seen.values()) == places
-    assert len(seen["loss by size"]) == len(seen["nDCG@10 by size"]) == len(seen["MRR@10 by size"]) == 6
-    assert len(seen["KL to the full size, by size"]) == 5
+    assert len(seen["loss"]) == len(seen["nDCG@10"]) == len(seen["MRR@10"]) == 6
+    assert len(seen["KL to the full size"]) == 5
     for title, matched in seen.items():
         if title.startswith("shares"):
             assert len(matched) == 2
@@ -231,12 +236,18 @@ def test_sizes_with_a_line_of_their_own(sizes: str, names: list[str]) -> None:
 
 
 def test_the_layout_follows_the_recipe() -> None:
-    masked = recipe_of(recipe_values("shards", objective={"name": "masked"}))
-    assert list(layout_of(masked)["Sizes"]) == ["encoder loss by size", "decoder loss by size"]
-    plain = recipe_of(recipe_values("shards", objective={"name": "masked", "decoder": False}))
-    assert list(layout_of(plain)["Sizes"]) == ["encoder loss by size"]
-    sts = recipe_of(recipe_values("shards", objective={"kl": "none"}, evaluation={"sts": ["x.tsv"]}))
-    assert list(layout_of(sts)["Sizes"]) == ["loss by size", "Spearman by size"]
+    def by_size(**sections: Any) -> dict[str, list[str]]:
+        layout = layout_of(recipe_of(recipe_values("shards", **sections)))
+        return {title: list(charts) for title, charts in layout.items() if title not in ("Training", "Speed")}
+
+    pre_training, fine_tuning = "Losses by size, pre-training", "Losses by size, fine-tuning"
+    assert by_size(objective={"name": "masked"}) == {pre_training: ["encoder loss", "decoder loss"]}
+    assert by_size(objective={"name": "masked", "decoder": False}) == {pre_training: ["encoder loss"]}
+    assert by_size() == {fine_tuning: ["loss", "KL to the full size"]}
+    assert by_size(objective={"kl": "none"}, evaluation={"sts": ["x.tsv"]}) == {
+        fine_tuning: ["loss"],
+        "Evaluation by size": ["Spearman"],
+    }
 
 
 def test_settings_are_of_the_objective_and_plain() -> None:
