@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 import statistics
 import sys
 import time
@@ -119,9 +120,12 @@ def _recipe(folder: Path) -> dict[str, Any]:
         hint = f"it holds runs: {', '.join(below)}" if below else "name the folders of runs (run.output in a recipe)"
         raise ConfigError(f"{folder} is no run: it has no recipe.toml; {hint}")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is damaged ({error}); a run writes it anew when it is started") from None
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        _ladder = Recipe(model=ModelConfig(ladder=values["model"]["ladder"])).ladder  # refuses what is none
+    except (ValueError, KeyError, TypeError) as error:
+        problem = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise ConfigError(f"{path} is damaged ({problem}); a run writes it anew when it is started") from None
+    return values
 
 
 def _records(path: Path) -> tuple[list[Record], int]:
@@ -203,9 +207,10 @@ def _checkpoint_seconds(records: Sequence[Record], recipe: Mapping[str, Any], st
 def _sizes(recipe: Mapping[str, Any], newest: Record, evaluation: Record) -> list[SizeStatus]:
     """The ladder's sizes, and others that the newest step trained, smallest first."""
     ladder = Recipe(model=ModelConfig(ladder=recipe["model"]["ladder"])).ladder
-    trained = {rest for first, _, rest in (name.partition("/") for name in newest) if first in _LOSSES and rest}
+    parts = [name.partition("/") for name in newest]
+    others = {rest for first, _, rest in parts if first in _LOSSES and re.fullmatch(r"\d+x\d+", rest)}
     found = []
-    for size in sorted({*ladder, *(ladder.find(name) for name in trained)}):
+    for size in sorted({*ladder, *map(ladder.find, others)}):
         name = ladder.name(size)
         losses = {first: newest[f"{first}/{name}"] for first in _LOSSES if f"{first}/{name}" in newest}
         scores = {
@@ -415,6 +420,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(args.watch)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename} cannot be read ({error.strerror}); ask its owner", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -253,16 +253,33 @@ def test_watching_ends_with_the_runs(
         (lambda folder: folder, "it holds runs: "),
         (lambda folder: folder / "empty", "it has no recipe.toml; name the folders of runs"),
         (lambda folder: folder / "damaged", "recipe.toml is damaged"),
+        (lambda folder: folder / "foreign", "recipe.toml is damaged (it has no 'model')"),
+        (lambda folder: folder / "shrinking", "the ladder does not increase"),
     ],
 )
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Any, said: str) -> None:
     plant(tmp_path / "run", [step(10)])
     (tmp_path / "empty").mkdir()
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "recipe.toml").write_text("[model")
+    recipes = {"damaged": "[model", "foreign": "[tool]", "shrinking": "[model]\nladder = [[2, 32], [1, 64]]"}
+    for name, text in recipes.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.toml").write_text(text)
     assert main([str(make(tmp_path))]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and len(err.splitlines()) == 1 and said in err
+
+
+def test_what_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = plant(tmp_path / "run", [step(10)])
+
+    def refuse(path: Path, *arguments: Any, **named: Any) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert main([str(run)]) == 2
+    assert capsys.readouterr().err == f"error: {run}/recipe.toml cannot be read (Permission denied); ask its owner\n"
 
 
 def test_watch_wants_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
