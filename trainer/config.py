@@ -148,6 +148,8 @@ class CheckpointConfig:
 class LogConfig:
     every_steps: int = 10
     tensorboard: bool = True
+    wandb: bool = False  # Weights & Biases; needs the package wandb
+    mlflow: bool = False  # needs the package mlflow, and the server's address in MLFLOW_TRACKING_URI
     spike_deviations: float = 6.0  # a loss so many deviations above the running mean is flagged; 0: none
     samples: bool = False  # write down which samples each step was of, in samples/rank_*.jsonl
 
@@ -159,6 +161,7 @@ class EvaluationConfig:
     beir: list[str] = field(default_factory=list)  # BEIR folders
     split: str = "test"
     max_documents: int = 0  # of a BEIR corpus, the judged ones always among them; 0: all
+    grid: bool = False  # during training: every pair of the ladder's layers and dimensions, for the heat map
 
 
 @dataclass(frozen=True)

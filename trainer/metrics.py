@@ -1,4 +1,4 @@
-"""What a person watches: TensorBoard, metrics.jsonl and a progress bar, all from one record a logged step.
+"""What a person watches: metrics.jsonl, a progress bar and the dashboard, all from one record a logged step.
 
 Records are means over the steps since the last one. `metrics.jsonl` has one JSON object a line with: step, epoch,
 samples; loss and its parts by size; lr; grad_norm (before clipping, of the last step); tokens_per_second
@@ -25,6 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.collate import samples_of
+from trainer.dashboard import Dashboard
 from trainer.distributed import World, gather_objects, sum_over_ranks
 from trainer.faults import Fault
 from trainer.flops import peak_flops
@@ -44,7 +45,7 @@ class Metrics:
         every_steps: int,
         total_steps: int,
         start_step: int,
-        tensorboard: bool,
+        dashboard: Dashboard | None,
         samples: bool = False,
     ) -> None:
         """samples: write down which samples each step was of, a file a rank."""
@@ -55,17 +56,14 @@ class Metrics:
         self._last: dict[str, Any] = {}
         self._skipped_steps = 0
         self._clear()
-        self._file = self._board = self._bar = None
+        self._dashboard = dashboard  # rank 0's
+        self._file = self._bar = None
         self._samples = _open_samples(folder / "samples", world, start_step) if samples else None
         if not world.is_main:
             return
         path = folder / "metrics.jsonl"
         _forget_after(path, start_step)
         self._file = path.open("a", encoding="utf-8")
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1)
         self._bar = tqdm(
             total=total_steps,
             initial=start_step,
@@ -81,10 +79,6 @@ class Metrics:
         self._work = [0.0, 0.0, 0.0]  # tokens, padded tokens, FLOPs
         self._seconds = self._wait_seconds = 0.0
         self._steps = self._counted = 0
-
-    def text(self, tag: str, text: str) -> None:
-        if self._board is not None:
-            self._board.add_text(tag, text)
 
     def update(
         self,
@@ -194,17 +188,15 @@ class Metrics:
 
     def _write(self, record: dict[str, Any]) -> None:
         self._write_line(record)
-        if self._board is not None:
-            for name, value in record.items():
-                if name != "step":
-                    self._board.add_scalar(name if "/" in name else f"train/{name}", value, record["step"])
+        if self._dashboard is not None:
+            self._dashboard.record(record)
         if self._bar is not None and "loss" in record:
             self._bar.set_postfix(
                 loss=f"{record['loss']:.3f}", tok_s=f"{record['tokens_per_second']:.0f}", refresh=False
             )
 
     def close(self) -> None:
-        for sink in (self._file, self._board, self._bar, self._samples):
+        for sink in (self._file, self._dashboard, self._bar, self._samples):
             if sink is not None:
                 sink.close()
 

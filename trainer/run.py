@@ -31,6 +31,7 @@ from trainer.build import ModelParts, build_model, build_objective, open_shards,
 from trainer.checkpoint import Checkpointer, check_output_folder, no_checkpoint
 from trainer.command import MISTAKE_CODE, USER_MISTAKES
 from trainer.config import ConfigError, Recipe, as_toml, check_world, load_recipe
+from trainer.dashboard import open_dashboard
 from trainer.distributed import World, gather_objects, start
 from trainer.engine import Engine, multiplies_in_bf16, read_ds_config, zero_stage
 from trainer.evaluation.during_training import Evaluator
@@ -42,6 +43,7 @@ from trainer.model_folder import embedding_settings, save_model
 from trainer.optim import learning_rate
 from trainer.replay import replay
 from trainer.run_lock import Locked, lock
+from trainer.sinks import check_sinks
 from trainer.stopping import STOP_FILE_VARIABLE, Stopped, StopRequests
 from trainer.watchdog import DIED_CODE, Watchdog
 
@@ -93,6 +95,7 @@ def execute(recipe: Recipe) -> Path:
     if recipe.debug.replay:
         recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, resume="required"))
     check_output_folder(recipe)
+    check_sinks(recipe.log)
     if recipe.train.compile and zero_stage(read_ds_config(recipe.engine.ds_config)) == 3:
         raise ConfigError(
             f"train.compile = true does not go with {recipe.engine.ds_config}, whose stage 3 fetches weights layer by "
@@ -170,10 +173,9 @@ def _train(
         every_steps=recipe.log.every_steps,
         total_steps=total_steps,
         start_step=state.step,
-        tensorboard=recipe.log.tensorboard,
+        dashboard=open_dashboard(recipe, start_step=state.step) if world.is_main else None,
         samples=recipe.log.samples,
     )
-    metrics.text("recipe", "    " + as_toml(recipe).replace("\n", "\n    "))
     plan = _plan(recipe, total_steps, evaluates=evaluator.has_tasks)
     evaluate = functools.partial(evaluator.run, engine, parts.tokenizer, world)
 

@@ -208,10 +208,13 @@ def test_records(runs: Path) -> None:
 
 def test_tensorboard_shows_the_records(runs: Path) -> None:
     run = runs / "srl_bf16-resumed"
-    events = EventAccumulator(str(run / "tensorboard"))
-    events.Reload()
-    for name in ("loss", "loss/1x16", "kl/1x16", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_mib"):
-        scalars = events.Scalars(name if "/" in name else f"train/{name}")
+    places = {name: (".", f"train/{name}") for name in ("loss", "lr", "grad_norm")}
+    places |= {name: (".", f"speed/{name}") for name in ("tokens_per_second", "mfu", "memory_mib")}
+    places |= {"loss/1x16": ("1_1x16", "losses/contrastive"), "kl/1x16": ("1_1x16", "losses/kl")}
+    for name, (folder, tag) in places.items():
+        events = EventAccumulator(str(run / "tensorboard" / folder))
+        events.Reload()
+        scalars = events.Scalars(tag)
         assert [scalar.step for scalar in scalars] == list(range(1, STEPS + 1))
         assert [scalar.value for scalar in scalars] == pytest.approx([line[name] for line in lines_of(run)])
 

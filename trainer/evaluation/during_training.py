@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from models.encoder import EmbeddingSettings
+from models.sizes import Size
 from trainer.config import Recipe
 from trainer.distributed import World
 from trainer.engine import Engine
@@ -26,6 +27,7 @@ class Evaluator:
     settings: EmbeddingSettings
     sts: tuple[STSTask, ...]
     retrieval: tuple[RetrievalData, ...]
+    grid: bool = False  # all of the ladder's layers × its dimensions, not its own sizes alone
 
     @classmethod
     def of(cls, recipe: Recipe, settings: EmbeddingSettings) -> Evaluator:
@@ -34,6 +36,7 @@ class Evaluator:
             settings,
             tuple(read_sts(path) for path in chosen.sts),
             tuple(load_beir(path, split=chosen.split, max_documents=chosen.max_documents) for path in chosen.beir),
+            chosen.grid,
         )
 
     @property
@@ -42,7 +45,9 @@ class Evaluator:
 
     def run(self, engine: Engine, tokenizer: Any, world: World) -> dict[str, float]:
         """task/metric/size -> score. Every rank must call it; retrieval scores are rank 0's only."""
-        sizes = list(self.settings.sizes)
+        ladder = self.settings.sizes
+        # One pass gives all of them: a size is a slice.
+        sizes = [Size(a.layers, b.dim) for a in ladder for b in ladder] if self.grid else list(ladder)
 
         def forward(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
             return engine(input_ids, attention_mask, sizes=sizes)

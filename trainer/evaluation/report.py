@@ -128,7 +128,15 @@ def plot_score_by_size(
 def plot_heat_map(
     values: Mapping[Size, float], path: str | Path, *, title: str, label: str, difference: bool = False
 ) -> Path:
-    """Layers up, dimensions across, the number in each cell. `difference`: colours centred on zero."""
+    """`draw_heat_map` as a file."""
+    return _save(draw_heat_map(values, title=title, label=label, difference=difference), path)
+
+
+def draw_heat_map(values: Mapping[Size, float], *, title: str, label: str, difference: bool = False) -> Any:
+    """Layers up, dimensions across, the number in each cell. `difference`: colours centred on zero.
+
+    The matplotlib figure is the caller's to close (`close_figure`).
+    """
     plt = _pyplot()
     layers = sorted({size.layers for size in values})
     dims = sorted({size.dim for size in values})
@@ -157,7 +165,7 @@ def plot_heat_map(
     axes.set_ylabel("layers")
     axes.set_title(title)
     figure.colorbar(image, ax=axes, label=label)
-    return _save(figure, path)
+    return figure
 
 
 def plot_records(records: Sequence[Record], folder: str | Path) -> list[Path]:
@@ -209,5 +217,10 @@ def _save(figure: Any, path: str | Path) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
-    _pyplot().close(figure)
+    close_figure(figure)
     return path
+
+
+def close_figure(figure: Any) -> None:
+    """Figures are kept until they are closed."""
+    _pyplot().close(figure)

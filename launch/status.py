@@ -1,0 +1,445 @@
+"""Command: how runs are doing, as a table in a terminal.
+
+    python -m launch.status RUN…  [--watch SECONDS] [--json]
+
+One run: its state, speed, and a row a size. Several: a row each. Everything is read from the run folders, so it works
+on a login node without torch, while the run goes on or long after. What a run is doing is decided by its files alone:
+
+    done       DONE is there
+    stopped    STOPPED is there (it says why), or the run has reached train.stop_at_step
+    starting   no step is logged yet
+    running    something was written lately: within ten minutes, or four times what logged steps are apart
+    silent     nothing was written for longer than that: look at its log, then start it again with --resume auto
+
+Time left is the remaining steps at the pace of the newest ones plus the checkpoints due; evaluations come on top.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+import statistics
+import sys
+import time
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.config import ConfigError, ModelConfig, Recipe
+
+_PATIENCE_SECONDS = 600.0
+_PATIENCE_RECORDS = 4.0
+_NEWEST_RECORDS = 10
+_SCORES = {"ndcg_cut_10": "nDCG@10", "recip_rank_10": "MRR@10", "spearman": "Spearman"}
+_HEADLINES = ("ndcg_cut_10", "spearman")
+_LOSSES = ("encoder", "decoder", "loss", "kl")  # first parts of the names of what is measured at every size
+_SLOW_FEED = 0.2
+_MUCH_PADDING = 0.5
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SizeStatus:
+    """The newest numbers of one size."""
+
+    name: str
+    layers: int
+    dim: int
+    losses: dict[str, float]  # "encoder", "decoder", "loss", "kl"
+    scores: dict[str, float]  # "task/metric"
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What a run folder tells; None: not known (yet)."""
+
+    run: str
+    state: str
+    reason: str | None  # of a stop
+    seconds_since_written: float
+    step: int
+    total_steps: int | None
+    total_is_estimated: bool  # by epochs, from the place in the data
+    epoch: float | None
+    seconds_left: float | None
+    newest: dict[str, float]  # the newest logged step's numbers that are not by size
+    sizes: list[SizeStatus]
+    evaluation_step: int | None
+    checkpoint_step: int | None
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_status(folder: Path, *, now: float) -> RunStatus:
+    """`now`: seconds since the epoch, the clock of the files' times."""
+    recipe = _recipe(folder)
+    records, damaged = _records(folder / "metrics.jsonl")
+    # Lines of evaluations, checkpoints and faults have no place in the data.
+    steps = [record for record in records if "epoch" in record]
+    newest = steps[-1] if steps else {}
+    step = int(newest.get("step", 0))
+    total, estimated = _total_steps(recipe, newest)
+    checkpoint = _newest_checkpoint(folder / "checkpoints")
+    age = max(0.0, now - _written_at(folder))
+    state, reason = _state(folder, recipe, steps, step=step, age_seconds=age)
+    scored = [record for record in records if any(name.startswith("evaluation/") for name in record)]
+    evaluation = scored[-1] if scored else {}
+    left = None
+    if state == "running" and total is not None:
+        left = max(0, total - step) * _seconds_a_step(steps) + _checkpoint_seconds(records, recipe, step, total)
+    return RunStatus(
+        run=str(folder),
+        state=state,
+        reason=reason,
+        seconds_since_written=age,
+        step=step,
+        total_steps=total,
+        total_is_estimated=estimated,
+        epoch=newest.get("epoch"),
+        seconds_left=left,
+        newest={name: value for name, value in newest.items() if "/" not in name and _is_number(value)},
+        sizes=_sizes(recipe, newest, evaluation),
+        evaluation_step=evaluation.get("step"),
+        checkpoint_step=checkpoint,
+        warnings=_warnings(recipe, records, steps, damaged=damaged, state=state, step=step, checkpoint=checkpoint),
+    )
+
+
+def _recipe(folder: Path) -> dict[str, Any]:
+    """The resolved recipe as tables. Not checked: a run of another version may have other keys."""
+    path = folder / "recipe.toml"
+    if not path.is_file():
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is no folder; name the folders of runs (run.output in their recipes)")
+        below = sorted(str(found.parent) for found in folder.glob("*/recipe.toml"))
+        hint = f"it holds runs: {', '.join(below)}" if below else "name the folders of runs (run.output in a recipe)"
+        raise ConfigError(f"{folder} is no run: it has no recipe.toml; {hint}")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        _ladder = Recipe(model=ModelConfig(ladder=values["model"]["ladder"])).ladder  # refuses what is none
+    except (ValueError, KeyError, TypeError) as error:
+        problem = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise ConfigError(f"{path} is damaged ({problem}); a run writes it anew when it is started") from None
+    return values
+
+
+def _records(path: Path) -> tuple[list[Record], int]:
+    """The lines of metrics.jsonl, and how many are damaged. A last line may still be being written: it is left out."""
+    if not path.is_file():
+        return [], 0
+    records, damaged = [], 0
+    text = path.read_text(encoding="utf-8", errors="replace")
+    whole, newline, _ = text.rpartition("\n")
+    for line in whole.splitlines() if newline else []:
+        try:
+            record = json.loads(line)
+            records.append(record if isinstance(record["step"], int) else {})
+        except (json.JSONDecodeError, KeyError, TypeError):
+            damaged += 1
+    return [record for record in records if record], damaged
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _total_steps(recipe: Mapping[str, Any], newest: Record) -> tuple[int | None, bool]:
+    """Steps of the whole run, and whether that is a reckoning by epochs."""
+    train = recipe.get("train", {})
+    if train.get("steps"):
+        return int(train["steps"]), False
+    if newest.get("epoch"):
+        return max(int(newest["step"]), round(newest["step"] * train.get("epochs", 1.0) / newest["epoch"])), True
+    return None, False
+
+
+def _newest_checkpoint(folder: Path) -> int | None:
+    found = [path.parent.name for path in folder.glob("step_*/manifest.json")]
+    return max((int(name.removeprefix("step_")) for name in found if name[5:].isdigit()), default=None)
+
+
+def _written_at(folder: Path) -> float:
+    """When the run last wrote: its records, checkpoints and descriptions."""
+    candidates = [folder / name for name in ("metrics.jsonl", "recipe.toml", "environment.json", "checkpoints", "DONE")]
+    candidates += (folder / "checkpoints").glob("*")
+    return max(path.stat().st_mtime for path in candidates if path.exists())
+
+
+def _state(
+    folder: Path, recipe: Mapping[str, Any], steps: Sequence[Record], *, step: int, age_seconds: float
+) -> tuple[str, str | None]:
+    if (folder / "DONE").exists():
+        return "done", None
+    if (folder / "STOPPED").exists():
+        try:
+            return "stopped", str(json.loads((folder / "STOPPED").read_text(encoding="utf-8"))["reason"])
+        except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError):
+            return "stopped", None
+    if 0 < recipe.get("train", {}).get("stop_at_step", 0) <= step:
+        return "stopped", "train.stop_at_step"
+    apart = _seconds_a_step(steps) * recipe.get("log", {}).get("every_steps", 1)
+    if age_seconds > max(_PATIENCE_SECONDS, _PATIENCE_RECORDS * apart):
+        return "silent", None
+    return ("running" if steps else "starting"), None
+
+
+def _seconds_a_step(steps: Sequence[Record]) -> float:
+    """The mean of the newest records, slow ones among them: they come again."""
+    known = [record["seconds"] for record in steps[-_NEWEST_RECORDS:] if _is_number(record.get("seconds"))]
+    return statistics.mean(known) if known else 0.0
+
+
+def _checkpoint_seconds(records: Sequence[Record], recipe: Mapping[str, Any], step: int, total: int) -> float:
+    """What the checkpoints still to be written will take."""
+    known = [record["checkpoint/seconds"] for record in records if "checkpoint/seconds" in record]
+    every = recipe.get("checkpoint", {}).get("every_steps", 0)
+    if not known or not every:
+        return 0.0
+    due = total // every - step // every + (1 if total % every else 0)
+    return max(0, due) * statistics.mean(known[-_NEWEST_RECORDS:])
+
+
+def _sizes(recipe: Mapping[str, Any], newest: Record, evaluation: Record) -> list[SizeStatus]:
+    """The ladder's sizes, and others that the newest step trained, smallest first."""
+    ladder = Recipe(model=ModelConfig(ladder=recipe["model"]["ladder"])).ladder
+    parts = [name.partition("/") for name in newest]
+    others = {rest for first, _, rest in parts if first in _LOSSES and re.fullmatch(r"\d+x\d+", rest)}
+    found = []
+    for size in sorted({*ladder, *map(ladder.find, others)}):
+        name = ladder.name(size)
+        losses = {first: newest[f"{first}/{name}"] for first in _LOSSES if f"{first}/{name}" in newest}
+        scores = {
+            key.removeprefix("evaluation/").rpartition("/")[0]: value
+            for key, value in evaluation.items()
+            if key.startswith("evaluation/") and key.rpartition("/")[2] == name
+        }
+        if losses or scores:
+            found.append(SizeStatus(name, size.layers, size.dim, losses, scores))
+    return found
+
+
+def _warnings(
+    recipe: Mapping[str, Any],
+    records: Sequence[Record],
+    steps: Sequence[Record],
+    *,
+    damaged: int,
+    state: str,
+    step: int,
+    checkpoint: int | None,
+) -> list[str]:
+    found = []
+    newest = steps[-1] if steps else {}
+    if bad := [name for name in ("loss", "grad_norm") if name in newest and not math.isfinite(newest[name])]:
+        found.append(f"{' and '.join(bad)} not finite at step {step}")
+    if skipped := newest.get("skipped_steps", 0):
+        found.append(f"{_count(skipped, 'step')} skipped{_newest_fault(records, spike=False)}")
+    if spikes := sum(record.get("fault") == "spike" for record in records):
+        found.append(f"{_count(spikes, 'spike')} of the loss{_newest_fault(records, spike=True)}")
+    recent = steps[-_NEWEST_RECORDS:]
+    waiting = [record["data_wait_share"] for record in recent if "data_wait_share" in record]
+    if waiting and statistics.median(waiting) > _SLOW_FEED:
+        found.append(f"{statistics.median(waiting):.0%} of the time waits for data: raise data.num_workers")
+    padding = [record["padding_share"] for record in recent if "padding_share" in record]
+    if padding and statistics.median(padding) > _MUCH_PADDING:
+        found.append(f"{statistics.median(padding):.0%} of the tokens computed are padding")
+    every = recipe.get("checkpoint", {}).get("every_steps", 0)
+    if every and state != "done" and step - (checkpoint or 0) > 2 * every:
+        found.append(f"the newest checkpoint is {step - (checkpoint or 0):,} steps old, of {every:,} wanted")
+    if damaged:
+        found.append(f"{_count(damaged, 'damaged line')} in metrics.jsonl")
+    return found
+
+
+def _newest_fault(records: Sequence[Record], *, spike: bool) -> str:
+    faults = [record for record in records if "fault" in record and (record["fault"] == "spike") == spike]
+    if not faults:
+        return ""
+    kind = "" if spike else f"{faults[-1]['fault']} "
+    return f", the newest: {kind}at step {faults[-1]['step']:,}"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def as_text(runs: Sequence[RunStatus], *, now: float) -> str:
+    """One run in full, several as a row each."""
+    return _details(runs[0], now) if len(runs) == 1 else _rows(runs, now)
+
+
+def _details(run: RunStatus, now: float) -> str:
+    newest = run.newest
+    lines = [f"{run.run}: {_state_words(run, now)}, {_progress(run)}"]
+    facts = [
+        _fact(newest, "loss", "loss {:.4g}"),
+        _fact(newest, "lr", "learning rate {:.3g}"),
+        _fact(newest, "grad_norm", "gradient norm {:.3g}"),
+        f"last written {_duration(run.seconds_since_written)} ago",
+    ]
+    lines.append("  " + " · ".join(filter(None, facts)))
+    speed = [
+        _fact(newest, "tokens_per_second", "{:,.0f} tokens/s"),
+        _fact(newest, "mfu", "MFU {:.1%}"),
+        _fact(newest, "seconds", "{:.3g} s a step"),
+        _fact(newest, "padding_share", "padding {:.1%}"),
+        _fact(newest, "data_wait_share", "waiting for data {:.1%}"),
+        _fact(newest, "memory_mib", "{:,.0f} MiB"),
+    ]
+    if any(speed):
+        lines.append("  " + " · ".join(filter(None, speed)))
+    kept = "none yet" if run.checkpoint_step is None else f"step {run.checkpoint_step:,}"
+    scored = "" if run.evaluation_step is None else f" · evaluated at step {run.evaluation_step:,}"
+    lines.append(f"  newest checkpoint: {kept}{scored}")
+    if run.sizes:
+        losses = [name for name in _LOSSES if any(name in size.losses for size in run.sizes)]
+        scores = list(dict.fromkeys(name for size in run.sizes for name in size.scores))
+        header = ["size", "layers", "dim", *losses, *(_score_label(name) for name in scores)]
+        table = [
+            [
+                size.name,
+                str(size.layers),
+                str(size.dim),
+                *(_number(size.losses.get(name)) for name in losses),
+                *(_number(size.scores.get(name)) for name in scores),
+            ]
+            for size in run.sizes
+        ]
+        lines += ["", *("  " + line for line in _table(header, table, text_columns=1))]
+    lines += [f"  warning: {warning}" for warning in run.warnings]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(runs: Sequence[RunStatus], now: float) -> str:
+    table = []
+    for run in runs:
+        loss = next((name for name in _LOSSES if any(name in size.losses for size in run.sizes)), "loss")
+        score = next((s for size in run.sizes for s in size.scores if s.rpartition("/")[2] in _HEADLINES), "")
+        table.append(
+            [
+                run.run,
+                _state_words(run, now),
+                f"{run.step:,}" + (f" of {'≈' * run.total_is_estimated}{run.total_steps:,}" if run.total_steps else ""),
+                "–" if run.seconds_left is None else _duration(run.seconds_left),
+                _number(run.newest.get("loss")),
+                _by_size(run.sizes, [size.losses.get(loss) for size in run.sizes]),
+                _by_size(run.sizes, [size.scores.get(score) for size in run.sizes]),
+                _fact(run.newest, "tokens_per_second", "{:,.0f}") or "–",
+                _fact(run.newest, "mfu", "{:.1%}") or "–",
+                "–" if run.checkpoint_step is None else f"{run.checkpoint_step:,}",
+            ]
+        )
+    header = ["run", "state", "step", "left", "loss", "loss by size", "score by size", "tokens/s", "MFU", "saved"]
+    lines = list(_table(header, table, text_columns=2))
+    lines += [f"{run.run}: warning: {warning}" for run in runs for warning in run.warnings]
+    return "\n".join(lines) + "\n"
+
+
+def _state_words(run: RunStatus, now: float) -> str:
+    if run.state == "silent":
+        clock = "%H:%M" if run.seconds_since_written < 12 * 3600 else "%Y-%m-%d %H:%M"
+        return f"silent since {time.strftime(clock, time.localtime(now - run.seconds_since_written))}"
+    return f"stopped ({run.reason})" if run.reason else run.state
+
+
+def _progress(run: RunStatus) -> str:
+    total = "" if run.total_steps is None else f" of {'about ' * run.total_is_estimated}{run.total_steps:,}"
+    share = f" ({run.step / run.total_steps:.0%})" if run.total_steps else ""
+    epoch = "" if run.epoch is None else f", epoch {run.epoch:.2f}"
+    left = "" if run.seconds_left is None else f", {_duration(run.seconds_left)} left"
+    return f"step {run.step:,}{total}{share}{epoch}{left}"
+
+
+def _fact(values: Mapping[str, float], name: str, form: str) -> str:
+    return form.format(values[name]) if name in values else ""
+
+
+def _by_size(sizes: Sequence[SizeStatus], values: Sequence[float | None]) -> str:
+    """The values of all sizes, smallest first, in one cell."""
+    return " ".join(_number(value, digits=3) for value in values) if any(v is not None for v in values) else "–"
+
+
+def _score_label(name: str) -> str:
+    task, _, metric = name.rpartition("/")
+    return f"{task} {_SCORES.get(metric, metric)}"
+
+
+def _number(value: float | None, *, digits: int = 4) -> str:
+    if value is None:
+        return "–"
+    if abs(value) < 1:
+        return f"{value:.{digits}f}"
+    return f"{value:.{digits - 1}f}" if abs(value) < 100 else f"{value:.{digits}g}"
+
+
+def _duration(seconds: float) -> str:
+    """Two units at most: "3 min 10 s"."""
+    whole = round(seconds)
+    for unit, next_unit, size, next_size in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
+        if whole >= size:
+            rest = whole % size // next_size
+            return f"{whole // size} {unit}" + (f" {rest} {next_unit}" if rest else "")
+    return f"{whole} s"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns: int) -> Iterable[str]:
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    for number, line in enumerate(lines):
+        cells = [c.ljust(w) if i < text_columns else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))]
+        yield "  ".join(cells).rstrip()
+        if number == 0:
+            yield "  ".join("─" * width for width in widths)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.status", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
+    parser.add_argument("--watch", type=float, metavar="SECONDS", help="again every so often, until all are done")
+    parser.add_argument("--json", action="store_true", help="everything, as a list of objects")
+    args = parser.parse_args(argv)
+    try:
+        if args.watch is not None and not args.watch > 0:
+            raise ConfigError(f"--watch {args.watch} must be above 0 seconds")
+        while True:
+            now = time.time()
+            runs = [read_status(Path(run), now=now) for run in args.runs]
+            text = _json(runs) if args.json else as_text(runs, now=now)
+            if args.watch is not None and not args.json and sys.stdout.isatty():
+                print("\033[H\033[2J", end="")
+            print(text, end="", flush=True)
+            if args.watch is None or all(run.state == "done" for run in runs):
+                return 0
+            time.sleep(args.watch)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename} cannot be read ({error.strerror}); ask its owner", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _json(runs: Sequence[RunStatus]) -> str:
+    """JSON has no NaN and no infinity: they are null."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [clean(each) for each in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps([clean(dataclasses.asdict(run)) for run in runs], indent=2, allow_nan=False) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

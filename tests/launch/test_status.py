@@ -1,0 +1,299 @@
+"""`python -m launch.status` on planted run folders: states, times, tables, JSON, and what a user may get wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.status import as_text, main, read_status
+from trainer.config import as_toml, build_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+NOW = 1_800_000_000.0
+CUPS = {"demi": "1x8", "short": "2x16", "tall": "3x24", "grande": "4x32", "venti": "5x40", "trenta": "6x48"}
+Line = dict[str, Any]
+
+
+def plant(folder: Path, lines: list[Line], *, age_seconds: float = 5.0, **sections: dict[str, Any]) -> Path:
+    """A run folder as training leaves it, everything in it written `age_seconds` before NOW."""
+    values: dict[str, dict[str, Any]] = {
+        "model": {"config": {"model_type": "bert"}, "ladder": [[n, 8 * n] for n in range(1, 7)]},
+        "data": {"shards": ["shards"]},
+        "objective": {"name": "masked"},
+        "train": {"steps": 100},
+        "checkpoint": {"every_steps": 20},
+        "log": {"every_steps": 10},
+    }
+    for section, table in sections.items():
+        values[section] = {**values.get(section, {}), **table}
+    folder.mkdir(parents=True)
+    (folder / "recipe.toml").write_text(as_toml(build_recipe(values)))
+    if lines:
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    touch(folder, age_seconds)
+    return folder
+
+
+def touch(folder: Path, age_seconds: float) -> None:
+    for path in [folder, *folder.rglob("*")]:
+        os.utime(path, (NOW - age_seconds, NOW - age_seconds))
+
+
+def step(number: int, **more: float) -> Line:
+    return {
+        "step": number,
+        "epoch": number / 200,
+        "loss": 8.0,
+        "lr": 1e-3,
+        "grad_norm": 1.5,
+        "tokens_per_second": 12345.6,
+        "mfu": 0.314,
+        "padding_share": 0.04,
+        "data_wait_share": 0.01,
+        "memory_mib": 900.0,
+        "seconds": 2.0,
+        **{f"{side}/{name}": value + index for side, value in (("encoder", 1.0), ("decoder", 10.0))
+           for index, name in enumerate(CUPS)},
+        **more,
+    }  # fmt: skip
+
+
+def evaluation(number: int) -> Line:
+    scores = {f"evaluation/docs/ndcg_cut_10/{name}": 0.1 * (i + 1) for i, name in enumerate(CUPS)}
+    return {"step": number, **scores, "evaluation/docs/ndcg_cut_10/1x48": 0.9}
+
+
+def checkpoint(folder: Path, number: int) -> None:
+    (folder / "checkpoints" / f"step_{number:08d}").mkdir(parents=True)
+    (folder / "checkpoints" / f"step_{number:08d}" / "manifest.json").write_text("{}")
+
+
+def test_a_running_one(tmp_path: Path) -> None:
+    saved = {"step": 40, "checkpoint/seconds": 3.0, "checkpoint/mib": 10.0}
+    run = plant(tmp_path / "run", [*(step(n) for n in range(10, 51, 10)), saved, evaluation(40)])
+    for number in (20, 40):
+        checkpoint(run, number)
+    (run / "checkpoints" / "tmp-step_00000060").mkdir()
+    touch(run, 5.0)
+    status = read_status(run, now=NOW)
+    assert (status.state, status.step, status.total_steps, status.total_is_estimated) == ("running", 50, 100, False)
+    assert status.seconds_since_written == pytest.approx(5.0)
+    # 50 steps of 2 s, and the checkpoints of steps 60, 80 and 100 at 3 s.
+    assert status.seconds_left == pytest.approx(50 * 2.0 + 3 * 3.0)
+    assert status.checkpoint_step == 40 and status.evaluation_step == 40
+    assert [size.name for size in status.sizes] == list(CUPS)
+    assert [size.losses["encoder"] for size in status.sizes] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert [size.scores["docs/ndcg_cut_10"] for size in status.sizes] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    assert status.warnings == []
+    text = as_text([status], now=NOW)
+    for part in ("running", "step 50 of 100 (50%)", "1 min 49 s left", "12,346 tokens/s", "MFU 31.4%", "docs nDCG@10"):
+        assert part in text, text
+    (venti,) = [line.split() for line in text.splitlines() if "venti" in line]
+    assert venti == ["venti", "5", "40", "5.000", "14.000", "0.5000"]
+
+
+@pytest.mark.parametrize(
+    "age_seconds, seconds_a_step, state",
+    [
+        (599, 1.0, "running"),
+        (601, 1.0, "silent"),
+        # Slow steps are logged 10 apart: ten minutes of nothing are no sign.
+        (601, 30.0, "running"),
+        (1201, 30.0, "silent"),
+    ],
+)
+def test_silence(tmp_path: Path, age_seconds: float, seconds_a_step: float, state: str) -> None:
+    run = plant(tmp_path / "run", [step(10, seconds=seconds_a_step)], age_seconds=age_seconds)
+    status = read_status(run, now=NOW)
+    assert status.state == state and (status.seconds_left is None) == (state == "silent")
+    assert ("silent since" in as_text([status], now=NOW)) == (state == "silent")
+
+
+def test_a_checkpoint_is_a_sign_of_life(tmp_path: Path) -> None:
+    run = plant(tmp_path / "run", [step(10)], age_seconds=5000)
+    assert read_status(run, now=NOW).state == "silent"
+    checkpoint(run, 20)
+    os.utime(run / "checkpoints" / "step_00000020", (NOW - 3, NOW - 3))
+    assert read_status(run, now=NOW).state == "running"
+
+
+def test_ends_and_beginnings(tmp_path: Path) -> None:
+    assert read_status(plant(tmp_path / "starting", []), now=NOW).state == "starting"
+    done = plant(tmp_path / "done", [step(100)], age_seconds=99999)
+    (done / "DONE").write_text("")
+    assert read_status(done, now=NOW).state == "done"
+    stopped = plant(tmp_path / "stopped", [step(30)], age_seconds=99999)
+    (stopped / "STOPPED").write_text(json.dumps({"step": 30, "reason": "SIGUSR1"}))
+    status = read_status(stopped, now=NOW)
+    assert (status.state, status.reason) == ("stopped", "SIGUSR1")
+    assert "stopped (SIGUSR1)" in as_text([status], now=NOW)
+    (stopped / "STOPPED").write_text("")
+    assert (read_status(stopped, now=NOW).state, read_status(stopped, now=NOW).reason) == ("stopped", None)
+    early = plant(tmp_path / "early", [step(30)], age_seconds=99999, train={"stop_at_step": 30})
+    assert read_status(early, now=NOW).reason == "train.stop_at_step"
+
+
+def test_steps_are_reckoned_by_epochs(tmp_path: Path) -> None:
+    status = read_status(plant(tmp_path / "run", [step(50)], train={"steps": 0, "epochs": 2.0}), now=NOW)
+    assert (status.total_steps, status.total_is_estimated) == (400, True)
+    assert "of about 400" in as_text([status], now=NOW)
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"loss": math.nan, "grad_norm": math.inf}, "loss and grad_norm not finite"),
+        ({"data_wait_share": 0.5}, "50% of the time waits for data"),
+        ({"padding_share": 0.7}, "70% of the tokens computed are padding"),
+        ({"step": 90}, "the newest checkpoint is 90 steps old"),
+    ],
+)
+def test_warnings(tmp_path: Path, changed: dict[str, float], said: str) -> None:
+    (warning,) = read_status(plant(tmp_path / "run", [step(10) | changed]), now=NOW).warnings
+    assert said in warning
+
+
+def test_faults(tmp_path: Path) -> None:
+    """A window of skipped steps alone has no loss, and is a logged step all the same."""
+    faults = [
+        {"step": 8, "fault": "spike", "fault/loss": "99.0"},
+        {"step": 12, "fault": "non-finite loss", "fault/loss": "nan"},
+        {"step": 14, "fault": "non-finite gradient", "fault/loss": "1.0"},
+    ]
+    skipped = {"step": 20, "epoch": 0.1, "lr": 1e-3, "seconds": 2.0, "skipped_steps": 10}
+    run = plant(tmp_path / "run", [faults[0], step(10, skipped_steps=0), *faults[1:], skipped])
+    status = read_status(run, now=NOW)
+    assert status.step == 20 and status.newest["skipped_steps"] == 10
+    assert status.warnings == [
+        "10 steps skipped, the newest: non-finite gradient at step 14",
+        "1 spike of the loss, the newest: at step 8",
+    ]
+    assert as_text([status], now=NOW).count("warning: ") == 2
+    calm = plant(tmp_path / "calm", [step(10, skipped_steps=0)])
+    assert read_status(calm, now=NOW).warnings == []
+
+
+def test_damaged_lines_and_one_being_written(tmp_path: Path) -> None:
+    run = plant(tmp_path / "run", [step(10)])
+    whole = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(whole + '{"step": 2' + "\n" + json.dumps(step(20)) + "\n" + '{"step": 30, "lo')
+    status = read_status(run, now=NOW)
+    assert status.step == 20 and status.warnings == ["1 damaged line in metrics.jsonl"]
+
+
+def test_recipes_of_other_versions_are_read(tmp_path: Path) -> None:
+    run = plant(tmp_path / "run", [step(10)])
+    with (run / "recipe.toml").open("a") as file:
+        file.write("\n[section_of_tomorrow]\nkey = 1\n")
+    assert read_status(run, now=NOW).step == 10
+
+
+def test_several_are_a_row_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.status.time.time", lambda: NOW)
+    first = plant(tmp_path / "first", [step(10), evaluation(10)])
+    second = plant(tmp_path / "second", [{"step": 7, "epoch": 0.1, "loss": 2.0, "seconds": 1.0, "loss/tall": 0.75}])
+    assert main([str(first), str(second)]) == 0
+    header, _, one, two, *rest = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["run", "state", "step"]
+    assert str(first) in one and "1.00 2.00 3.00 4.00 5.00 6.00" in one and "0.100 0.200" in one
+    assert str(second) in two and "0.750" in two and "7 of 100" in two
+    assert not rest
+
+
+def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.status.time.time", lambda: NOW)
+    run = plant(tmp_path / "run", [step(10, loss=math.nan)])
+    assert main([str(run), "--json"]) == 0
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    (status,) = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert status["state"] == "running" and status["step"] == 10 and status["newest"]["loss"] is None
+    assert status["sizes"][5] == {
+        "name": "trenta", "layers": 6, "dim": 48, "losses": {"encoder": 6.0, "decoder": 15.0}, "scores": {}
+    }  # fmt: skip
+
+
+def test_watching_ends_with_the_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = plant(tmp_path / "run", [step(10)])
+    waits = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            (run / "DONE").write_text("")
+
+    monkeypatch.setattr("launch.status.time.time", lambda: NOW)
+    monkeypatch.setattr("launch.status.time.sleep", sleep)
+    assert main([str(run), "--watch", "7"]) == 0
+    assert waits == [7.0, 7.0]
+    assert [line.split(", ")[0].split(": ")[1] for line in capsys.readouterr().out.splitlines() if "run: " in line] == [
+        "running",
+        "running",
+        "done",
+    ]
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda folder: folder / "nowhere", "is no folder"),
+        (lambda folder: folder, "it holds runs: "),
+        (lambda folder: folder / "empty", "it has no recipe.toml; name the folders of runs"),
+        (lambda folder: folder / "damaged", "recipe.toml is damaged"),
+        (lambda folder: folder / "foreign", "recipe.toml is damaged (it has no 'model')"),
+        (lambda folder: folder / "shrinking", "the ladder does not increase"),
+    ],
+)
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Any, said: str) -> None:
+    plant(tmp_path / "run", [step(10)])
+    (tmp_path / "empty").mkdir()
+    recipes = {"damaged": "[model", "foreign": "[tool]", "shrinking": "[model]\nladder = [[2, 32], [1, 64]]"}
+    for name, text in recipes.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.toml").write_text(text)
+    assert main([str(make(tmp_path))]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and len(err.splitlines()) == 1 and said in err
+
+
+def test_what_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = plant(tmp_path / "run", [step(10)])
+
+    def refuse(path: Path, *arguments: Any, **named: Any) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert main([str(run)]) == 2
+    assert capsys.readouterr().err == f"error: {run}/recipe.toml cannot be read (Permission denied); ask its owner\n"
+
+
+def test_watch_wants_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "--watch", "0"]) == 2
+    assert "--watch 0.0 must be above 0 seconds" in capsys.readouterr().err
+
+
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    """The command as typed, in a process whose heavy imports fail."""
+    run = plant(tmp_path / "run", [step(10)])
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'transformers', 'deepspeed', 'numpy', 'tensorboard'): sys.modules[name] = None\n"
+        "import runpy; sys.argv[1:] = [sys.argv[1]]; runpy.run_module('launch.status', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(run)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "step 10 of 100" in done.stdout, done.stderr
