@@ -1,0 +1,141 @@
+"""What training steps send and hold, counted: run under the launcher, one rank a host, by tests and benchmarks.
+
+    deepspeed --hostfile H --no_ssh --node_rank I … --module tests.launch.traffic CASES.json OUTPUT.json
+
+Each case is {name, values (a recipe's tables), steps}. Rank 0 writes a list of dicts, a case each: `sent`, bytes a step
+that each rank's network device sent; `collectives`, bytes a step by collective, of the tensor that is whole on every
+rank, as rank 0 called them; `held`, bytes of tensors alive on each rank after a step; `parameters`; `micro_batches`;
+`seconds`, of the fastest step. The first two steps are not counted: DeepSpeed plans its fetches in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_calls: Counter[str] = Counter()
+
+
+COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor")
+COLLECTIVES += ("reduce_scatter", "reduce_scatter_tensor")
+
+
+def _watch(name: str) -> None:
+    """Replace a collective by one that counts the bytes of its whole tensor; before DeepSpeed keeps a reference."""
+    function = getattr(dist, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        _calls[name] += max(_bytes_of(each) for each in (*args, *kwargs.values()))
+        return function(*args, **kwargs)
+
+    setattr(dist, name, counted)
+
+
+def _bytes_of(argument: Any) -> int:
+    if isinstance(argument, list):
+        return sum(map(_bytes_of, argument))
+    return int(argument.nbytes) if isinstance(argument, torch.Tensor) else 0
+
+
+for each_name in COLLECTIVES:
+    _watch(each_name)
+
+from models.sizes import Size  # noqa: E402
+from tests.launch.hosts import DEVICE, sent_by  # noqa: E402
+from tests.trainer.support import recipe_of  # noqa: E402
+from tests.trainer.worker import _counted_chunks  # noqa: E402
+from trainer import build, engine, objectives, run  # noqa: E402
+from trainer.command import run_command  # noqa: E402
+from trainer.distributed import World, gather_objects, start  # noqa: E402
+
+WARM_UP_STEPS = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--local_rank")
+    args = parser.parse_args()
+    world = start()
+    results = [watch_steps(case["values"], world, steps=case["steps"]) for case in json.loads(args.cases.read_text())]
+    if world.is_main:
+        args.output.write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def watch_steps(values: dict[str, Any], world: World, *, steps: int) -> dict[str, Any]:
+    """The trainer's own parts, put together as trainer/run.py does."""
+    recipe = recipe_of(values)
+    sources = build.open_shards(recipe)
+    parts = build.build_model(recipe, sources)
+    parameters = sum(p.numel() for p in parts.module.parameters())
+    trained = engine.Engine(parts.module, recipe, world)
+    trained.train()
+    stream = build.open_stream(recipe, sources, rank=world.rank, world_size=world.size)
+    size = Size.parse(recipe.objective.size) if recipe.objective.sizes == "one" else None
+    reduction, seed = recipe.objective.reduction, recipe.run.seed
+    schedule = run.build_schedule(recipe.objective.sizes, recipe.ladder, reduction=reduction, seed=seed, size=size)
+    objective = objectives.REGISTRY[recipe.objective.name](
+        recipe, schedule, shape=run.Shape.of(parts.encoder.config), pad_id=sources[0].vocabulary.pad_id, packed=False
+    )
+    batches = [next(stream) for _ in range(steps + WARM_UP_STEPS)]
+    stream.close()
+    seconds: list[float] = []
+    sent, texts = 0, 0
+    with _counted_chunks() as chunks:
+        for step, batch in enumerate(batches):
+            dist.barrier()
+            if step == WARM_UP_STEPS:
+                _calls.clear()
+                chunks.clear()
+                sent = -_sent()
+            begin = time.perf_counter()
+            objective.forward_backward(trained, batch, step)
+            trained.step(recipe.optim.lr)
+            if step >= WARM_UP_STEPS:
+                seconds.append(time.perf_counter() - begin)
+                texts += len(getattr(batch, "passages", ()))
+    calls = dict(_calls)
+    dist.barrier()
+    sent += _sent()
+    result = {
+        "sent": [each / steps for each in gather_objects(sent)],
+        "collectives": {name: count / steps for name, count in calls.items()},
+        "held": gather_objects(_bytes_held()),
+        "parameters": parameters,
+        "passages": texts / steps,
+        "micro_batches": max(gather_objects(sum(chunks))) / steps,
+        "seconds": min(seconds),
+    }
+    trained.deepspeed.destroy()
+    return result
+
+
+def _sent() -> int:
+    return sent_by(DEVICE, Path("/proc/net/dev").read_text())
+
+
+def _bytes_held() -> int:
+    """Of all tensors that Python can reach, each storage once."""
+    gc.collect()
+    storages = {}
+    for each in gc.get_objects():
+        # type(), for isinstance asks objects that answer with imports.
+        if issubclass(type(each), torch.Tensor) and each.device.type == "cpu":
+            storage = each.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+if __name__ == "__main__":
+    run_command(main)
