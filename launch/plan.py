@@ -69,12 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             recipe,
             Model.of(recipe, shape, positions=positions),
             nodes=parse_nodes(args.nodes),
-            gpus_per_node=_at_least_one("--gpus-per-node", args.gpus_per_node),
+            gpus_per_node=_at_least("--gpus-per-node", args.gpus_per_node, 1),
             gpu=args.gpu,
             link=parse_interconnect(args.interconnect),
             lengths=_lengths(recipe, args),
             assumed=_assumptions(args),
-            batch_per_gpu=args.batch_per_gpu,
+            batch_per_gpu=_at_least("--batch-per-gpu", args.batch_per_gpu, 0),
         )
     except ConfigError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -212,9 +212,9 @@ def _assumptions(args: argparse.Namespace) -> Assumptions:
     return Assumptions(**shares)
 
 
-def _at_least_one(name: str, value: int) -> int:
-    if value < 1:
-        raise ConfigError(f"{name} {value} must be at least 1")
+def _at_least(name: str, value: int, least: int) -> int:
+    if value < least:
+        raise ConfigError(f"{name} {value} must be at least {least}")
     return value
 
 
@@ -289,7 +289,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--interconnect", default="ib-ndr-8x", help=f"{', '.join(INTERCONNECTS)}, or a node's Gbit/s")
     parser.add_argument("--model", default="", help="config.json, a model's folder or a known hub name; the recipe's")
     parser.add_argument("--vocabulary", type=int, default=0, help="tokens, where no config.json says it")
-    parser.add_argument("--batch-per-gpu", type=int, default=0, help="samples a GPU; default: the recipe's global batch")
+    parser.add_argument(
+        "--batch-per-gpu", type=int, default=0, help="samples a GPU; default: the recipe's global batch"
+    )
     for name in ("document", "query", "passage"):
         parser.add_argument(f"--{name}-tokens", type=float, help=f"mean tokens of a {name}; default: the longest")
     for name in ("matrix", "memory", "link"):

@@ -88,33 +88,29 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a ZeRO stage keeps and sends, as the shipped ds_configs/zero{0,1,2,3}.json set it up."""
+    """What a ZeRO stage keeps and sends, in bytes a parameter, as the shipped ds_configs set it up.
 
-    weights: float  # bytes a parameter, on every rank (at stage 3 too: gathered and kept, see docs/scaling.md)
+    Adam's moments in float32 are 8 bytes a parameter, the float32 master 4, a float32 gradient 4.
+    """
+
+    weights: float  # on every rank; at stage 3 while they are gathered, which is all of a micro-batch
     gradients: float  # on every rank
-    divided: float  # divided among the ranks
-    sent_gradient: float  # bytes a parameter of one reduction
+    divided: float  # divided among the ranks, at the peak of a step
+    rests: tuple[float, float]  # between steps beside the weights: on every rank, and divided
+    sent_gradient: float  # in one reduction
     reduces_each_micro_batch: bool
-    sent_weights: float  # bytes a parameter of one gather of the weights
+    sent_weights: float  # in one gather of the weights
     bucket: float  # bytes an element of DeepSpeed's reduction bucket
 
-    @classmethod
-    def of(cls, number: int) -> Stage:
-        # Adam's two moments in float32 are 8 bytes a parameter, the float32 master 4.
-        return {
-            0: cls(4, 4, 0, 4, False, 0, 0),
-            1: cls(2, 4, 4 + 12, 4, False, 2, 4),
-            2: cls(2, 0, 4 + 12, 2, True, 2, 2),
-            3: cls(2, 0, 2 + 4 + 12, 2, True, 2, 2),
-        }[number]
 
-
-# Without low precision, as ds_configs/zero1_float32.json and the tests' configurations have it; gradients of stages 2
-# and 3 are then reduced once.
-FLOAT32 = {
-    0: Stage(4, 4, 0, 4, False, 0, 0),
-    1: Stage(4, 4, 4 + 8, 4, False, 4, 4),
+# ds_configs/zero{0,1,2,3}.json; the one that trains in float32 throughout.
+STAGE_CONFIGS = {
+    0: Stage(4, 4, 8, (8, 0), 4, False, 0, 0),
+    1: Stage(2, 4, 4 + 12, (4, 12), 4, False, 2, 4),
+    2: Stage(2, 0, 4 + 12, (0, 12), 2, True, 2, 2),
+    3: Stage(2, 0, 2 + 4 + 12, (0, 4 + 12), 2, True, 2, 2),
 }
+ZERO1_FLOAT32 = Stage(4, 4, 4 + 12, (0, 12), 4, False, 4, 4)
 
 BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's reduce_bucket_size where a ds_config is silent
 PERSISTENT_ELEMENTS = 100_000  # stage 3 leaves smaller parameters whole (stage3_param_persistence_threshold)
@@ -301,15 +297,21 @@ class Memory:
         return sum(dataclasses.astuple(self))
 
 
-def state_bytes(model: Model, stage: Stage, ranks: int) -> float:
+def state_bytes(model: Model, stage: int, ranks: int) -> float:
     """Weights, gradients, masters and moments on one rank while a step is taken."""
-    return stage.weights * model.parameters + model.trained * (stage.gradients + stage.divided / ranks)
+    kept = STAGE_CONFIGS[stage]
+    shared = kept.divided / (ranks if stage else 1)
+    return kept.weights * model.parameters + model.trained * (kept.gradients + shared)
 
 
-def resting_bytes(model: Model, stage: Stage, ranks: int) -> float:
-    """The same between steps, when only weights, masters and moments are left."""
-    kept = {0: 8.0, 12: 8.0, 16: 12.0, 18: 12.0}[int(stage.divided)]
-    return stage.weights * model.parameters + model.trained * kept / (ranks if stage.divided else 1)
+def resting_bytes(model: Model, stage: int, ranks: int, *, kept: Stage | None = None) -> float:
+    """What of them is left between steps. kept: in place of the shipped configuration of the stage."""
+    kept = kept or STAGE_CONFIGS[stage]
+    own, divided = kept.rests
+    whole = model.parameters - (model.divided if stage == 3 else 0.0)
+    weights = kept.weights * (whole + (model.parameters - whole) / ranks)
+    bucket = kept.bucket * BUCKET_ELEMENTS if stage == 3 else 0.0
+    return weights + model.trained * (own + divided / ranks) + bucket
 
 
 def activation_bytes(recipe: Recipe, shape: Shape, texts: Texts, *, width: float = 2.0, drops: bool = True) -> float:
@@ -330,7 +332,7 @@ def activation_bytes(recipe: Recipe, shape: Shape, texts: Texts, *, width: float
             read = masked_rows(recipe, texts)[0] + texts.count
         elif recipe.model.pooling == "cls":
             read = texts.count
-        total = texts.tokens * shape.layers * layer - (texts.tokens - read) * 2 * inner * width
+        total = texts.tokens * shape.layers * layer - (texts.tokens - read) * (2 * inner + hidden) * width
     total += 2 * texts.tokens * hidden * width
     if recipe.objective.name == "masked":
         encoder_rows, decoder_rows = masked_rows(recipe, texts)
@@ -355,13 +357,13 @@ def memory_of(
     recipe: Recipe, model: Model, *, stage: int, ranks: int, share: Texts, micro: Texts, assumed: Assumptions
 ) -> Memory:
     """share: the rank's texts of a step; micro: of its largest micro-batch."""
-    kept = Stage.of(stage)
+    kept = STAGE_CONFIGS[stage]
     passages = _passages(recipe, share) * ranks
     table = 4.0 * model.shape.vocabulary * model.shape.hidden if recipe.objective.name == "masked" else 0.0
     # Under autocast, at stage 0, norms and residuals stay in float32 and weights have copies in bf16.
     autocast = stage == 0
     return Memory(
-        states=state_bytes(model, kept, ranks) + (2.0 * model.parameters if autocast else 0.0),
+        states=state_bytes(model, stage, ranks) + (2.0 * model.parameters if autocast else 0.0),
         buckets=kept.bucket * BUCKET_ELEMENTS + table,
         activations=activation_bytes(recipe, model.shape, micro, width=3.0 if autocast else 2.0)
         # Gradients alive inside the layer that is sent back.
@@ -403,7 +405,7 @@ def collectives(
     bf16 weights reduce at every micro-batch. Stage 3 gathers the divided weights once a forward and keeps them for its
     backward; with gradient caching, whose first pass has no backward, three times a micro-batch.
     """
-    kept = kept or Stage.of(stage)
+    kept = kept or STAGE_CONFIGS[stage]
     times = micro_batches if kept.reduces_each_micro_batch else 1.0
     kind = "reduce_scatter" if stage == 3 else "all_reduce"
     buckets = max(1.0, model.trained / BUCKET_ELEMENTS)
@@ -414,7 +416,9 @@ def collectives(
         cached = recipe.objective.name == "contrastive" and recipe.objective.backward == "grad_cache"
         gathers = micro_batches * (3 if cached else 1)
         # Parameters one by one, about a matrix a call.
-        found.append(Collective("all_gather", gathers * kept.sent_weights * model.divided, gathers * model.shape.layers))
+        found.append(
+            Collective("all_gather", gathers * kept.sent_weights * model.divided, gathers * model.shape.layers)
+        )
         found.append(Collective("all_gather", kept.sent_weights * (model.trained - model.divided)))
     if recipe.objective.name == "contrastive" and recipe.objective.loss == "infonce":
         whole = 4.0 * passages * sum(size.dim for size in sizes_of(recipe))

@@ -87,7 +87,8 @@ def made(count: int, *, rate_mbit: int = 0) -> Iterator[list[Host]]:
             _run("ip", "-n", switch, "link", "set", port, "master", "bridge0")
             _run("ip", "-n", switch, "link", "set", port, "up")
             if rate_mbit:
-                limit = ("rate", f"{rate_mbit}mbit", "burst", "512kb", "latency", "200ms")
+                # A queue long enough that nothing is dropped, which would measure TCP's patience.
+                limit = ("rate", f"{rate_mbit}mbit", "burst", "512kb", "latency", "5s")
                 _run("tc", "-n", host.namespace, "qdisc", "add", "dev", DEVICE, "root", "tbf", *limit)
         yield hosts
     finally:
@@ -142,12 +143,9 @@ def run_on_all(
 
 def deepspeed_commands(hosts: Sequence[Host], hostfile: Path, words: Sequence[str], *, port: int) -> list[list[str]]:
     """What each host of a hostfile is given, as docs/cluster-hosts.md tells people: the same words but its own rank."""
-    launcher = str(Path(sys.executable).with_name("deepspeed"))
-    return [
-        [launcher, "--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(rank)]
-        + ["--master_addr", hosts[0].address, "--master_port", str(port), "--module", *words]
-        for rank in range(len(hosts))
-    ]
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--hostfile", str(hostfile), "--no_ssh"]
+    launcher += ["--master_addr", hosts[0].address, "--master_port", str(port)]
+    return [[*launcher, "--node_rank", str(rank), "--module", *words] for rank in range(len(hosts))]
 
 
 def _make_namespace(name: str, made_so_far: list[str]) -> None:

@@ -3,9 +3,11 @@
     deepspeed --hostfile H --no_ssh --node_rank I … --module tests.launch.traffic CASES.json OUTPUT.json
 
 Each case is {name, values (a recipe's tables), steps}. Rank 0 writes a list of dicts, a case each: `sent`, bytes a step
-that each rank's network device sent; `collectives`, bytes a step by collective, of the tensor that is whole on every
-rank, as rank 0 called them; `held`, bytes of tensors alive on each rank after a step; `parameters`; `micro_batches`;
-`seconds`, of the fastest step. The first two steps are not counted: DeepSpeed plans its fetches in them.
+that each rank's network device sent; `collectives`, bytes a step by kind, of the tensor that is whole on every rank, as
+rank 0 called them; `held`, bytes of tensors that each rank has more after a step than before its engine;
+`micro_batches` a step; `passages` of a global batch, every rank's padded to the largest; `seconds`, of the fastest
+step; `link`, bytes a second that a rank sends in large all-reduces. The first two steps are not counted: DeepSpeed
+plans its fetches in them.
 """
 
 from __future__ import annotations
@@ -76,9 +78,9 @@ def main() -> None:
 def watch_steps(values: dict[str, Any], world: World, *, steps: int) -> dict[str, Any]:
     """The trainer's own parts, put together as trainer/run.py does."""
     recipe = recipe_of(values)
+    before = _storages()  # kept, so that what is left of an earlier engine cannot go while this one is counted
     sources = build.open_shards(recipe)
     parts = build.build_model(recipe, sources)
-    parameters = sum(p.numel() for p in parts.module.parameters())
     trained = engine.Engine(parts.module, recipe, world)
     trained.train()
     stream = build.open_stream(recipe, sources, rank=world.rank, world_size=world.size)
@@ -91,7 +93,8 @@ def watch_steps(values: dict[str, Any], world: World, *, steps: int) -> dict[str
     batches = [next(stream) for _ in range(steps + WARM_UP_STEPS)]
     stream.close()
     seconds: list[float] = []
-    sent, texts = 0, 0
+    sent = 0
+    passages: list[int] = []
     with _counted_chunks() as chunks:
         for step, batch in enumerate(batches):
             dist.barrier()
@@ -104,37 +107,54 @@ def watch_steps(values: dict[str, Any], world: World, *, steps: int) -> dict[str
             trained.step(recipe.optim.lr)
             if step >= WARM_UP_STEPS:
                 seconds.append(time.perf_counter() - begin)
-                texts += len(getattr(batch, "passages", ()))
+                passages.append(len(getattr(batch, "passages", ())))
     calls = dict(_calls)
+    counted = _sent()
+    link = _link_rate(world)
+    sent -= _sent() - counted
     dist.barrier()
     sent += _sent()
     result = {
         "sent": [each / steps for each in gather_objects(sent)],
-        "collectives": {name: count / steps for name, count in calls.items()},
-        "held": gather_objects(_bytes_held()),
-        "parameters": parameters,
-        "passages": texts / steps,
-        "micro_batches": max(gather_objects(sum(chunks))) / steps,
+        "collectives": _by_kind({name: count / steps for name, count in calls.items()}),
+        "held": gather_objects(sum(each.nbytes() for key, each in _storages().items() if key not in before)),
+        "micro_batches": sum(map(max, zip(*gather_objects(list(chunks))))) / steps,
+        "passages": sum(map(max, zip(*gather_objects(passages)))) * world.size / steps,
         "seconds": min(seconds),
+        "link": link,
     }
     trained.deepspeed.destroy()
     return result
+
+
+def _link_rate(world: World) -> float:
+    """The best of three."""
+    values = torch.zeros(2**21)
+    best = float("inf")
+    for _ in range(3):
+        dist.barrier()
+        begin = time.perf_counter()
+        dist.all_reduce(values)
+        best = min(best, time.perf_counter() - begin)
+    return 2 * (world.size - 1) / world.size * values.nbytes / best
+
+
+def _by_kind(calls: dict[str, float]) -> dict[str, float]:
+    """all_gather_into_tensor and all_gather are one kind."""
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+    return {kind: sum(count for name, count in calls.items() if name.startswith(kind)) for kind in kinds}
 
 
 def _sent() -> int:
     return sent_by(DEVICE, Path("/proc/net/dev").read_text())
 
 
-def _bytes_held() -> int:
-    """Of all tensors that Python can reach, each storage once."""
+def _storages() -> dict[int, Any]:
+    """Of all tensors that Python can reach, by address."""
     gc.collect()
-    storages = {}
-    for each in gc.get_objects():
-        # type(), for isinstance asks objects that answer with imports.
-        if issubclass(type(each), torch.Tensor) and each.device.type == "cpu":
-            storage = each.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    # type(), for isinstance asks objects that answer with imports.
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.device.type == "cpu"]
+    return {storage.data_ptr(): storage for storage in (each.untyped_storage() for each in tensors)}
 
 
 if __name__ == "__main__":
