@@ -104,7 +104,7 @@ def main() -> None:
                 nominal, reached = expected * 8 / (args.rate_mbit * 1e6), expected / result["link"]
                 print(
                     f"{ranks} ranks {case} at {args.rate_mbit} Mbit/s: a step {longer:.2f} s longer "
-                    f"({free[case]['seconds']:.2f} s without the limit), ÷ predicted by the rate {longer / nominal:.2f}, "
+                    f"({free[case]['seconds']:.2f} s without it), ÷ predicted by the rate {longer / nominal:.2f}, "
                     f"by that of large all-reduces ({result['link'] * 8e-6:.0f} Mbit/s) {longer / reached:.2f}",
                     flush=True,
                 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -65,6 +66,7 @@ def made(count: int, *, rate_mbit: int = 0) -> Iterator[list[Host]]:
         raise Unavailable(f"network namespaces need {', '.join(missing)}")
     if os.geteuid() != 0:
         raise Unavailable("network namespaces need root")
+    _sweep()
     prefix = f"barista{os.getpid()}"
     switch = f"{prefix}s"
     folder = Path(tempfile.mkdtemp(prefix=prefix))
@@ -93,10 +95,7 @@ def made(count: int, *, rate_mbit: int = 0) -> Iterator[list[Host]]:
         yield hosts
     finally:
         for namespace in namespaces:
-            for process in _output(["ip", "netns", "pids", namespace]).split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(process), signal.SIGKILL)
-            subprocess.run(["ip", "netns", "del", namespace], check=False)
+            _remove_namespace(namespace)
         shutil.rmtree(folder)
 
 
@@ -152,6 +151,22 @@ def _make_namespace(name: str, made_so_far: list[str]) -> None:
     _run("ip", "netns", "add", name)
     made_so_far.append(name)
     _run("ip", "-n", name, "link", "set", "lo", "up")
+
+
+def _remove_namespace(name: str) -> None:
+    """And whatever still runs in it."""
+    for process in _output(["ip", "netns", "pids", name]).split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGKILL)
+    subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def _sweep() -> None:
+    """Take down the hosts of processes that were killed before they could."""
+    for line in _output(["ip", "netns", "list"]).splitlines():
+        made_here = re.match(r"barista(\d+)(s|h\d+)\b", line)
+        if made_here and not Path(f"/proc/{made_here[1]}").exists():
+            _remove_namespace(made_here[0])
 
 
 def _run(*words: str) -> None:
