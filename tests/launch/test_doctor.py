@@ -19,6 +19,7 @@ import pytest
 
 from launch import checks
 from launch.checks import BAD, OK, WARN, Finding
+from launch.doctor import _ranks_from_slurm
 from tests.launch.hosts import Host, Unavailable, deepspeed_commands, made, run_on_all
 from tests.trainer.support import ROOT
 
@@ -86,6 +87,21 @@ def test_a_rank_that_does_not_come_is_found(tmp_path: Path) -> None:
     code, found = doctor("--folder", str(tmp_path), "--timeout-seconds", "3", **ranks)
     assert code == 1 and found["meeting"]["status"] == BAD
     assert f"127.0.0.1:{port}" in found["meeting"]["seen"] and "start all ranks" in found["meeting"]["mend"]
+
+
+@pytest.mark.parametrize("tasks", ["16", "1"])
+def test_srun_without_a_launcher_gives_ranks(tasks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames n[3-4]" ] && printf "n3\\nn4\\n"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setattr(os, "environ", {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"})
+    os.environ.update(SLURM_NTASKS=tasks, SLURM_PROCID="9", SLURM_LOCALID="1", SLURM_JOB_ID="123456")
+    os.environ["SLURM_JOB_NODELIST"] = "n[3-4]"
+    before = dict(os.environ)
+    _ranks_from_slurm()
+    given = {name: value for name, value in os.environ.items() if name not in before}
+    ranks = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "n3", "MASTER_PORT": "13456"}
+    assert given == (ranks if tasks == "16" else {})
 
 
 def closed_port() -> int:
