@@ -15,8 +15,8 @@ ALLOWED = {
     "data": {"data"},
     "models": {"models"},
     "trainer": {"data", "models", "trainer"},
-    # Both torch-free; the counts, so that a plan and a run's metrics cannot disagree about operations.
-    "launch": {"launch", "trainer.config", "trainer.counts"},
+    # All torch-free; the counts, so that a plan and a run's metrics cannot disagree about operations.
+    "launch": {"launch", "trainer.config", "trainer.counts", "models.sizes"},
 }
 
 

@@ -23,11 +23,10 @@ from launch import plan, scaling
 from launch.scaling import Collective, Model, Texts
 from tests.launch.hosts import Unavailable, deepspeed_commands, made, run_on_all
 from tests.trainer.support import MODEL, ROOT, recipe_of, recipe_values
-from trainer import build, objectives
+from trainer import build
 from trainer.config import Recipe
 from trainer.counts import Shape
 from trainer.distributed import World
-from trainer.size_schedules import build_schedule
 
 RECIPE = "launch/recipes/smae_bert_base_fineweb.toml"
 # Large enough for stage 3 to divide some parameters and leave others whole under DeepSpeed's own threshold.
@@ -76,14 +75,8 @@ def test_products_are_those_computed(
     recipe = recipe_of(values)
     sources = build.open_shards(recipe)
     parts = build.build_model(recipe, sources)
-    objective = objectives.REGISTRY[name](
-        recipe,
-        build_schedule("ladder", recipe.ladder, reduction="mean", seed=1),
-        shape=Shape.of(parts.encoder.config),
-        pad_id=sources[0].vocabulary.pad_id,
-        packed=False,
-    )
     stream = build.open_stream(recipe, sources, rank=0, world_size=1)
+    objective = build.build_objective(recipe, parts, pad_id=stream.pad_id)
     batch = next(stream)
     stream.close()
     with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _in_place_product}) as counter:

@@ -50,11 +50,10 @@ def _bytes_of(argument: Any) -> int:
 for each_name in COLLECTIVES:
     _watch(each_name)
 
-from models.sizes import Size  # noqa: E402
 from tests.launch.hosts import DEVICE, sent_by  # noqa: E402
 from tests.trainer.support import recipe_of  # noqa: E402
 from tests.trainer.worker import _counted_chunks  # noqa: E402
-from trainer import build, engine, objectives, run  # noqa: E402
+from trainer import build, engine  # noqa: E402
 from trainer.command import run_command  # noqa: E402
 from trainer.distributed import World, gather_objects, start  # noqa: E402
 
@@ -84,12 +83,7 @@ def watch_steps(values: dict[str, Any], world: World, *, steps: int) -> dict[str
     trained = engine.Engine(parts.module, recipe, world)
     trained.train()
     stream = build.open_stream(recipe, sources, rank=world.rank, world_size=world.size)
-    size = Size.parse(recipe.objective.size) if recipe.objective.sizes == "one" else None
-    reduction, seed = recipe.objective.reduction, recipe.run.seed
-    schedule = run.build_schedule(recipe.objective.sizes, recipe.ladder, reduction=reduction, seed=seed, size=size)
-    objective = objectives.REGISTRY[recipe.objective.name](
-        recipe, schedule, shape=run.Shape.of(parts.encoder.config), pad_id=sources[0].vocabulary.pad_id, packed=False
-    )
+    objective = build.build_objective(recipe, parts, pad_id=stream.pad_id)
     batches = [next(stream) for _ in range(steps + WARM_UP_STEPS)]
     stream.close()
     seconds: list[float] = []
