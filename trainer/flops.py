@@ -1,65 +1,40 @@
-"""Floating-point operations that a step's mathematics needs, and what the device could do: model FLOPs utilisation.
-
-Counted as in PaLM (Chowdhery et al. 2022, appendix B): matrix products only, 2 a multiply-add, backward twice the
-forward, nothing for recomputation (so activation checkpointing and gradient caching lower the utilisation).
-"""
+"""Model FLOPs utilisation: the operations of trainer/counts.py for a batch's tensors, and what the device could do."""
 
 from __future__ import annotations
 
 import functools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from models.sizes import Size
+from trainer import counts
+from trainer.counts import FORWARD_AND_BACKWARD, Shape
 
-FORWARD_AND_BACKWARD = 3
+__all__ = ["FORWARD_AND_BACKWARD", "Shape", "bf16_slowdown", "encoder_flops", "masked_flops", "peak_flops"]
 
 # Dense bf16 peak, operations a second, from the makers' data sheets.
 _PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12, "RTX 4090": 165e12}
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What of an encoder its operation count depends on."""
-
-    hidden: int
-    inner: int
-    layers: int
-    vocabulary: int
-
-    @classmethod
-    def of(cls, config: object) -> Shape:
-        inner = getattr(config, "intermediate_size", None) or getattr(config, "hidden_dim", None)
-        names = ("hidden_size", "num_hidden_layers", "vocab_size")
-        hidden, layers, vocabulary = (int(getattr(config, name)) for name in names)
-        return cls(hidden, int(inner or 4 * hidden), layers, vocabulary)
-
-
 def encoder_flops(shape: Shape, lengths: Tensor) -> float:
     """One forward pass over texts of these lengths (int64 [n]), padding not counted."""
-    tokens, pairs = float(lengths.sum()), float((lengths.double() ** 2).sum())
-    linear = 8 * shape.hidden**2 + 4 * shape.hidden * shape.inner  # a token: q, k, v, out; up, down
-    return shape.layers * (tokens * linear + 4 * shape.hidden * pairs)
+    return counts.encoder_flops(shape, _texts(lengths))
 
 
 def masked_flops(
     shape: Shape, lengths: Tensor, *, encoder_rows: int, decoder_rows: int, sizes: Sequence[Size]
 ) -> float:
-    """Forward of the pre-training loss: heads of all sizes on masked rows, and the decoder once for all of them."""
-    hidden, texts = shape.hidden, len(lengths)
-    transform = sum(2 * size.dim * hidden for size in sizes)
-    total = encoder_flops(shape, lengths) + encoder_rows * (transform + len(sizes) * 2 * hidden * shape.vocabulary)
-    if decoder_rows:
-        tokens, mean_length = float(lengths.sum()), float(lengths.double().mean())
-        total += texts * (transform + len(sizes) * 4 * hidden**2)  # CLS rows, their keys and values
-        total += tokens * 4 * hidden**2 + decoder_rows * (2 * hidden**2 + 4 * hidden * mean_length)
-        per_row = 2 * hidden**2 + 4 * hidden * shape.inner + 2 * hidden**2 + 2 * hidden * shape.vocabulary
-        total += decoder_rows * len(sizes) * per_row
-    return total
+    """Forward of the pre-training loss over texts of these lengths (int64 [n])."""
+    return counts.masked_flops(
+        shape, _texts(lengths), encoder_rows=encoder_rows, decoder_rows=decoder_rows, sizes=sizes
+    )
+
+
+def _texts(lengths: Tensor) -> counts.Texts:
+    return counts.Texts(len(lengths), float(lengths.sum()), float((lengths.double() ** 2).sum()))
 
 
 @functools.cache

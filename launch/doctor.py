@@ -1,0 +1,304 @@
+"""`python -m launch.doctor`: is this node, or every rank of this job, fit to train? What is wrong, and the mend.
+
+    python -m launch.doctor                                            # one node, alone
+    deepspeed --hostfile hosts --module launch.doctor --folder /shared/runs
+    srun --ntasks-per-node=8 python -m launch.doctor --folder /shared/runs
+
+Started by a launcher or srun it runs on every rank, looks at what lies between them too (ports, clocks, a shared
+folder, equal versions, a collective), and the first rank prints one table. Exit code 0: fit, warnings included; 1: not;
+2: a mistake on the command line. Ranks speak through the launcher's key-value store, so that what hinders gloo or NCCL
+can be told. The checks are in launch/checks.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from launch import checks
+from launch.checks import BAD, OK, SEVERITY, Finding
+
+
+@dataclass(frozen=True)
+class Peers:
+    """This rank among all, and how they exchange words; `store` is None for one alone."""
+
+    rank: int
+    size: int
+    store: Any = None
+
+    def exchange(self, name: str, value: Any) -> list[Any]:
+        """Every rank's value, by rank. Waits for all."""
+        if self.store is None:
+            return [value]
+        self.store.set(f"doctor/{name}/{self.rank}", json.dumps(value))
+        return [json.loads(self.store.get(f"doctor/{name}/{rank}")) for rank in range(self.size)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    if args.disk_mib < 1 or args.timeout_seconds < 1 or args.free_gib < 0:
+        print("error: --disk-mib and --timeout-seconds must be at least 1, --free-gib at least 0", file=sys.stderr)
+        return 2
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # so that a hang becomes a finding
+    _ranks_from_slurm()
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    findings = [checks.guarded("packages", checks.packages)]
+    if findings[0].status == BAD:
+        return _report([(socket.gethostname(), findings)], args.json)
+    findings += _own_checks(args, rank, size)
+    try:
+        peers = _meet(rank, size, args.timeout_seconds)
+    except Exception as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        mend = "start all ranks; let every node reach the first one at that address and port"
+        seen = f"rank {rank} of {size} did not meet the others at {address} ({checks.first_line(error)})"
+        findings.append(Finding("meeting", BAD, seen, mend))
+        return _report([(socket.gethostname(), findings)], args.json)
+    try:
+        findings += _joint_checks(args, peers)
+        everyone = peers.exchange("findings", [socket.gethostname(), [asdict(each) for each in findings]])
+        told = [(host, [Finding(**each) for each in found]) for host, found in everyone]
+    except Exception as error:
+        mend = "look at that rank's own output; raise --timeout-seconds if it is only slow"
+        findings.append(Finding("meeting", BAD, f"a rank went silent ({checks.first_line(error)})", mend))
+        return _report([(socket.gethostname(), findings)], args.json)
+    code = _report(told, args.json) if rank == 0 else _code(told)
+    # A launcher ends all ranks when the first one has gone.
+    peers.exchange("told", rank)
+    _leave_last(peers)
+    return code
+
+
+def _leave_last(peers: Peers) -> None:
+    """The first rank serves the store, so it goes when all others have."""
+    if peers.store is None:
+        return
+    if peers.rank:
+        peers.store.set(f"doctor/gone/{peers.rank}", "1")
+    else:
+        peers.store.wait([f"doctor/gone/{rank}" for rank in range(1, peers.size)])
+
+
+def _own_checks(args: argparse.Namespace, rank: int, size: int) -> list[Finding]:
+    """What a node can find out by itself."""
+    run: list[tuple[str, Callable[[], Finding]]] = [
+        ("gpu", lambda: checks.gpus(args.gpus)),
+        ("bf16", checks.bf16),
+        ("compiler", checks.compiler),
+        ("free space", lambda: checks.free_space(args.folder, args.free_gib)),
+        ("disk", lambda: checks.disk(args.folder, rank, size_mib=args.disk_mib, least_mib_a_second=args.least_mib_s)),
+        ("limits", checks.limits),
+        ("shared memory", checks.shared_memory),
+        ("host name", lambda: checks.own_name(size if _several_hosts() else 1)),
+    ]
+    return [checks.guarded(name, check) for name, check in run]
+
+
+def _joint_checks(args: argparse.Namespace, peers: Peers) -> list[Finding]:
+    """What lies between ranks. Every rank calls the same exchanges in the same order, whatever it finds."""
+    hosts = peers.exchange("hosts", socket.gethostname())
+    found = [checks.judge_same("same versions", peers.exchange("versions", _versions()), hosts)]
+    clocks = peers.exchange("clocks", _time_together(peers))
+    found.append(checks.judge_clocks(clocks, hosts))
+    found.append(_shared_folder(args.folder, peers, hosts))
+    found.append(_ports(peers, args.timeout_seconds))
+    ready = not any(each.status == BAD for each in found if each.check == "ports")
+    if all(peers.exchange("ready", ready)):
+        found += _with_group(peers, args.timeout_seconds)
+    else:
+        found.append(Finding("collective", BAD, "not tried", "mend the ports first"))
+    return found
+
+
+def _with_group(peers: Peers, seconds: float) -> list[Finding]:
+    import torch
+    import torch.distributed as dist
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "nccl" if cuda else "gloo"
+    store = dist.HashStore() if peers.store is None else dist.PrefixStore("doctor-group", peers.store)
+    limit = datetime.timedelta(seconds=seconds)
+    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    try:
+        dist.init_process_group(backend, store=store, rank=peers.rank, world_size=peers.size, timeout=limit)
+        found = [checks.collective(dist.group.WORLD, device)]
+        import deepspeed
+        import deepspeed.ops
+
+        if not cuda:
+            # An operator for inference that DeepSpeed would compile at start.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(backend, verbose=False)
+        found.append(checks.guarded("deepspeed", lambda: checks.deepspeed_step(device)))
+    except Exception as error:
+        mend = f"set {backend.upper()}_SOCKET_IFNAME to the cluster's network device; NCCL_DEBUG=INFO says more"
+        return [Finding(backend, BAD, f"{type(error).__name__}: {checks.first_line(error)}", mend)]
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return found
+
+
+def _meet(rank: int, size: int, seconds: float) -> Peers:
+    """The store that the launcher's variables describe."""
+    if size == 1:
+        return Peers(0, 1)
+    from torch.distributed.rendezvous import rendezvous
+
+    limit = datetime.timedelta(seconds=seconds)
+    store, _, _ = next(rendezvous("env://", rank, size, timeout=limit))
+    store.set_timeout(limit)
+    peers = Peers(rank, size, store)
+    peers.exchange("here", rank)
+    return peers
+
+
+def _time_together(peers: Peers) -> float:
+    """The clock, read by all at about the same moment: when the last one has come."""
+    peers.exchange("before the clocks", peers.rank)
+    return time.time()
+
+
+def _shared_folder(folder: Path, peers: Peers, hosts: list[str]) -> Finding:
+    token = peers.exchange("token", f"{os.getpid()}-{time.time_ns()}")[0]
+    mine = folder / f".doctor-{token}-{peers.rank}"
+    with contextlib.suppress(OSError):  # that the file is missing is the finding
+        folder.mkdir(parents=True, exist_ok=True)
+        mine.write_text(token, encoding="utf-8")
+    peers.exchange("written", peers.rank)
+    wanted = {rank: folder / f".doctor-{token}-{rank}" for rank in range(peers.size)}
+    missing = sorted({hosts[rank] for rank, path in wanted.items() if not path.is_file()})
+    peers.exchange("looked", peers.rank)
+    with contextlib.suppress(OSError):
+        mine.unlink()
+    return checks.judge_shared_folder(folder, missing, alone=peers.size == 1)
+
+
+def _ports(peers: Peers, seconds: float) -> Finding:
+    """Every rank listens where its host name, or its gloo device, points; every rank calls on all others."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen(peers.size)
+        threading.Thread(target=_answer, args=(listener,), daemon=True).start()
+        where = peers.exchange("ports", [_address(), listener.getsockname()[1]])
+        others = [(host, port) for rank, (host, port) in enumerate(where) if rank != peers.rank]
+        silent = checks.unreached(others, seconds=min(5.0, seconds))
+        peers.exchange("called", peers.rank)
+    return checks.judge_ports(silent)
+
+
+def _answer(listener: socket.socket) -> None:
+    while True:
+        try:
+            listener.accept()[0].close()
+        except OSError:
+            return
+
+
+def _address() -> str:
+    """Where gloo would listen: of the device GLOO_SOCKET_IFNAME names, else what the host name stands for."""
+    device = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if device:
+        import psutil
+
+        for each in psutil.net_if_addrs().get(device, []):
+            if each.family == socket.AF_INET:
+                return str(each.address)
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return socket.gethostname()
+
+
+def _versions() -> str:
+    import deepspeed
+    import torch
+    import transformers
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    python = ".".join(map(str, sys.version_info[:3]))
+    versions = [f"Python {python}", f"torch {torch.__version__}", f"deepspeed {deepspeed.__version__}"]
+    return ", ".join([*versions, f"transformers {transformers.__version__}", f"commit {commit.stdout.strip() or '?'}"])
+
+
+def _several_hosts() -> bool:
+    here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    return here is None or int(here) < int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _ranks_from_slurm() -> None:
+    """Under srun without a launcher, the variables that launchers set."""
+    if "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) == 1 or "SLURM_PROCID" not in os.environ:
+        return
+    given = os.environ
+    hosts = subprocess.run(
+        ["scontrol", "show", "hostnames", given["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True
+    )
+    job = int(given["SLURM_JOB_ID"])
+    given.update(RANK=given["SLURM_PROCID"], WORLD_SIZE=given["SLURM_NTASKS"], LOCAL_RANK=given["SLURM_LOCALID"])
+    given.setdefault("MASTER_ADDR", hosts.stdout.split()[0])
+    given.setdefault("MASTER_PORT", str(10000 + job % 20000))
+
+
+def _code(told: Sequence[tuple[str, list[Finding]]]) -> int:
+    return int(any(each.status == BAD for _, findings in told for each in findings))
+
+
+def _report(told: Sequence[tuple[str, list[Finding]]], as_json: bool) -> int:
+    """Print a line a check: the worst of all ranks, and where."""
+    if as_json:
+        print(json.dumps([{"host": host, "findings": [asdict(each) for each in found]} for host, found in told]))
+        return _code(told)
+    hosts = sorted({host for host, _ in told})
+    print(f"{len(told)} ranks on {len(hosts)} hosts: {', '.join(hosts[:8])}{' …' if len(hosts) > 8 else ''}\n")
+    for name in dict.fromkeys(each.check for _, found in told for each in found):
+        rows = [(host, each) for host, found in told for each in found if each.check == name]
+        worst = max((each.status for _, each in rows), key=SEVERITY.__getitem__)
+        shown = dict.fromkeys((host, each) for host, each in rows if each.status == worst)
+        for host, each in list(shown)[: 1 if worst == OK else len(shown)]:
+            where = "" if worst == OK or len(hosts) == 1 else f"{host}: "
+            print(f"{worst:5s} {name:14s} {where}{each.seen}")
+            if each.mend:
+                print(f"{'':20s} → {each.mend}")
+    print("\nfit to train" if not _code(told) else "\nnot fit to train: mend what is bad above")
+    sys.stdout.flush()
+    return _code(told)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.doctor",
+        description="Check a node, or every rank of a job, for training; say what is wrong and how to mend it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs will be written; all nodes' own")
+    parser.add_argument("--gpus", type=int, help="GPUs that each node should have; default: what the driver lists")
+    parser.add_argument("--free-gib", type=float, default=20.0, help="room that runs need")
+    parser.add_argument("--disk-mib", type=int, default=64, help="written and read to time the disk")
+    parser.add_argument("--least-mib-s", type=float, default=50.0, help="below this the disk is called slow")
+    parser.add_argument("--timeout-seconds", type=float, default=120.0, help="how long ranks wait for one another")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,305 @@
+"""`python -m launch.plan RECIPE`: what a training would take on clusters that are not here, and how to set it up.
+
+    python -m launch.plan launch/recipes/smae_bert_base_fineweb.toml --nodes 1..512 --gpu h100 --interconnect ib-ndr-8x
+
+For every number of nodes: the ZeRO stage, micro-batch size and accumulation that are fastest and fit, the step's time,
+model FLOPs utilisation, memory and bytes sent a GPU, and the days that 10 and 100 billion tokens (FineWeb's samples)
+take. The formulas are launch/scaling.py's, documented and compared with measurements in docs/scaling.md. Torch-free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.scaling import (
+    GPUS,
+    INTERCONNECTS,
+    STAGES,
+    Assumptions,
+    Cluster,
+    Lengths,
+    Link,
+    Model,
+    Prediction,
+    best_of_stage,
+    recommended,
+)
+from trainer.config import ConfigError, Recipe, load_recipe
+from trainer.counts import Shape
+
+FINEWEB_TOKENS = {"10BT": 10e9, "100BT": 100e9}
+CUSTOM_LATENCY = 10e-6  # of an interconnect that is given by its rate alone
+
+# Hub names of encoders that recipes start from: shape and positions, from their config.json.
+_KNOWN = {
+    "google-bert/bert-base-uncased": (Shape(768, 3072, 12, 30522), 512),
+    "google-bert/bert-large-uncased": (Shape(1024, 4096, 24, 30522), 512),
+    "FacebookAI/roberta-base": (Shape(768, 3072, 12, 50265), 514),
+    "FacebookAI/xlm-roberta-base": (Shape(768, 3072, 12, 250002), 514),
+    "microsoft/MiniLM-L12-H384-uncased": (Shape(384, 1536, 12, 30522), 512),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One number of nodes: every stage's best, and the one to take; `refused` says why there is none."""
+
+    nodes: int
+    stages: tuple[Prediction, ...]
+    recommended: Prediction | None
+    refused: str = ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    try:
+        for text in rest:
+            if not (text.startswith("--") and "=" in text and "." in text.partition("=")[0]):
+                raise ConfigError(f"{text!r} is not understood; settings are given as --section.key=value")
+        recipe = load_recipe(args.recipe, [text[2:] for text in rest])
+        shape, positions = _shape_of(recipe, args.model, args.vocabulary)
+        rows = plan(
+            recipe,
+            Model.of(recipe, shape, positions=positions),
+            nodes=parse_nodes(args.nodes),
+            gpus_per_node=_at_least("--gpus-per-node", args.gpus_per_node, 1),
+            gpu=args.gpu,
+            link=parse_interconnect(args.interconnect),
+            lengths=_lengths(recipe, args),
+            assumed=_assumptions(args),
+            batch_per_gpu=_at_least("--batch-per-gpu", args.batch_per_gpu, 0),
+        )
+    except ConfigError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(json.dumps([_record(row) for row in rows], indent=2) if args.json else _text(recipe, args, rows))
+    return 0
+
+
+def plan(
+    recipe: Recipe,
+    model: Model,
+    *,
+    nodes: Sequence[int],
+    gpus_per_node: int,
+    gpu: str,
+    link: Link,
+    lengths: Lengths,
+    assumed: Assumptions,
+    batch_per_gpu: int = 0,
+) -> list[Row]:
+    """batch_per_gpu: samples a GPU, in place of the recipe's global batch; 0: the recipe's, shared by all."""
+    rows = []
+    for count in nodes:
+        cluster = Cluster(count, gpus_per_node, GPUS[gpu], link)
+        here = recipe
+        if batch_per_gpu:
+            train = dataclasses.replace(recipe.train, global_batch_size=batch_per_gpu * cluster.ranks)
+            here = dataclasses.replace(recipe, train=train)
+        if here.train.global_batch_size < cluster.ranks:
+            batch = here.train.global_batch_size
+            rows.append(Row(count, (), None, f"train.global_batch_size = {batch} is below {cluster.ranks} GPUs"))
+            continue
+        best = [best_of_stage(here, model, cluster, stage=s, lengths=lengths, assumed=assumed) for s in STAGES]
+        chosen = recommended(best)
+        refused = "" if chosen else "no stage fits in the GPU's memory"
+        rows.append(Row(count, tuple(best), chosen, refused))
+    return rows
+
+
+def parse_nodes(text: str) -> list[int]:
+    """8, or 1,2,4, or 1..512: the ends and the powers of two between them."""
+    try:
+        if ".." in text:
+            first, last = (int(part) for part in text.split(".."))
+            powers = [2**power for power in range(last.bit_length()) if first < 2**power < last]
+            counts = sorted({first, *powers, last}) if first <= last else []
+        else:
+            counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise ConfigError(f"--nodes {text!r} is no number of nodes; give 8, a list 1,2,4, or a range 1..512")
+    return counts
+
+
+def parse_interconnect(text: str) -> Link:
+    """A known kind by name, or what a node sends in Gbit/s."""
+    if text in INTERCONNECTS:
+        return INTERCONNECTS[text]
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        names = ", ".join(INTERCONNECTS)
+        raise ConfigError(f"--interconnect {text!r} is unknown; choose one of {names}, or give a node's Gbit/s, as 100")
+    return Link(rate * 1e9 / 8, CUSTOM_LATENCY)
+
+
+def _shape_of(recipe: Recipe, given: str, vocabulary: int) -> tuple[Shape, int]:
+    """The encoder's shape and positions: --model, else the recipe's own; a vocabulary by --vocabulary."""
+    values: dict[str, Any]
+    if not given and recipe.model.config:
+        values = dict(recipe.model.config)
+        said = "[model.config]"
+    else:
+        name = given or recipe.model.source
+        if name in _KNOWN:
+            shape, positions = _KNOWN[name]
+            return (dataclasses.replace(shape, vocabulary=vocabulary) if vocabulary else shape), positions
+        path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+        if not path.is_file():
+            raise ConfigError(
+                f"the shape of {name!r} is not known here; give --model, the path of its config.json "
+                f"or one of {', '.join(_KNOWN)}"
+            )
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid JSON ({error}); give a model's config.json") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} must hold a JSON object; give a model's config.json")
+        said = str(path)
+    values["vocab_size"] = vocabulary or values.get("vocab_size", 0)
+    hidden = _number(values, said, "hidden_size", "dim", default=recipe.ladder.full.dim)
+    layers = _number(values, said, "num_hidden_layers", "n_layers", default=recipe.ladder.full.layers)
+    inner = _number(values, said, "intermediate_size", "hidden_dim", default=4 * hidden)
+    if not values["vocab_size"]:
+        raise ConfigError(f"{said} does not say how many tokens its vocabulary has; give --vocabulary, such as 30522")
+    shape = Shape(hidden, inner, layers, _number(values, said, "vocab_size", default=0))
+    full = recipe.ladder.full
+    if (shape.layers, shape.hidden) != (full.layers, full.dim):
+        raise ConfigError(
+            f"{said} has {layers} layers of {hidden} dimensions, and the ladder ends with {full}; "
+            "give the recipe's own encoder, or change model.ladder"
+        )
+    return shape, _number(values, said, "max_position_embeddings", default=512)
+
+
+def _number(values: dict[str, Any], said: str, *names: str, default: int) -> int:
+    for name in names:
+        if name in values:
+            value = values[name]
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{said}: {name} = {value!r} must be a whole number above 0")
+            return value
+    return default
+
+
+def _lengths(recipe: Recipe, args: argparse.Namespace) -> Lengths:
+    longest = Lengths.longest(recipe)
+    given = {"document": args.document_tokens, "query": args.query_tokens, "passage": args.passage_tokens}
+    for name, value in given.items():
+        most = getattr(longest, name)
+        if value is not None and not 1 <= value <= most:
+            raise ConfigError(f"--{name}-tokens {value} must lie between 1 and {most}, where the recipe cuts texts")
+    return dataclasses.replace(longest, **{name: value for name, value in given.items() if value is not None})
+
+
+def _assumptions(args: argparse.Namespace) -> Assumptions:
+    shares = {"matrix_share": args.matrix_share, "memory_share": args.memory_share, "link_share": args.link_share}
+    for name, value in shares.items():
+        if not 0 < value <= 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be above 0 and at most 1")
+    return Assumptions(**shares)
+
+
+def _at_least(name: str, value: int, least: int) -> int:
+    if value < least:
+        raise ConfigError(f"{name} {value} must be at least {least}")
+    return value
+
+
+def _record(row: Row) -> dict[str, Any]:
+    def one(each: Prediction | None) -> dict[str, Any] | None:
+        if each is None:
+            return None
+        days = {f"days_{name}": each.days(tokens) for name, tokens in FINEWEB_TOKENS.items()}
+        return dataclasses.asdict(each) | {"memory_bytes": each.memory.total} | days
+
+    return {
+        "nodes": row.nodes,
+        "refused": row.refused,
+        "recommended": one(row.recommended),
+        "stages": [one(each) for each in row.stages],
+    }
+
+
+_COLUMNS = "nodes  GPUs   batch  ZeRO  micro × accumulation   step s    MFU  link %  GiB/GPU  GB sent/GPU"
+
+
+def _text(recipe: Recipe, args: argparse.Namespace, rows: Sequence[Row]) -> str:
+    pretrains = recipe.objective.name == "masked"
+    spans = "".join(f"  days {name:>5}" for name in FINEWEB_TOKENS) if pretrains else "  tokens/s"
+    lines = [f"{args.recipe} on {args.gpu}, {args.gpus_per_node} a node, {args.interconnect}: predicted, not measured"]
+    lines += ["", _COLUMNS + spans]
+    for row in rows:
+        best = row.recommended
+        if best is None:
+            lines.append(f"{row.nodes:5d}  {row.refused}")
+            continue
+        line = f"{best.nodes:5d} {best.gpus:5d} {best.global_batch_size:7d}  {best.stage:4d}"
+        line += f"  {best.micro_batch_size:5d} × {best.micro_batches:<12d} {best.step_seconds:8.3f}  {best.mfu:5.1%}"
+        line += f"  {best.communication_seconds / best.step_seconds:6.1%}  {best.memory.total / 2**30:7.1f}"
+        line += f"  {best.sent_bytes / 1e9:11.2f}"
+        if pretrains:
+            line += "".join(f"  {best.days(tokens):10.3g}" for tokens in FINEWEB_TOKENS.values())
+        else:
+            line += f"  {best.tokens_per_second:8.3g}"
+        lines.append(line)
+    whole = [row for row in rows if row.stages]
+    for row in whole[:1] + (whole[-1:] if len(whole) > 1 else []):
+        lines += ["", f"By stage on {row.nodes} node{'s' if row.nodes > 1 else ''}, each at its best micro-batch:"]
+        lines.append("ZeRO  micro × accumulation   step s  GB sent/GPU   GiB/GPU: states  buckets  activations  loss")
+        for each in row.stages:
+            memory = each.memory
+            parts = (memory.states, memory.buckets, memory.activations, memory.loss)
+            shown = "  ".join(f"{part / 2**30:7.2f}" for part in parts)
+            line = f"{each.stage:4d}  {each.micro_batch_size:5d} × {each.micro_batches:<12d} {each.step_seconds:8.3f}"
+            line += f"  {each.sent_bytes / 1e9:11.2f}   {memory.total / 2**30:7.1f}: {shown}"
+            lines.append(line + ("" if each.fits else "  does not fit"))
+    if whole and (best := whole[-1].recommended):
+        batch = f" --train.global_batch_size={best.global_batch_size}" if args.batch_per_gpu else ""
+        lines += ["", f"For {best.nodes} nodes: --engine.ds_config=ds_configs/zero{best.stage}.json"]
+        lines[-1] += f" --train.micro_batch_size={best.micro_batch_size}{batch}"
+    lines.append("Formulas, assumptions and what was measured: docs/scaling.md")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    default = Assumptions()
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.plan",
+        description="Predict time, utilisation, memory and bytes sent of a recipe, and recommend how to set it up.",
+        epilog="Any key of the recipe can be set as --section.key=value.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", help="a recipe; see launch/recipes")
+    parser.add_argument("--nodes", default="1..512", help="8, or 1,2,4, or 1..512 (powers of two); default %(default)s")
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--gpu", choices=tuple(GPUS), default="h100")
+    parser.add_argument("--interconnect", default="ib-ndr-8x", help=f"{', '.join(INTERCONNECTS)}, or a node's Gbit/s")
+    parser.add_argument("--model", default="", help="config.json, a model's folder or a known hub name; the recipe's")
+    parser.add_argument("--vocabulary", type=int, default=0, help="tokens, where no config.json says it")
+    parser.add_argument(
+        "--batch-per-gpu", type=int, default=0, help="samples a GPU; default: the recipe's global batch"
+    )
+    for name in ("document", "query", "passage"):
+        parser.add_argument(f"--{name}-tokens", type=float, help=f"mean tokens of a {name}; default: the longest")
+    for name in ("matrix", "memory", "link"):
+        value = getattr(default, f"{name}_share")
+        parser.add_argument(f"--{name}-share", type=float, default=value, help="of the data sheet; default %(default)s")
+    parser.add_argument("--json", action="store_true", help="everything, all stages, as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

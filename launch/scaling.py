@@ -1,0 +1,549 @@
+"""What a step of a recipe costs on hardware that is not here: operations, memory, bytes sent and time, from counts.
+
+Nothing is fitted. Operations, stored activations, states and bytes sent follow from the model's shape and from what
+trainer/ and DeepSpeed do, which tests/launch/test_plan.py compares with measurements; speeds are the makers' data
+sheets times three stated shares (`Assumptions`). docs/scaling.md derives the formulas, with references, and says what
+was measured and what was not. Torch-free: a login node can plan.
+
+Units: bytes, seconds, operations; P is the number of parameters, W of ranks, k of micro-batches a step on a rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from models.sizes import Size
+from trainer.config import Recipe
+from trainer.counts import FORWARD_AND_BACKWARD, Shape, Texts, encoder_flops, masked_flops
+
+STAGES = (0, 1, 2, 3)
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A maker's data sheet: dense bf16 operations a second, bytes, bytes a second."""
+
+    peak_flops: float
+    memory: float
+    memory_bandwidth: float
+    link_bandwidth: float  # to the node's other GPUs, one way
+
+
+# SXM modules: NVIDIA A100 (80 GB), H100 and H200 data sheets.
+GPUS = {
+    "a100": Gpu(312e12, 80e9, 2.039e12, 300e9),
+    "h100": Gpu(989e12, 80e9, 3.35e12, 450e9),
+    "h200": Gpu(989e12, 141e9, 4.8e12, 450e9),
+}
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between nodes: bytes a second that one node sends on all its adapters, and seconds a message takes at least."""
+
+    bandwidth: float
+    latency: float
+
+
+# Adapters' nominal rates; the latencies are of the order that each kind is known for, not measured here.
+INTERCONNECTS = {
+    "ethernet-10g": Link(10e9 / 8, 30e-6),
+    "ethernet-25g": Link(25e9 / 8, 30e-6),
+    "ethernet-100g": Link(100e9 / 8, 20e-6),
+    "ib-hdr": Link(200e9 / 8, 5e-6),
+    "ib-hdr-8x": Link(8 * 200e9 / 8, 5e-6),
+    "ib-ndr": Link(400e9 / 8, 5e-6),
+    "ib-ndr-8x": Link(8 * 400e9 / 8, 5e-6),
+    "efa-v2": Link(3200e9 / 8, 15e-6),
+}
+NODE_LATENCY = 3e-6  # of a message between two GPUs of a node
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What data sheets leave open. None of these was measured on a GPU."""
+
+    matrix_share: float = 0.7  # of peak_flops, in matrix products
+    memory_share: float = 0.8  # of memory_bandwidth, in everything else
+    link_share: float = 0.8  # of a link's bandwidth
+    launch_seconds: float = 10e-6  # the host's time for a kernel, Python and autograd included
+    context_bytes: float = 1.5 * GIB  # CUDA's context, libraries' workspaces, fragmentation
+
+
+@dataclass(frozen=True)
+class Cluster:
+    nodes: int
+    gpus_per_node: int
+    gpu: Gpu
+    link: Link
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a ZeRO stage keeps and sends, in bytes a parameter, as the shipped ds_configs set it up.
+
+    Adam's moments in float32 are 8 bytes a parameter, the float32 master 4, a float32 gradient 4.
+    """
+
+    weights: float  # on every rank; at stage 3 while they are gathered, which is all of a micro-batch
+    gradients: float  # on every rank
+    divided: float  # divided among the ranks, at the peak of a step
+    rests: tuple[float, float]  # between steps beside the weights: on every rank, and divided
+    sent_gradient: float  # in one reduction
+    reduces_each_micro_batch: bool
+    sent_weights: float  # in one gather of the weights
+    bucket: float  # bytes an element of DeepSpeed's reduction bucket
+
+
+# ds_configs/zero{0,1,2,3}.json; the one that trains in float32 throughout.
+STAGE_CONFIGS = {
+    0: Stage(4, 4, 8, (8, 0), 4, False, 0, 0),
+    1: Stage(2, 4, 4 + 12, (4, 12), 4, False, 2, 4),
+    2: Stage(2, 0, 4 + 12, (0, 12), 2, True, 2, 2),
+    3: Stage(2, 0, 2 + 4 + 12, (0, 4 + 12), 2, True, 2, 2),
+}
+ZERO1_FLOAT32 = Stage(4, 4, 4 + 12, (0, 12), 4, False, 4, 4)
+
+BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's reduce_bucket_size where a ds_config is silent
+PERSISTENT_ELEMENTS = 100_000  # stage 3 leaves smaller parameters whole (stage3_param_persistence_threshold)
+
+
+# --- the model ---------------------------------------------------------------------------------------------------
+
+
+def parameter_sizes(shape: Shape, *, positions: int, masked: bool, decoder: bool) -> list[int]:
+    """Elements of every parameter of a BERT; of its MLM head and the decoder where pre-training has them."""
+    hidden, inner = shape.hidden, shape.inner
+    norm = [hidden, hidden]
+    layer = 4 * [hidden**2, hidden] + norm + [hidden * inner, inner, inner * hidden, hidden] + norm
+    sizes = [shape.vocabulary * hidden, positions * hidden, 2 * hidden, *norm] + shape.layers * layer
+    if masked:
+        sizes += [hidden**2, hidden, *norm, shape.vocabulary]
+    if decoder:
+        sizes += layer
+    return sizes
+
+
+@dataclass(frozen=True)
+class Model:
+    """Parameters, those that train, and those that stage 3 divides."""
+
+    shape: Shape
+    parameters: float
+    trained: float
+    divided: float
+
+    @classmethod
+    def of(cls, recipe: Recipe, shape: Shape, *, positions: int = 512) -> Model:
+        if recipe.single_size is not None:
+            shape = dataclasses.replace(shape, layers=recipe.single_size.layers)
+        masked = recipe.objective.name == "masked"
+        decoder = masked and recipe.objective.decoder
+        sizes = parameter_sizes(shape, positions=positions, masked=masked, decoder=decoder)
+        total = trained = sum(sizes)
+        hidden, inner = shape.hidden, shape.inner
+        if frozen := recipe.model.frozen_layers:
+            kept = dataclasses.replace(shape, layers=frozen)
+            trained -= sum(parameter_sizes(kept, positions=positions, masked=False, decoder=False))
+        if rank := recipe.model.lora_rank:  # on all linear layers of a block; fewer where lora_targets says so
+            layers = shape.layers - recipe.model.frozen_layers
+            trained = layers * rank * (4 * 2 * hidden + 2 * (hidden + inner))
+            total += trained
+        divided = sum(size for size in sizes if size > PERSISTENT_ELEMENTS)
+        return cls(shape, total, trained, divided)
+
+
+def sizes_of(recipe: Recipe) -> list[Size]:
+    """The sizes of a step; of drawn ones, those of the mean draw."""
+    ladder = recipe.ladder
+    full = ladder.full
+    kind = recipe.objective.sizes
+    if kind == "full":
+        return [full]
+    if kind == "one":
+        assert recipe.single_size is not None
+        return [recipe.single_size]
+    if kind == "mrl":
+        return [Size(full.layers, size.dim) for size in ladder]
+    if kind == "adaptive_layers":
+        return [Size(size.layers, full.dim) for size in ladder]
+    if kind == "two_d":
+        layers, dim = max(1, full.layers // 2), max(1, full.dim // 2)
+        return [Size(layers, dim), Size(layers, full.dim), Size(full.layers, dim), full]
+    return list(ladder)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Mean tokens of a text, special tokens included. All texts are taken to be of mean length."""
+
+    document: float
+    query: float
+    passage: float
+
+    @classmethod
+    def longest(cls, recipe: Recipe) -> Lengths:
+        data = recipe.data
+        return cls(data.max_length, data.query_max_length, data.passage_max_length)
+
+
+def texts_of(recipe: Recipe, samples: float, lengths: Lengths) -> Texts:
+    """The texts of that many samples: documents, or queries each with its positive and hard negatives."""
+
+    def alike(count: float, length: float) -> Texts:
+        return Texts(count, count * length, count * length**2)
+
+    if recipe.objective.name == "masked":
+        return alike(samples, lengths.document)
+    passages = samples * (1 + recipe.data.num_negatives)
+    return alike(samples, lengths.query) + alike(passages, lengths.passage)
+
+
+# --- operations --------------------------------------------------------------------------------------------------
+
+
+def masked_rows(recipe: Recipe, texts: Texts) -> tuple[float, float]:
+    """Predicted positions of the encoder and of the decoder."""
+    objective = recipe.objective
+    decoder = objective.decoder_mask_ratio if objective.decoder else 0.0
+    return objective.encoder_mask_ratio * texts.tokens, decoder * texts.tokens
+
+
+def model_flops(recipe: Recipe, shape: Shape, texts: Texts) -> float:
+    """As metrics.jsonl's mfu counts them: the mathematics of a step, forward and backward."""
+    if recipe.objective.name != "masked":
+        return FORWARD_AND_BACKWARD * encoder_flops(shape, texts)
+    encoder_rows, decoder_rows = masked_rows(recipe, texts)
+    forward = masked_flops(shape, texts, encoder_rows=encoder_rows, decoder_rows=decoder_rows, sizes=sizes_of(recipe))
+    return FORWARD_AND_BACKWARD * forward
+
+
+def encoder_passes(recipe: Recipe) -> float:
+    """In forward passes: the backward pass is two; caching embeds once more, checkpointing computes once more."""
+    cached = recipe.objective.name == "contrastive" and recipe.objective.backward == "grad_cache"
+    return FORWARD_AND_BACKWARD + cached + recipe.train.activation_checkpointing
+
+
+def computed_flops(recipe: Recipe, shape: Shape, texts: Texts, *, all_passages: float) -> float:
+    """Products that a rank computes, for its texts: the model's, less what is skipped, plus what is repeated.
+
+    all_passages: of the global batch, which a contrastive loss scores this rank's queries with.
+    """
+    passes, hidden = encoder_passes(recipe), shape.hidden
+    last_feed_forward = 4 * hidden * shape.inner  # a token
+    if recipe.objective.name == "masked":
+        encoder_rows, decoder_rows = masked_rows(recipe, texts)
+        skipped = texts.tokens - encoder_rows - texts.count
+        total = model_flops(recipe, shape, texts) + (passes - FORWARD_AND_BACKWARD) * encoder_flops(shape, texts)
+        # The decoder computes its feed-forward's first product again in backward.
+        total += 2 * hidden * shape.inner * decoder_rows * len(sizes_of(recipe))
+        return total - passes * last_feed_forward * skipped
+    total = passes * encoder_flops(shape, texts)
+    if recipe.model.pooling == "cls":
+        total -= passes * last_feed_forward * (texts.tokens - texts.count)
+    return total + _loss_flops(recipe, texts, all_passages)
+
+
+def _loss_flops(recipe: Recipe, texts: Texts, all_passages: float) -> float:
+    """Scores, and the gradients of queries and passages, at every size; scores again where a row does not fit."""
+    if recipe.objective.loss == "cosent":
+        return 0.0
+    queries = texts.count / (2 + recipe.data.num_negatives)
+    fits = 4 * 2 * min(128, queries) * all_passages <= recipe.train.score_memory_mib * MIB
+    return (3 if fits else 4) * 2 * queries * all_passages * sum(size.dim for size in sizes_of(recipe))
+
+
+def moved_bytes(recipe: Recipe, model: Model, texts: Texts, *, stage: int, ranks: int, micro_batches: float) -> float:
+    """Through the GPU's memory, by all that is no matrix product: elementwise kernels, softmax, optimizer.
+
+    A layer's unfused forward reads and writes, a token: dropout 2h, residual 3h, norm 2h, each twice, and the
+    activation 2i; its backward twice as much (docs/scaling.md).
+    """
+    shape, width = model.shape, 2.0
+    forward = shape.layers * texts.tokens * (14 * shape.hidden + 2 * shape.inner) * width
+    total = forward * encoder_passes(recipe)
+    if recipe.objective.name == "masked":
+        rows = sum(masked_rows(recipe, texts)) * len(sizes_of(recipe))
+        total += 2 * width * rows * shape.vocabulary  # softmax over logits, read and written
+        total += FORWARD_AND_BACKWARD * width * rows * (14 * shape.hidden + 2 * shape.inner) / 2
+    share = model.trained / (ranks if stage else 1)
+    accumulation = (10 if stage == 1 else 12) * model.trained * micro_batches
+    return total + accumulation + 30 * share  # Adam: weight, two moments, gradient, new weights
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU at the peak of a step."""
+
+    states: float  # weights, gradients, masters, moments
+    buckets: float  # DeepSpeed's reduction bucket, and the fused loss's float32 gradient of the table
+    activations: float  # kept for backward, of one micro-batch
+    loss: float  # blocks of logits or scores, embeddings and their gradients
+    context: float
+
+    @property
+    def total(self) -> float:
+        return sum(dataclasses.astuple(self))
+
+
+def state_bytes(model: Model, stage: int, ranks: int) -> float:
+    """Weights, gradients, masters and moments on one rank while a step is taken."""
+    kept = STAGE_CONFIGS[stage]
+    shared = kept.divided / (ranks if stage else 1)
+    return kept.weights * model.parameters + model.trained * (kept.gradients + shared)
+
+
+def resting_bytes(model: Model, stage: int, ranks: int, *, kept: Stage | None = None) -> float:
+    """What of them is left between steps. kept: in place of the shipped configuration of the stage."""
+    kept = kept or STAGE_CONFIGS[stage]
+    own, divided = kept.rests
+    whole = model.parameters - (model.divided if stage == 3 else 0.0)
+    weights = kept.weights * (whole + (model.parameters - whole) / ranks)
+    bucket = kept.bucket * BUCKET_ELEMENTS if stage == 3 else 0.0
+    return weights + model.trained * (own + divided / ranks) + bucket
+
+
+def activation_bytes(recipe: Recipe, shape: Shape, texts: Texts, *, width: float = 2.0, drops: bool = True) -> float:
+    """Kept for backward by one micro-batch with a fused or packed attention (no matrix of scores).
+
+    A layer keeps, a token: its input, q, k, v, the attention's output, both norms' inputs, the first one's output, and
+    the feed-forward's two wide states: 8h + 2i elements (Korthikanti et al. 2022, table 2, without recomputable
+    scores), and two dropout masks of h bytes. Before and after the layers 2h more.
+    """
+    hidden, inner = shape.hidden, shape.inner
+    masks = 2 * hidden if drops else 0
+    layer = (8 * hidden + 2 * inner) * width + masks
+    if recipe.train.activation_checkpointing:
+        total = texts.tokens * (shape.layers * hidden * width + layer)
+    else:
+        read = texts.tokens
+        if recipe.objective.name == "masked":
+            read = masked_rows(recipe, texts)[0] + texts.count
+        elif recipe.model.pooling == "cls":
+            read = texts.count
+        total = texts.tokens * shape.layers * layer - (texts.tokens - read) * (2 * inner + hidden) * width
+    total += 2 * texts.tokens * hidden * width
+    if recipe.objective.name == "masked":
+        encoder_rows, decoder_rows = masked_rows(recipe, texts)
+        sizes = sizes_of(recipe)
+        widths = sum(size.dim for size in sizes)
+        total += encoder_rows * width * (widths + 4 * len(sizes) * hidden)  # head: input, product, gelu, norm; gradient
+        if decoder_rows:
+            total += texts.tokens * width * 3 * hidden  # embeddings, keys, values
+            total += decoder_rows * width * len(sizes) * 10 * hidden  # merged; norms; feed-forward's ends; head
+    return total
+
+
+def loss_bytes(recipe: Recipe, shape: Shape, texts: Texts, *, all_passages: float) -> float:
+    """Whole on a rank while the loss is computed. texts: of the rank's whole share."""
+    if recipe.objective.name == "masked":
+        return 3 * recipe.train.logits_memory_mib * MIB
+    floats = sum(size.dim for size in sizes_of(recipe))
+    return 8 * floats * (texts.count + all_passages) + recipe.train.score_memory_mib * MIB
+
+
+def memory_of(
+    recipe: Recipe, model: Model, *, stage: int, ranks: int, share: Texts, micro: Texts, assumed: Assumptions
+) -> Memory:
+    """share: the rank's texts of a step; micro: of its largest micro-batch."""
+    kept = STAGE_CONFIGS[stage]
+    passages = _passages(recipe, share) * ranks
+    table = 4.0 * model.shape.vocabulary * model.shape.hidden if recipe.objective.name == "masked" else 0.0
+    # Under autocast, at stage 0, norms and residuals stay in float32 and weights have copies in bf16.
+    autocast = stage == 0
+    return Memory(
+        states=state_bytes(model, stage, ranks) + (2.0 * model.parameters if autocast else 0.0),
+        buckets=kept.bucket * BUCKET_ELEMENTS + table,
+        activations=activation_bytes(recipe, model.shape, micro, width=3.0 if autocast else 2.0)
+        # Gradients alive inside the layer that is sent back.
+        + 2.0 * micro.tokens * (2 * model.shape.inner + 4 * model.shape.hidden),
+        loss=loss_bytes(recipe, model.shape, share, all_passages=passages),
+        context=assumed.context_bytes,
+    )
+
+
+def _passages(recipe: Recipe, texts: Texts) -> float:
+    if recipe.objective.name == "masked":
+        return 0.0
+    each = 1 + recipe.data.num_negatives
+    return texts.count * each / (1 + each)
+
+
+# --- communication -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Collective:
+    """`bytes` of the tensor that is whole on every rank, in `calls` calls a step."""
+
+    kind: str  # all_reduce | all_gather | reduce_scatter
+    bytes: float
+    calls: float = 1.0
+
+    def sent(self, ranks: int) -> float:
+        """Bytes that each rank sends, in a ring (Patarasuk and Yuan 2009)."""
+        return (2 if self.kind == "all_reduce" else 1) * (ranks - 1) / ranks * self.bytes
+
+
+def collectives(
+    recipe: Recipe, model: Model, *, stage: int, micro_batches: float, passages: float, kept: Stage | None = None
+) -> list[Collective]:
+    """What a step calls. passages: of the global batch. kept: in place of the shipped configuration of the stage.
+
+    DeepSpeed's stages 1 and 2 reduce gradients by all-reduce, of which each rank keeps its part. Stages 2 and 3 with
+    bf16 weights reduce at every micro-batch. Stage 3 gathers the divided weights once a forward and keeps them for its
+    backward; with gradient caching, whose first pass has no backward, three times a micro-batch.
+    """
+    kept = kept or STAGE_CONFIGS[stage]
+    times = micro_batches if kept.reduces_each_micro_batch else 1.0
+    kind = "reduce_scatter" if stage == 3 else "all_reduce"
+    buckets = max(1.0, model.trained / BUCKET_ELEMENTS)
+    found = [Collective(kind, times * kept.sent_gradient * model.trained, times * buckets)]
+    if stage in (1, 2):
+        found.append(Collective("all_gather", kept.sent_weights * model.trained, 2))
+    if stage == 3:
+        cached = recipe.objective.name == "contrastive" and recipe.objective.backward == "grad_cache"
+        gathers = micro_batches * (3 if cached else 1)
+        # Parameters one by one, about a matrix a call.
+        found.append(
+            Collective("all_gather", gathers * kept.sent_weights * model.divided, gathers * model.shape.layers)
+        )
+        found.append(Collective("all_gather", kept.sent_weights * (model.trained - model.divided)))
+    if recipe.objective.name == "contrastive" and recipe.objective.loss == "infonce":
+        whole = 4.0 * passages * sum(size.dim for size in sizes_of(recipe))
+        found += [Collective("all_gather", whole), Collective("reduce_scatter", whole)]
+    return found
+
+
+def collective_seconds(each: Collective, cluster: Cluster, assumed: Assumptions) -> float:
+    """Latency and bandwidth (Thakur et al. 2005): what all ranks wait for, nothing overlapped.
+
+    Rings run through all GPUs of a node and leave it once, so the slower of the link between GPUs and the node's
+    adapters together sets the rate; messages go by a ring or, for latency, a double tree (Sanders et al. 2009; NCCL).
+    """
+    ranks = cluster.ranks
+    if ranks == 1 or each.bytes == 0:
+        return 0.0
+    rates = [cluster.gpu.link_bandwidth] if cluster.gpus_per_node > 1 else []
+    rates += [cluster.link.bandwidth] if cluster.nodes > 1 else []
+    rounds = 2 if each.kind == "all_reduce" else 1
+    inside, between = cluster.gpus_per_node - 1, cluster.nodes - 1
+    ring = rounds * (cluster.nodes * inside * NODE_LATENCY + between * cluster.link.latency)
+    tree = 2 * (inside * NODE_LATENCY + math.ceil(math.log2(cluster.nodes)) * cluster.link.latency)
+    return each.sent(ranks) / (min(rates) * assumed.link_share) + each.calls * min(ring, tree)
+
+
+# --- the step ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One step on one cluster, at one stage and micro-batch size."""
+
+    nodes: int
+    gpus: int
+    stage: int
+    global_batch_size: int
+    micro_batch_size: int
+    micro_batches: int  # a step, on the fullest rank
+    memory: Memory
+    fits: bool
+    sent_bytes: float  # a rank, a step
+    compute_seconds: float
+    communication_seconds: float
+    step_seconds: float
+    mfu: float
+    tokens_per_second: float
+
+    def days(self, tokens: float) -> float:
+        return tokens / self.tokens_per_second / 86400
+
+
+def predict(
+    recipe: Recipe,
+    model: Model,
+    cluster: Cluster,
+    *,
+    stage: int,
+    micro_batch_size: int,
+    lengths: Lengths,
+    assumed: Assumptions,
+    memory_limit: float = 0.92,
+) -> Prediction:
+    """memory_limit: the share of the GPU's memory that may be planned for."""
+    ranks, batch, gpu = cluster.ranks, recipe.train.global_batch_size, cluster.gpu
+    whole = texts_of(recipe, batch, lengths)
+    # The fullest rank, for which the others wait.
+    share = texts_of(recipe, math.ceil(batch / ranks), lengths)
+    masked = recipe.objective.name == "masked"
+    longest = recipe.data.max_length if masked else max(recipe.data.query_max_length, recipe.data.passage_max_length)
+    cut = masked or recipe.objective.backward == "grad_cache"
+    micro_batches = max(1, math.ceil(share.tokens / (micro_batch_size * longest))) if cut else 1
+    part = min(1.0, micro_batch_size * longest / share.tokens) if cut else 1.0
+    micro = Texts(share.count * part, share.tokens * part, share.pairs * part)
+    all_passages = _passages(recipe, whole)
+    products = computed_flops(recipe, model.shape, share, all_passages=all_passages)
+    moved = moved_bytes(recipe, model, share, stage=stage, ranks=ranks, micro_batches=micro_batches)
+    busy = products / (gpu.peak_flops * assumed.matrix_share)
+    busy += moved / (gpu.memory_bandwidth * assumed.memory_share)
+    # About 20 kernels a layer and pass in eager mode: small micro-batches wait for the host.
+    host = micro_batches * encoder_passes(recipe) * model.shape.layers * 20 * assumed.launch_seconds
+    compute = max(busy, host)
+    calls = collectives(recipe, model, stage=stage, micro_batches=micro_batches, passages=all_passages)
+    communication = sum(collective_seconds(each, cluster, assumed) for each in calls)
+    seconds = compute + communication
+    memory = memory_of(recipe, model, stage=stage, ranks=ranks, share=share, micro=micro, assumed=assumed)
+    return Prediction(
+        nodes=cluster.nodes,
+        gpus=ranks,
+        stage=stage,
+        global_batch_size=batch,
+        micro_batch_size=micro_batch_size,
+        micro_batches=micro_batches,
+        memory=memory,
+        fits=memory.total <= memory_limit * gpu.memory,
+        sent_bytes=sum(each.sent(ranks) for each in calls),
+        compute_seconds=compute,
+        communication_seconds=communication,
+        step_seconds=seconds,
+        mfu=model_flops(recipe, model.shape, whole) / (seconds * ranks * gpu.peak_flops),
+        tokens_per_second=whole.tokens / seconds,
+    )
+
+
+def micro_batch_sizes(samples_per_rank: int) -> list[int]:
+    """Powers of two up to the first that holds the whole share."""
+    return [2**power for power in range(max(1, samples_per_rank - 1).bit_length() + 1)]
+
+
+def best_of_stage(
+    recipe: Recipe, model: Model, cluster: Cluster, *, stage: int, lengths: Lengths, assumed: Assumptions
+) -> Prediction:
+    """The fastest micro-batch size that fits; where none does, the smallest, which then says what it would need."""
+    samples = math.ceil(texts_of(recipe, recipe.train.global_batch_size, lengths).count / cluster.ranks)
+    options = [
+        predict(recipe, model, cluster, stage=stage, micro_batch_size=size, lengths=lengths, assumed=assumed)
+        for size in micro_batch_sizes(samples)
+    ]
+    fitting = [option for option in options if option.fits]
+    return min(fitting, key=lambda option: option.step_seconds) if fitting else options[0]
+
+
+def recommended(predictions: Sequence[Prediction]) -> Prediction | None:
+    """The fastest stage that fits; a lower one unless a higher is faster by a hundredth."""
+    fitting = [each for each in predictions if each.fits]
+    if not fitting:
+        return None
+    fastest = min(each.step_seconds for each in fitting)
+    return next(each for each in fitting if each.step_seconds <= 1.01 * fastest)

@@ -1,0 +1,119 @@
+"""Two hosts without Slurm: the `deepspeed` launcher with a hostfile, one command a host, is one plain process.
+
+The hosts are network namespaces (tests/launch/hosts.py) with three ranks between them, two on the first. That the
+parameters are right is not enough: a launcher that does not find the other host trains alone, and rightly. So what
+crossed between the hosts is checked too.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import load_file
+
+from tests.launch.hosts import Host, Unavailable, deepspeed_commands, made, run_on_all
+from tests.trainer.support import first_parameters, float32_ds_config, recipe_values, train_naively
+
+PARAMETER_TOLERANCE = 1e-5  # absolute, after steps that move parameters by up to 0.1
+STEPS = 2
+STAGES = (1, 3)
+PORT = 29500  # the namespaces' own
+CONTROL = "rank means"
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[Host]]:
+    try:
+        with made(2) as both:
+            yield both
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module")
+def hostfile(tmp_path_factory: pytest.TempPathFactory, hosts: list[Host]) -> Path:
+    path = tmp_path_factory.mktemp("hosts") / "hostfile"
+    path.write_text(f"{hosts[0].name} slots=2\n{hosts[1].name} slots=1\n")
+    return path
+
+
+def run_on(hosts: list[Host], hostfile: Path, *words: str) -> list[int]:
+    """Run a module on all hosts; returns the bytes that each sent."""
+    before = [host.bytes_sent() for host in hosts]
+    for done in run_on_all(hosts, deepspeed_commands(hosts, hostfile, words, port=PORT)):
+        assert done.returncode == 0, done.stdout[-8000:]
+    return [host.bytes_sent() - start for host, start in zip(hosts, before)]
+
+
+def largest_difference(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    assert got.keys() == want.keys()
+    return max(float((got[name] - value).abs().max()) for name, value in want.items())
+
+
+@pytest.fixture(scope="module")
+def fine_tuning(tuple_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("fine_tuning")
+    return recipe_values(
+        tuple_shards,
+        run={"output": str(folder / "run")},
+        train={"steps": STEPS},
+        engine={"ds_config": str(float32_ds_config(folder, 2))},
+    )
+
+
+def test_a_training_of_two_hosts_is_that_of_one_process(
+    fine_tuning: dict[str, Any], hosts: list[Host], hostfile: Path, tmp_path: Path
+) -> None:
+    """The real command, from the recipe to the model that it writes."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(tomli_w.dumps(fine_tuning))
+    sent = run_on(hosts, hostfile, "trainer.finetune", "--config", str(recipe))
+    run = Path(fine_tuning["run"]["output"])
+    assert (run / "DONE").is_file()
+    assert json.loads((run / "environment.json").read_text())["world_size"] == 3
+    want = train_naively(fine_tuning, steps=STEPS)[-1]["parameters"]
+    got = {f"backbone.{name}": value for name, value in load_file(run / "model" / "model.safetensors").items()}
+    assert largest_difference(got, want) < PARAMETER_TOLERANCE
+    assert largest_difference(got, first_parameters(fine_tuning)) > 1e3 * PARAMETER_TOLERANCE
+    # Each host sends at least its share of every step's gradients, in float32.
+    size = 4 * sum(value.numel() for value in want.values())
+    assert all(STEPS * size / 2 < each < 40 * STEPS * size for each in sent), (sent, size)
+
+
+@pytest.fixture(scope="module")
+def steps(
+    document_shards: Path, hosts: list[Host], hostfile: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
+    """Pre-training steps of both hosts by name, at ZeRO stages 1 and 3 and with the trainer broken; and the recipe."""
+    folder = tmp_path_factory.mktemp("steps")
+    values = recipe_values(document_shards, objective={"name": "masked"}, train={"micro_batch_size": 3})
+    cases = []
+    for name, stage, control in (("control", 1, CONTROL), *((f"stage{stage}", stage, "") for stage in STAGES)):
+        with_engine = copy.deepcopy(values) | {"engine": {"ds_config": str(float32_ds_config(folder, stage))}}
+        cases.append({"name": name, "values": with_engine, "steps": STEPS, "control": control})
+    (folder / "cases.json").write_text(json.dumps(cases))
+    run_on(hosts, hostfile, "tests.trainer.worker", "steps", str(folder / "cases.json"), str(folder))
+    return {case["name"]: torch.load(folder / f"{case['name']}.pt") for case in cases}, values
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_two_hosts_are_those_of_one_process(stage: int, steps: Any) -> None:
+    results, values = steps
+    for got, want in zip(results[f"stage{stage}"], train_naively(values, steps=STEPS), strict=True):
+        assert len(got["micro_batches"]) == 3
+        assert abs(got["norm"] - want["norm"]) < 2e-5 * want["norm"]
+        assert largest_difference(got["parameters"], want["parameters"]) < PARAMETER_TOLERANCE
+
+
+def test_a_broken_trainer_is_noticed(steps: Any) -> None:
+    """Negative control: each rank divides by its own count of masked tokens."""
+    results, values = steps
+    want = train_naively(values, steps=STEPS)[-1]["parameters"]
+    assert largest_difference(results["control"][-1]["parameters"], want) > 100 * PARAMETER_TOLERANCE

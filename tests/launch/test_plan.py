@@ -1,0 +1,337 @@
+"""The plan's counts against what the trainer does: parameters, products, stored activations, bytes held and sent.
+
+What data sheets and assumptions add (seconds on GPUs) cannot be tested here; docs/scaling.md says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from launch import plan, scaling
+from launch.scaling import Collective, Model, Texts
+from tests.launch.hosts import Unavailable, deepspeed_commands, made, run_on_all
+from tests.trainer.support import MODEL, ROOT, recipe_of, recipe_values
+from trainer import build
+from trainer.config import Recipe
+from trainer.counts import Shape
+from trainer.distributed import World
+
+RECIPE = "launch/recipes/smae_bert_base_fineweb.toml"
+# Large enough for stage 3 to divide some parameters and leave others whole under DeepSpeed's own threshold.
+WIDER = MODEL | {"hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 1024, "initializer_range": 0.02}
+LADDER = [[1, 64], [2, 128], [3, 256]]
+
+
+def wider_values(shards: Path, name: str, **train: Any) -> dict[str, Any]:
+    train = {"global_batch_size": 24, "micro_batch_size": 4} | train
+    model = {"config": dict(WIDER), "ladder": LADDER}
+    return recipe_values(shards, model=model, objective={"name": name}, train=train, optim={"lr": 1e-4})
+
+
+def planned_model(recipe: Recipe, vocabulary: int) -> Model:
+    shape = Shape(WIDER["hidden_size"], WIDER["intermediate_size"], WIDER["num_hidden_layers"], vocabulary)
+    return Model.of(recipe, shape, positions=WIDER["max_position_embeddings"])
+
+
+@dataclasses.dataclass
+class PlainEngine:
+    """The trainer's engine without DeepSpeed, for one process that counts."""
+
+    module: torch.nn.Module
+    device = torch.device("cpu")
+    world = World(0, 0, 1, torch.device("cpu"))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def accumulation(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", ["masked", "contrastive"])
+@pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": True}])
+def test_products_are_those_computed(
+    name: str, changes: dict[str, Any], document_shards: Path, tuple_shards: Path
+) -> None:
+    """Counted by PyTorch while a step runs; texts of one length, so that there is no padding to compute."""
+    shards = document_shards if name == "masked" else tuple_shards
+    values = wider_values(shards, name, **changes)
+    values["data"] |= {"max_length": 16, "query_max_length": 8, "passage_max_length": 8, "num_negatives": 1}
+    recipe = recipe_of(values)
+    sources = build.open_shards(recipe)
+    parts = build.build_model(recipe, sources)
+    stream = build.open_stream(recipe, sources, rank=0, world_size=1)
+    objective = build.build_objective(recipe, parts, pad_id=stream.pad_id)
+    batch = next(stream)
+    stream.close()
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _in_place_product}) as counter:
+        report = objective.forward_backward(PlainEngine(parts.module.train()), batch, 0)
+    texts = _texts_of(batch)
+    recipe = _with_real_masks(recipe, batch)
+    passages = len(getattr(batch, "passages", ()))
+    shape = planned_model(recipe, sources[0].vocabulary.size).shape
+    computed, padding = counter.get_total_flops(), report.padded_tokens / report.tokens - 1
+    ratio = computed / scaling.computed_flops(recipe, shape, texts, all_passages=passages)
+    print(f"{name} {changes}: computed ÷ predicted {ratio:.3f}, padding {padding:.1%}")
+    assert 0.97 < ratio < 1.03 + padding
+    # The metrics' count, by which MFU is predicted, is another: it counts no repetition, and nothing as skipped.
+    model_flops = scaling.model_flops(recipe, shape, texts)
+    assert model_flops == pytest.approx(report.flops, rel=1e-6)
+    assert not 0.97 < computed / model_flops < 1.03 + padding
+
+
+def _in_place_product(
+    into: torch.Size, left: torch.Size, right: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    """PyTorch's counter knows addmm, and not addmm_, with which losses add to gradients."""
+    return 2 * left[0] * left[1] * right[1]
+
+
+def _with_real_masks(recipe: Recipe, batch: Any) -> Recipe:
+    """Mask ratios as they came out: whole words that do not fit the budget are left."""
+    if recipe.objective.name != "masked":
+        return recipe
+    sides = {"encoder_mask_ratio": batch.encoder_labels, "decoder_mask_ratio": batch.decoder_labels}
+    ratios = {name: float((labels != -100).sum()) / len(labels) for name, labels in sides.items()}
+    return dataclasses.replace(recipe, objective=dataclasses.replace(recipe.objective, **ratios))
+
+
+def _texts_of(batch: Any) -> Texts:
+    if hasattr(batch, "offsets"):
+        parts = [batch.offsets.diff()]
+    else:
+        parts = [batch.queries.lengths, batch.passages.lengths]
+    lengths = torch.cat(parts).double()
+    return Texts(len(lengths), float(lengths.sum()), float((lengths**2).sum()))
+
+
+@pytest.mark.parametrize(("name", "positions"), [("masked", 80), ("contrastive", 80)])
+def test_parameters_are_those_of_the_model(
+    name: str, positions: int, document_shards: Path, tuple_shards: Path
+) -> None:
+    recipe = recipe_of(wider_values(document_shards if name == "masked" else tuple_shards, name))
+    sources = build.open_shards(recipe)
+    parameters = [p.numel() for p in build.build_model(recipe, sources).module.parameters()]
+    model = planned_model(recipe, sources[0].vocabulary.size)
+    assert model.parameters == model.trained == sum(parameters)
+    assert model.divided == sum(count for count in parameters if count > scaling.PERSISTENT_ELEMENTS)
+    assert 0 < model.divided < model.parameters
+
+
+@pytest.mark.parametrize("name", ["masked", "contrastive"])
+@pytest.mark.parametrize("drops", [False, True])
+def test_stored_activations_are_as_counted(name: str, drops: bool, document_shards: Path, tuple_shards: Path) -> None:
+    """What autograd keeps, each storage once, weights left out.
+
+    A CPU keeps more than a GPU with a fused attention, which is what is planned for: the attention's shares, and masks
+    as wide as what they mask.
+    """
+    values = wider_values(document_shards if name == "masked" else tuple_shards, name)
+    if drops:
+        values["model"]["config"] |= {"hidden_dropout_prob": 0.1}
+    recipe = recipe_of(values)
+    sources = build.open_shards(recipe)
+    parts = build.build_model(recipe, sources)
+    texts, length = 16, 30
+    ids = torch.randint(5, 1000, (texts, length), generator=torch.Generator().manual_seed(0))
+    inputs: dict[str, Any] = {"sizes": list(recipe.ladder)}
+    if name == "masked":
+        for side, share in (("labels", 0.2), ("decoder_labels", 0.4)):
+            inputs[side] = torch.full_like(ids, -100)
+            inputs[side][:, 1 : 1 + round(share * length)] = 7
+        inputs |= {"decoder_input_ids": ids, "size_weights": [1.0] * 3}
+    kept: dict[int, torch.Tensor] = {}
+    with saved_tensors_hooks(lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t) is None or t, lambda t: t):
+        parts.module.train()(ids, torch.ones_like(ids), **inputs)
+    for parameter in parts.module.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    stored = sum(each.untyped_storage().nbytes() for each in kept.values())
+    shape = planned_model(recipe, sources[0].vocabulary.size).shape
+    counted = Texts(texts, texts * length, texts * length**2)
+    predicted = scaling.activation_bytes(recipe, shape, counted, width=4.0, drops=drops)
+    if name == "masked":
+        predicted += 4 * shape.vocabulary * shape.hidden  # the gradient of the table, counted among the buckets
+    heads = WIDER["num_attention_heads"]
+    on_cpu = 4 * shape.layers * heads * texts * length**2
+    on_cpu += 2 * 3 * shape.layers * texts * length * shape.hidden if drops else 0
+    print(f"{name}, dropout {drops}: stored ÷ predicted {stored / (predicted + on_cpu):.3f}")
+    assert 0.93 < stored / (predicted + on_cpu) < 1.07
+    assert stored > 0.95 * predicted
+    # Negative control: half the layers' memory is noticed.
+    fewer = dataclasses.replace(shape, layers=2)
+    assert stored > 1.2 * scaling.activation_bytes(recipe, fewer, counted, width=4.0, drops=drops)
+
+
+CONFIGS = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "zero1_float32": 1}
+
+
+@pytest.fixture(scope="module")
+def traffic(document_shards: Path, tuple_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Real steps of two hosts at every shipped configuration, by name."""
+    folder = tmp_path_factory.mktemp("traffic")
+    shards = {"masked": document_shards, "contrastive": tuple_shards}
+    cases = []
+    # Stage 3 comes last: it changes F.linear for its process.
+    for config in sorted(CONFIGS, key=lambda each: CONFIGS[each]):
+        for name in shards:
+            values = wider_values(shards[name], name) | {"engine": {"ds_config": f"ds_configs/{config}.json"}}
+            cases.append({"name": f"{name}-{config}", "values": values, "steps": 2})
+    (folder / "cases.json").write_text(json.dumps(cases))
+    words = ["tests.launch.traffic", str(folder / "cases.json"), str(folder / "results.json")]
+    try:
+        with made(2) as hosts:
+            (folder / "hostfile").write_text("".join(f"{host.name} slots=1\n" for host in hosts))
+            for done in run_on_all(hosts, deepspeed_commands(hosts, folder / "hostfile", words, port=29500)):
+                assert done.returncode == 0, done.stdout[-8000:]
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    results = json.loads((folder / "results.json").read_text())
+    return {case["name"]: case | result for case, result in zip(cases, results, strict=True)}
+
+
+def planned_collectives(case: dict[str, Any], config: str) -> list[Collective]:
+    recipe = recipe_of(case["values"])
+    kept = scaling.ZERO1_FLOAT32 if config == "zero1_float32" else None
+    counts = {"micro_batches": case["micro_batches"], "passages": case["passages"]}
+    return scaling.collectives(recipe, planned_model(recipe, 2000), stage=CONFIGS[config], kept=kept, **counts)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", ["masked", "contrastive"])
+def test_bytes_sent_are_as_counted(name: str, config: str, traffic: dict[str, Any]) -> None:
+    """By collective, alike for every backend; and on the wire, where gloo's reduce-scatter is an all-reduce."""
+    case = traffic[f"{name}-{config}"]
+    planned = planned_collectives(case, config)
+    assert case["micro_batches"] > 1  # so that what is sent at every micro-batch differs from what is sent once
+    for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+        expected = sum(each.bytes for each in planned if each.kind == kind)
+        assert case["collectives"][kind] == pytest.approx(expected, rel=0.03, abs=20_000), kind
+    with_gloo = [dataclasses.replace(each, kind=each.kind.replace("reduce_scatter", "all_reduce")) for each in planned]
+    sent = sum(case["sent"]) / 2
+    expected = sum(each.sent(2) for each in with_gloo)
+    print(f"{name} {config}: sent {sent / 1e6:.2f} MB a step, ÷ predicted {sent / expected:.3f}")
+    assert 0.97 < sent / expected < 1.06
+    # Negative control: no other configuration would pass.
+    for other in CONFIGS:
+        if other != config:
+            wrong = sum(each.sent(2) for each in planned_collectives(case, other))
+            assert abs(sent / wrong - 1) > 0.06, other
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", ["masked", "contrastive"])
+def test_bytes_held_are_as_counted(name: str, config: str, traffic: dict[str, Any]) -> None:
+    case = traffic[f"{name}-{config}"]
+    recipe = recipe_of(case["values"])
+    kept = scaling.ZERO1_FLOAT32 if config == "zero1_float32" else None
+    expected = scaling.resting_bytes(planned_model(recipe, 2000), CONFIGS[config], 2, kept=kept)
+    held = min(case["held"])
+    print(f"{name} {config}: held {held / 1e6:.1f} MB, ÷ predicted {held / expected:.3f}")
+    assert 0.95 < held / expected < 1.05
+
+
+def predictions(*arguments: str) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.plan", RECIPE, "--json", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_plan_says_what_each_number_of_nodes_gives() -> None:
+    rows = predictions("--nodes", "1..512", "--gpu", "h100", "--interconnect", "ib-ndr-8x")
+    assert [row["nodes"] for row in rows] == [2**power for power in range(10)]
+    full = [row["recommended"] for row in rows if not row["refused"]]
+    assert len(full) == 7  # 512 texts a batch reach 512 GPUs
+    assert all("global_batch_size = 512" in row["refused"] for row in rows[7:])
+    for best in full:
+        assert best["fits"] and 0 < best["mfu"] < 0.7 and best["micro_batches"] >= 1
+        assert best["days_100BT"] == pytest.approx(10 * best["days_10BT"])
+        assert best["micro_batch_size"] * best["micro_batches"] * best["gpus"] >= best["global_batch_size"]
+    for few, more in itertools.pairwise(full):
+        assert more["step_seconds"] < 1.01 * few["step_seconds"] and more["mfu"] < few["mfu"]
+    # Dividing saves memory, but stage 3 gathers all weights again for every micro-batch.
+    stages = predictions("--nodes", "8", "--batch-per-gpu", "8")[0]["stages"]
+    none, first, second, third = (each["memory"]["states"] for each in stages)
+    assert none > first > second and 0.9 * second < third < 1.1 * second and second < none / 3
+
+
+def test_a_slower_link_and_a_smaller_gpu_are_noticed() -> None:
+    options = ("--nodes", "16", "--batch-per-gpu", "64")
+    fast, slow, old = (
+        predictions(*options, *more)[0]["recommended"]
+        for more in (["--interconnect", "ib-ndr-8x"], ["--interconnect", "10"], ["--gpu", "a100"])
+    )
+    assert slow["communication_seconds"] > 50 * fast["communication_seconds"]
+    assert old["compute_seconds"] > 1.5 * fast["compute_seconds"]
+
+
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """A loss that wants more than the GPU has, at every stage."""
+    logits = "--train.logits_memory_mib=40000"
+    assert plan.main([RECIPE, "--nodes", "1", logits]) == 0
+    assert "no stage fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((RECIPE, "--nodes", "8..2"), "--nodes '8..2'"),
+        ((RECIPE, "--nodes", "many"), "--nodes 'many'"),
+        ((RECIPE, "--interconnect", "string"), "--interconnect 'string' is unknown"),
+        ((RECIPE, "--interconnect", "-5"), "--interconnect '-5' is unknown"),
+        ((RECIPE, "--gpus-per-node", "0"), "--gpus-per-node 0"),
+        ((RECIPE, "--link-share", "1.5"), "--link-share 1.5"),
+        ((RECIPE, "--document-tokens", "600"), "--document-tokens 600"),
+        ((RECIPE, "--batch-per-gpu", "-1"), "--batch-per-gpu -1"),
+        ((RECIPE, "--node", "8"), "'--node' is not understood"),
+        ((RECIPE, "--train.global_batch=8"), "unknown key train.global_batch"),
+        ((RECIPE, "--model", "absent.json"), "the shape of 'absent.json' is not known"),
+        (("launch/recipes/demo_smae.toml",), "--vocabulary"),
+        (("absent.toml",), "absent.toml does not exist"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert plan.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: ") and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "launch/recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_recipe_can_be_planned(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    layers, hidden = (6, 192) if recipe.stem.startswith("demo") else (12, 768)
+    values = {"hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": 30522}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert plan.main([str(recipe), "--nodes", "1", "--model", str(tmp_path), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["recommended"]["step_seconds"] > 0
+
+
+def test_planning_needs_no_torch() -> None:
+    code = (
+        "import sys; from launch.plan import main; main(['launch/recipes/smae_bert_base_fineweb.toml']);"
+        "heavy = {'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules);"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
