@@ -187,5 +187,3 @@ def _descendants(pid: int) -> set[int]:
         front = {child for each in front for child in children.get(each, ())} - found
         found |= front
     return found
-
-

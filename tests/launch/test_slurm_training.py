@@ -5,6 +5,7 @@ The disturbed runs must end with the undisturbed run's losses, to the last bit. 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -65,7 +66,13 @@ def setting(tmp_path_factory, docstrings, tiny_tokenizer_path):
     with cluster(folder / "slurm") as slurm:
         done = submit(slurm, "--chain", str(chain), "--venv", sys.prefix, "--env=GLOO_SOCKET_IFNAME=lo")
         numbers = [line.split()[4].rstrip(",") for line in done.stderr.splitlines() if line.startswith("# submitted")]
-        yield Setting(slurm, folder, dict(zip(("prepare", "pretrain", "finetune", "evaluate"), numbers, strict=True)))
+        jobs = dict(zip(("prepare", "pretrain", "finetune", "evaluate"), numbers, strict=True))
+        for number in (f"{jobs['prepare']}_2", *numbers[1:]):
+            job = slurm.wait_for(number, "COMPLETED", "FAILED", "CANCELLED", seconds=400)
+            assert job["JobState"] == "COMPLETED", "\n".join(
+                [json.dumps(job), *(path.read_text() for path in folder.glob("**/slurm-*.log"))]
+            )
+        yield Setting(slurm, folder, jobs)
 
 
 def write_chain(folder: Path, docstrings: list[str], tokenizer: Path) -> Path:
@@ -127,9 +134,7 @@ def write_chain(folder: Path, docstrings: list[str], tokenizer: Path) -> Path:
         {"task": "evaluate", "arguments": results, "export": str(folder / "export")},
     ]
     chain = folder / "chain.toml"
-    chain.write_text(
-        tomli_w.dumps({"output": str(folder / "jobs"), "options": {"gpus_per_node": 0}, "stages": stages})
-    )
+    chain.write_text(tomli_w.dumps({"output": str(folder / "jobs"), "options": {"gpus_per_node": 0}, "stages": stages}))
     return chain
 
 
@@ -179,14 +184,9 @@ def ranks_of(run: Path) -> list[int]:
 
 
 def test_a_chain_of_all_stages(setting):
-    for stage, number in setting.jobs.items():
-        states = ("COMPLETED", "FAILED", "CANCELLED")
-        job = setting.slurm.wait_for(f"{number}_2" if stage == "prepare" else number, *states, seconds=400)
-        assert job["JobState"] == "COMPLETED", "\n".join(
-            [json.dumps(job), *(path.read_text() for path in setting.folder.glob(f"**/slurm-{number}*.log"))]
-        )
+    """The fixture has waited for its jobs, each of which was COMPLETED."""
     ends = [setting.slurm.job(number) for number in setting.jobs.values()]
-    assert all(before["EndTime"] <= after["StartTime"] for before, after in zip(ends, ends[1:]))
+    assert all(before["EndTime"] <= after["StartTime"] for before, after in itertools.pairwise(ends))
     run = setting.folder / "smae"
     assert sorted(setting.curve) == list(range(1, STEPS + 1))
     assert {path.name for path in (run / "job/001/logs/attempt-000").glob("rank-*.log")} == {
@@ -219,13 +219,15 @@ def test_the_time_limit_requeues_and_the_losses_are_the_undisturbed_ones(setting
 
 
 def test_a_node_that_dies(setting):
-    """Its processes and daemon end at once; the run goes on from its checkpoint when the node is back."""
-    number, run = submit_again(setting, "died", "--crash-requeues=3")
+    """Its processes and daemon end at once. Slurm notices and requeues, and the run goes on from its checkpoint."""
+    number, run = submit_again(setting, "died")
     until(lambda: (run / "checkpoints/latest").exists(), what=lambda: logs_of(run))
     setting.slurm.kill_node("node2")
     assert not (run / "DONE").exists()
+    until(lambda: setting.slurm.job(number)["Restarts"] == "1", what=lambda: logs_of(run))
+    assert setting.slurm.job(number)["JobState"] == "PENDING"
     setting.slurm.start_node("node2")
-    job = setting.slurm.wait_for(number, "COMPLETED", "FAILED", "CANCELLED")
+    job = setting.slurm.wait_for(number, "COMPLETED", "FAILED", "CANCELLED", seconds=240)
     assert job["JobState"] == "COMPLETED", logs_of(run)
     assert int(job["Restarts"]) >= 1
     assert losses(run) == setting.curve
