@@ -64,7 +64,10 @@ class Made:
 
 
 def read_chain(path: Path, given: Mapping[str, Any], *, resume: bool, chdir: Path) -> list[Job]:
-    """A chain file's jobs, in order. `given`: options of the command line, which win. Done training is left out."""
+    """A chain file's jobs, in order, without training that is done.
+
+    `given`: options of the command line, which win over the chain's; a stage's own win over both.
+    """
     if not path.is_file():
         raise ConfigError(f"chain {path} does not exist; launch/chain.py shows what one looks like")
     try:
@@ -81,7 +84,7 @@ def read_chain(path: Path, given: Mapping[str, Any], *, resume: bool, chdir: Pat
         if task not in _STAGE_KEYS:
             raise ConfigError(f"{where}: task = {task!r} is unknown; choose one of {', '.join(_STAGE_KEYS)}")
         _check_keys(stage, {"task": str, "options": dict, **_STAGE_KEYS[task]}, where)
-        merged = {**values.get("options", {}), **stage.get("options", {}), **given}
+        merged = {**values.get("options", {}), **given, **stage.get("options", {})}
         options = job_options({"gpus_per_node": 0, **merged} if task == "prepare" else merged, where=where)
         folder = output / f"{number:02d}-{task}"
         if task == "prepare":

@@ -235,6 +235,23 @@ def test_refused_chains(chain, capsys, change, words):
     assert words in refusal(capsys, chain, "--chain=c.toml", "--dry-run")
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "launch/chains").glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_chains(tmp_path, monkeypatch, capsys, path):
+    """With what they prepare from in place, every stage has a script; an array asks for no GPUs."""
+    for name in ("launch", "ds_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("fineweb/sample/10BT", "msmarco"):
+        (tmp_path / name).mkdir(parents=True)
+    for part in range(15):
+        (tmp_path / f"fineweb/sample/10BT/{part:03d}.parquet").write_text("")
+    monkeypatch.chdir(tmp_path)
+    scripts = scripts_of(capsys, "--chain", str(path), "--gpus-per-node=2").split("#!/bin/bash")[1:]
+    assert len(scripts) == 4
+    for script in scripts:
+        check_shell("#!/bin/bash" + script)
+        assert ("#SBATCH --array" in script) != ("#SBATCH --gpus-per-node" in script)
+
+
 def fake_slurm(folder: Path, sbatch: str) -> None:
     """An sbatch that keeps its arguments, and a scancel that keeps its own."""
     (folder / "bin").mkdir()
