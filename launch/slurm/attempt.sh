@@ -16,7 +16,7 @@ requeue() {
     say "$1; requeued"
     trap - TERM
     scontrol requeue "$SLURM_JOB_ID" && sleep 300  # Slurm ends this shell meanwhile
-    say "Slurm would not requeue the job"
+    say "Slurm has it in the queue already, as after a node failure, or will not requeue it"
     exit 75
 }
 
@@ -77,7 +77,7 @@ fi
 crashes=$((${crashes:-0} + 1))
 echo "$crashes" > "$job/crashes"
 if [ "$crashes" -le "$crash_requeues" ]; then
-    requeue "crashed (srun: $code), see $logs; attempts without a new checkpoint: $crashes"
+    requeue "crashed (srun: $code), see $logs; crash $crashes since the last new checkpoint"
 fi
 say "crashed (srun: $code), see $logs"
 exit $((code ? code : 1))

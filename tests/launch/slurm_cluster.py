@@ -22,7 +22,6 @@ from pathlib import Path
 
 from trainer.distributed import free_port
 
-NODES = ("node1", "node2")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "unshare")
 FREEZER = Path("/sys/fs/cgroup/freezer")
 
@@ -85,6 +84,7 @@ def why_not() -> str | None:
 @dataclass(frozen=True)
 class Cluster:
     folder: Path
+    nodes: tuple[str, str]  # names of this cluster alone: Slurm's cgroups are named by them
 
     def call(self, *command: str) -> str:
         return subprocess.run(
@@ -137,24 +137,25 @@ def until(probe: Callable, *, seconds: float = 120.0, what: Callable[[], str] | 
 def cluster(folder: Path) -> Iterator[Cluster]:
     """Start the daemons, wait until both nodes are idle, and end them and their jobs afterwards."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("state", *(f"spool.{node}" for node in NODES)):
+    token = secrets.token_hex(3)
+    here = Cluster(folder, (f"n{token}-1", f"n{token}-2"))
+    for name in ("state", *(f"spool.{node}" for node in here.nodes)):
         (folder / name).mkdir()
     nodes = "\n".join(
         f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={free_port()} CPUs=2 "
         "RealMemory=2000 State=UNKNOWN"
-        for name in NODES
+        for name in here.nodes
     )
     (folder / "slurm.conf").write_text(_CONF.format(folder=folder, port=free_port(), nodes=nodes))
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-    (folder / "hosts").write_text(f"127.0.0.1 localhost {' '.join(NODES)} {socket.gethostname()}\n")
+    (folder / "hosts").write_text(f"127.0.0.1 localhost {' '.join(here.nodes)} {socket.gethostname()}\n")
     (folder / "munge.key").write_bytes(secrets.token_bytes(1024))
     (folder / "munge.key").chmod(0o600)
-    here = Cluster(folder)
     munge = [f"--{what}-file={folder}/munge.{what}" for what in ("key", "pid", "seed", "log")]
     try:
         subprocess.run(["munged", "--force", f"--socket={folder}/munge.socket", *munge], check=True)
         subprocess.run(["slurmctld", "-c", "-f", str(folder / "slurm.conf")], check=True, env=here.environment)
-        for name in NODES:
+        for name in here.nodes:
             here.start_node(name)
         until(
             lambda: here.call("sinfo", "--noheader", "--format=%t", "--partition=low") == "idle",
@@ -166,12 +167,14 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         with contextlib.suppress(subprocess.SubprocessError):
             here.call("scancel", "--user=root")
             until(lambda: here.call("squeue", "--noheader") == "", seconds=60, what="jobs to end")
-        for name in (*(f"slurmd.{node}.pid" for node in NODES), "slurmctld.pid", "munge.pid"):
+        for name in (*(f"slurmd.{node}.pid" for node in here.nodes), "slurmctld.pid", "munge.pid"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError, ValueError):
                 pid = int((folder / name).read_text())
                 os.kill(pid, signal.SIGTERM)
                 until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), seconds=30, what=f"{name} to end")
-        for left_over in sorted(FREEZER.glob("**/slurm_node*/**/"), reverse=True):
+        for left_over in sorted(
+            (each for node in here.nodes for each in FREEZER.glob(f"**/slurm_{node}/**/")), reverse=True
+        ):
             with contextlib.suppress(OSError):
                 left_over.rmdir()
 

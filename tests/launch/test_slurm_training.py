@@ -222,11 +222,11 @@ def test_a_node_that_dies(setting):
     """Its processes and daemon end at once. Slurm notices and requeues, and the run goes on from its checkpoint."""
     number, run = submit_again(setting, "died")
     until(lambda: (run / "checkpoints/latest").exists(), what=lambda: logs_of(run))
-    setting.slurm.kill_node("node2")
+    setting.slurm.kill_node(setting.slurm.nodes[1])
     assert not (run / "DONE").exists()
     until(lambda: setting.slurm.job(number)["Restarts"] == "1", what=lambda: logs_of(run))
     assert setting.slurm.job(number)["JobState"] == "PENDING"
-    setting.slurm.start_node("node2")
+    setting.slurm.start_node(setting.slurm.nodes[1])
     job = setting.slurm.wait_for(number, "COMPLETED", "FAILED", "CANCELLED", seconds=240)
     assert job["JobState"] == "COMPLETED", logs_of(run)
     assert int(job["Restarts"]) >= 1
