@@ -80,7 +80,8 @@ def training_job(recipe: Recipe, options: JobOptions, *, where: str, resume: boo
 
 
 def prepare_job(commands: Sequence[Sequence[str]], options: JobOptions, *, folder: Path, chdir: Path) -> Job:
-    """An array of `data.prepare` commands, one a task."""
+    """An array of `data.prepare` commands, one a task, each on one node."""
+    options = dataclasses.replace(options, nodes=1)
     _check_path(folder, "output")
     cases = "\n".join(
         f"    {index}) command=({_container(options)}python -m data.prepare {shlex.join(command)}) ;;"
@@ -98,7 +99,8 @@ def prepare_job(commands: Sequence[Sequence[str]], options: JobOptions, *, folde
 
 
 def evaluate_job(commands: Sequence[Sequence[str]], options: JobOptions, *, folder: Path, chdir: Path) -> Job:
-    """`trainer.evaluate` and `trainer.export` commands, one after the other."""
+    """`trainer.evaluate` and `trainer.export` commands, one after the other, on one node."""
+    options = dataclasses.replace(options, nodes=1)
     _check_path(folder, "output")
     script = fill(
         "evaluate.sbatch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -167,6 +168,7 @@ output = "runs/c"
 [options]
 partition = "gpu"
 gpus_per_node = 4
+nodes = 3
 [[stages]]
 task = "prepare"
 options = { gpus_per_node = 0, cpus_per_task = 16, array_limit = 2 }
@@ -208,6 +210,7 @@ def test_a_chain(chain, capsys):
     assert f"0) command=(python -m data.prepare documents {files}) ;;" in prepare
     assert "1) command=(python -m data.prepare documents text/b.jsonl" in prepare
     assert "#SBATCH --gpus-per-node=4" in train
+    assert ["--nodes=3" in each for each in (prepare, train, evaluate)] == [False, True, False]
     assert "trainer.evaluate sizes --model runs/r/model --beir beir/scifact" in evaluate
     assert "trainer.export --model runs/r/model --output export" in evaluate
     assert not (chain / "runs").exists()
@@ -322,6 +325,13 @@ def test_the_node_needs_nothing_but_python():
         [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); import launch.node"],
         check=True,
     )
+
+
+def test_the_node_runs_on_old_pythons():
+    """Its syntax, at least, is Python 3.8's; the control is syntax that is not."""
+    ast.parse((ROOT / "launch/node.py").read_text(), feature_version=(3, 8))
+    with pytest.raises(SyntaxError):
+        ast.parse("match a:\n    case 1:\n        pass", feature_version=(3, 8))
 
 
 def test_templates_are_as_they_are_shipped():
