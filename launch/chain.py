@@ -1,0 +1,191 @@
+"""Chains: several jobs in one file, each started when the one before it has ended well.
+
+    output = "runs/fineweb_chain"              # records and logs of the stages that are no training runs
+
+    [options]                                  # of launch.submit, for every stage
+    partition = "gpu"
+    venv = ".venv"
+
+    [[stages]]
+    task = "prepare"                           # a job array, one task a command of data.prepare
+    options = { gpus_per_node = 0, cpus_per_task = 16, time = "4:00:00" }
+    [[stages.corpora]]
+    kind = "documents"
+    inputs = ["fineweb/sample/10BT/*.parquet"]
+    output = "shards/fineweb-10bt"
+    parts = 15                                 # the files shared out: folders part-000, part-001, …
+    arguments = ["--tokenizer", "google-bert/bert-base-uncased"]
+
+    [[stages]]
+    task = "train"
+    recipe = "launch/recipes/smae_bert_base_fineweb.toml"
+    settings = ["train.steps=100000"]
+    options = { nodes = 2, gpus_per_node = 8, time = "24:00:00" }
+
+    [[stages]]
+    task = "evaluate"                          # of the model of the training stage before it
+    options = { gpus_per_node = 1 }
+    arguments = ["--beir", "beir/scifact"]
+    export = "export"
+
+A recipe that names a folder which a stage before it writes in parts is given the parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch.job import Job, evaluate_job, prepare_job, training_job
+from launch.options import job_options
+from trainer.config import ConfigError, Recipe, load_recipe
+
+_STAGE_KEYS: dict[str, dict[str, type]] = {
+    "prepare": {"corpora": list},
+    "train": {"recipe": str, "settings": list},
+    "evaluate": {"model": str, "arguments": list, "export": str},
+}
+_CORPUS_KEYS: dict[str, type] = {"kind": str, "inputs": list, "output": str, "parts": int, "arguments": list}
+_KINDS = ("documents", "tuples")
+_KINDS_OF_VALUES = {str: "a text", list: "a list", int: "a whole number", dict: "a table"}
+
+
+@dataclass
+class Made:
+    """What the stages so far will have made: folders of shards, by the name a recipe gives them, and the last model."""
+
+    shards: dict[str, list[str]] = field(default_factory=dict)
+    model: str = ""
+
+
+def read_chain(path: Path, given: Mapping[str, Any], *, resume: bool, chdir: Path) -> list[Job]:
+    """A chain file's jobs, in order, without training that is done.
+
+    `given`: options of the command line, which win over the chain's; a stage's own win over both.
+    """
+    if not path.is_file():
+        raise ConfigError(f"chain {path} does not exist; launch/chain.py shows what one looks like")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chain {path} is not valid TOML ({error}); mend that line") from None
+    _check_keys(values, {"output": str, "options": dict, "stages": list}, str(path))
+    if not values.get("output") or not values.get("stages"):
+        raise ConfigError(f"{path}: a chain needs output, a folder for its records, and at least one of [[stages]]")
+    output, made, jobs = Path(values["output"]), Made(), []
+    for number, stage in enumerate(values["stages"], 1):
+        where = f"{path}, stage {number}"
+        task = stage.get("task") if isinstance(stage, Mapping) else None
+        if task not in _STAGE_KEYS:
+            raise ConfigError(f"{where}: task = {task!r} is unknown; choose one of {', '.join(_STAGE_KEYS)}")
+        _check_keys(stage, {"task": str, "options": dict, **_STAGE_KEYS[task]}, where)
+        merged = {**values.get("options", {}), **given, **stage.get("options", {})}
+        options = job_options({"gpus_per_node": 0, **merged} if task == "prepare" else merged, where=where)
+        folder = output / f"{number:02d}-{task}"
+        if task == "prepare":
+            commands = [each for corpus in stage.get("corpora", []) for each in _commands(corpus, made, where)]
+            if not commands:
+                raise ConfigError(f"{where}: nothing to prepare; add [[stages.corpora]]")
+            jobs.append(prepare_job(commands, options, folder=folder, chdir=chdir))
+        elif task == "train":
+            if "recipe" not in stage:
+                raise ConfigError(f"{where}: recipe is not given; name a recipe's file")
+            recipe = with_parts(load_recipe(stage["recipe"], _texts(stage, "settings", where)), made)
+            check_shards(recipe, made, where=where)
+            made.model = f"{recipe.run.output}/model"
+            if resume and (Path(recipe.run.output) / "DONE").exists():
+                continue
+            jobs.append(training_job(recipe, options, where=stage["recipe"], resume=resume, chdir=chdir))
+        else:
+            jobs.append(evaluate_job(_evaluation(stage, made, where), options, folder=folder, chdir=chdir))
+    return jobs
+
+
+def _commands(corpus: Any, made: Made, where: str) -> list[list[str]]:
+    """data.prepare's arguments, a list a task. Files are shared out in turn, so that parts are alike."""
+    if not isinstance(corpus, Mapping):
+        raise ConfigError(f"{where}: corpora must be tables, [[stages.corpora]]")
+    _check_keys(corpus, _CORPUS_KEYS, where)
+    if corpus.get("kind") not in _KINDS:
+        raise ConfigError(f"{where}: kind = {corpus.get('kind')!r} is unknown; choose one of {', '.join(_KINDS)}")
+    inputs, output, parts = _texts(corpus, "inputs", where), corpus.get("output", ""), corpus.get("parts", 1)
+    if not inputs or not output:
+        raise ConfigError(f"{where}: a corpus needs inputs and output")
+    if output in made.shards:
+        raise ConfigError(f"{where}: output = {output!r} is another corpus' too; give each a folder of its own")
+    rest = _texts(corpus, "arguments", where)
+    if parts == 1:
+        made.shards[output] = [output]
+        return [[corpus["kind"], *inputs, *rest, "--output", output]]
+    files = sorted({file for pattern in inputs for file in glob.glob(pattern, recursive=True)})  # noqa: PTH207
+    folders = [file for file in files if Path(file).is_dir()]
+    if folders:
+        raise ConfigError(f"{where}: {folders[0]} is a folder, and parts are made of files; write {folders[0]}/*")
+    if not 1 <= parts <= len(files):
+        raise ConfigError(f"{where}: parts = {parts} of {len(files)} files cannot be; use 1 to {max(1, len(files))}")
+    made.shards[output] = [f"{output}/part-{part:03d}" for part in range(parts)]
+    return [
+        [corpus["kind"], *files[part::parts], *rest, "--output", folder]
+        for part, folder in enumerate(made.shards[output])
+    ]
+
+
+def with_parts(recipe: Recipe, made: Made) -> Recipe:
+    """The recipe with the parts of its folders in the folders' places."""
+    data = recipe.data
+    shards = [part for folder in data.shards for part in made.shards.get(folder, [folder])]
+    if len(shards) == len(data.shards):
+        return recipe
+    for name, per_folder in (
+        ("weights", data.weights),
+        ("query_prompts", data.query_prompts[1:]),
+        ("passage_prompts", data.passage_prompts[1:]),
+    ):
+        if per_folder:
+            raise ConfigError(f"data.{name} is a folder's own, and {data.shards} are written in parts; use parts = 1")
+    return dataclasses.replace(recipe, data=dataclasses.replace(data, shards=shards))
+
+
+def check_shards(recipe: Recipe, made: Made, *, where: str) -> None:
+    """Folders here must hold shards, now or by the time of the job; addresses are the job's to look at."""
+    coming = {part for parts in made.shards.values() for part in parts}
+    for folder in recipe.data.shards:
+        if "://" not in folder and folder not in coming and not (Path(folder) / "manifest.json").is_file():
+            raise ConfigError(
+                f"{where}: data.shards: {folder} holds no finished shards; "
+                "make them first by `python -m data.prepare`, or in a stage before this one"
+            )
+
+
+def _evaluation(stage: Mapping[str, Any], made: Made, where: str) -> list[list[str]]:
+    model = stage.get("model", made.model)
+    if not model:
+        raise ConfigError(f"{where}: model is not given, and no stage before it trains one; name a run's model folder")
+    commands = []
+    if arguments := _texts(stage, "arguments", where):
+        commands.append(["trainer.evaluate", "sizes", "--model", model, *arguments])
+    if export := stage.get("export"):
+        commands.append(["trainer.export", "--model", model, "--output", export])
+    if not commands:
+        raise ConfigError(f"{where}: give arguments of trainer.evaluate, a folder for export, or both")
+    return commands
+
+
+def _texts(table: Mapping[str, Any], key: str, where: str) -> list[str]:
+    values: Sequence[Any] = table.get(key, [])
+    if not all(isinstance(each, str) for each in values):
+        raise ConfigError(f"{where}: {key} = {values!r} must be a list of texts")
+    return list(values)
+
+
+def _check_keys(table: Mapping[str, Any], known: Mapping[str, type], where: str) -> None:
+    for key, value in table.items():
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {key}; the keys are {', '.join(known)}")
+        if not isinstance(value, known[key]) or isinstance(value, bool):
+            raise ConfigError(f"{where}: {key} = {value!r} must be {_KINDS_OF_VALUES[known[key]]}")

@@ -1,0 +1,207 @@
+"""One node's part of a Slurm job: start its ranks, turn Slurm's signals into a file, and end as they did.
+
+`srun` starts this once a node. It is Slurm's own task, and with `ProctrackType=proctrack/cgroup`, the usual setting,
+Slurm's signals reach Slurm's own tasks alone: ranks below a launcher would first hear of a time limit by SIGKILL, and
+the launchers of DeepSpeed and torch die of SIGUSR1 and kill their ranks 30 s after SIGTERM. So ranks are started here,
+with the environment those launchers would give them, and on either signal a file appears in a node-local folder, which
+every rank looks for once a step (`BARISTA_STOP_FILE`). Ranks have all the time that Slurm leaves them.
+
+Each rank writes to a file of its own; the first rank of all also to the job's log. This runs outside containers, by
+whatever Python the node has, so it imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+STOPPED_EARLY = 75  # the trainer's exit code when it was asked to stop, and saved
+STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+# A rank whose neighbour died ends by itself within a minute; after this long it is killed.
+SECONDS_FOR_OTHERS = 90.0
+_TAIL_LINES = 25
+
+
+@dataclass(frozen=True)
+class Place:
+    """This node among the nodes of the job."""
+
+    node: int
+    num_nodes: int
+    ranks_here: int
+
+    @property
+    def first_rank(self) -> int:
+        return self.node * self.ranks_here
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank's process, its log, and what copies that log to the job's, if anything does."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    copier: threading.Thread | None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m launch.node", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks to start on this node")
+    parser.add_argument("--logs", type=Path, required=True, metavar="FOLDER", help="a file a rank goes here")
+    parser.add_argument("command", nargs="+", help="after --: what each rank runs")
+    args = parser.parse_args(argv)
+    missing = [
+        name for name in ("SLURM_NODEID", "SLURM_NNODES", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    ]
+    if missing:
+        say(f"error: {missing[0]} is not set; this runs under srun, in a job made by python -m launch.submit")
+        return 2
+    place = Place(int(os.environ["SLURM_NODEID"]), int(os.environ["SLURM_NNODES"]), args.ranks)
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if devices and len(devices.split(",")) < args.ranks:
+        say(f"error: {args.ranks} ranks were asked for and Slurm gave the GPUs {devices}; set --gpus-per-node to match")
+        return 2
+    code = run_node(args.command, place=place, logs=args.logs)
+    # Where a rank fails, srun ends all nodes and returns what it killed them with: the true code is left here.
+    (args.logs / f"node-{place.node:03d}.exit").write_text(f"{code}\n", encoding="utf-8")
+    return 0 if code == STOPPED_EARLY else code
+
+
+def run_node(
+    command: Sequence[str], *, place: Place, logs: Path, seconds_for_others: float = SECONDS_FOR_OTHERS
+) -> int:
+    """Run this node's ranks to their end. 0: all ended well; 75: all were stopped; else the first failure's code."""
+    logs.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="barista-stop-"))
+    stop_file = folder / "stop"
+
+    def ask_to_stop(number: int, _frame: object) -> None:
+        stop_file.touch()
+        os.write(2, f"[node {place.node}] {signal.Signals(number).name}: the ranks are asked to stop\n".encode())
+
+    before = {number: signal.signal(number, ask_to_stop) for number in STOP_SIGNALS}
+    ranks: list[Rank] = []
+    try:
+        for local_rank in range(place.ranks_here):
+            environment = {**rank_environment(place, local_rank), "BARISTA_STOP_FILE": str(stop_file)}
+            ranks.append(_start(command, place=place, local_rank=local_rank, environment=environment, logs=logs))
+        return _wait(ranks, seconds_for_others=seconds_for_others)
+    finally:
+        for rank in ranks:
+            if rank.process.poll() is None:
+                rank.process.kill()
+                rank.process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def rank_environment(place: Place, local_rank: int) -> Mapping[str, str]:
+    """What torch's and DeepSpeed's launchers set."""
+    return {
+        "RANK": str(place.first_rank + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(place.num_nodes * place.ranks_here),
+        "LOCAL_WORLD_SIZE": str(place.ranks_here),
+        "LOCAL_SIZE": str(place.ranks_here),
+        "CROSS_RANK": str(place.node),
+        "CROSS_SIZE": str(place.num_nodes),
+    }
+
+
+def _start(
+    command: Sequence[str], *, place: Place, local_rank: int, environment: Mapping[str, str], logs: Path
+) -> Rank:
+    number = place.first_rank + local_rank
+    path = logs / f"rank-{number:05d}.log"
+    with path.open("ab") as log:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE if number == 0 else log,
+            stderr=subprocess.STDOUT,
+            # Some sites signal all processes: a rank that has no handler yet must outlive that, and finds the file.
+            preexec_fn=_ignore_stop_signals,
+        )
+    copier = None
+    if number == 0:
+        assert process.stdout is not None
+        copier = threading.Thread(target=_copy, args=(process.stdout, path), daemon=True)
+        copier.start()
+    return Rank(number, process, path, copier)
+
+
+def _ignore_stop_signals() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _copy(source: IO[bytes], path: Path) -> None:
+    with path.open("ab", buffering=0) as log:
+        for line in source:
+            log.write(line)
+            os.write(1, line)
+
+
+def _wait(ranks: Sequence[Rank], *, seconds_for_others: float, now: Callable[[], float] = time.monotonic) -> int:
+    failed: Rank | None = None
+    deadline = float("inf")
+    running = list(ranks)
+    while running:
+        for rank in running:
+            code = rank.process.poll()
+            if failed is None and code not in (None, 0, STOPPED_EARLY):
+                failed, deadline = rank, now() + seconds_for_others
+                say(f"rank {rank.number} ended with {describe(code)}")
+        running = [rank for rank in running if rank.process.poll() is None]
+        if running and now() > deadline:
+            say(f"ranks {', '.join(str(rank.number) for rank in running)} did not end by themselves and are killed")
+            for rank in running:
+                rank.process.kill()
+                rank.process.wait()
+            break
+        if running:
+            time.sleep(0.2)
+    for rank in ranks:
+        # A grandchild may hold the pipe open: what it still says is not worth waiting for.
+        if rank.copier is not None:
+            rank.copier.join(timeout=5.0)
+    if failed is None:
+        codes = {rank.process.returncode for rank in ranks}
+        return 0 if codes == {0} else STOPPED_EARLY
+    if failed.number != 0:
+        say(f"the end of {failed.log}:\n" + tail(failed.log))
+    code = failed.process.returncode
+    # Told apart by their shell's convention: 128 and the signal.
+    return code if code > 0 else 128 - code
+
+
+def describe(code: int | None) -> str:
+    assert code is not None
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+def tail(path: Path, lines: int = _TAIL_LINES) -> str:
+    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+
+def say(line: str) -> None:
+    node = os.environ.get("SLURM_NODEID", "?")
+    # Written whole, so that the lines of several nodes do not interleave.
+    os.write(2, f"[node {node}] {line}\n".encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""What a user may ask of Slurm for a job, checked before anything is written.
+
+One dataclass is the command line of `launch.submit` and the keys of a chain file alike: each field is an option
+(`--gpus-per-node`) and a key (`gpus_per_node`). Whatever becomes part of a `#SBATCH` line is refused where it could
+become something else there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.config import ConfigError
+
+
+def _help(text: str, metavar: str) -> dict[str, str]:
+    return {"help": text, "metavar": metavar}
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Resources, environment and patience of one job. Empty or 0: the cluster's own default."""
+
+    nodes: int = field(default=1, metadata=_help("nodes of the job", "N"))
+    gpus_per_node: int = field(default=-1, metadata=_help("GPUs a node, one rank each; 0: a job without GPUs", "G"))
+    ranks_per_node: int = field(default=0, metadata=_help("ranks a node of a job without GPUs (default 1)", "N"))
+    time: str = field(default="", metadata=_help("time limit in Slurm's form, such as 24:00:00 or 2-12", "TIME"))
+    partition: str = field(default="", metadata=_help("partition, or several with commas", "NAME"))
+    account: str = field(default="", metadata=_help("account that pays", "NAME"))
+    qos: str = field(default="", metadata=_help("quality of service", "NAME"))
+    constraint: str = field(default="", metadata=_help("node features, such as 'h100&ib'", "FEATURES"))
+    cpus_per_task: int = field(default=0, metadata=_help("CPUs a node, for all its ranks and loader processes", "N"))
+    mem: str = field(default="", metadata=_help("memory a node, such as 200G; 0: all of it", "SIZE"))
+    venv: str = field(default="", metadata=_help("virtual environment to activate in the job", "FOLDER"))
+    module: list[str] = field(
+        default_factory=list, metadata=_help("environment module to load; may be repeated", "NAME")
+    )
+    setup: list[str] = field(
+        default_factory=list, metadata=_help("shell line to run before all else; may be repeated", "LINE")
+    )
+    container: str = field(
+        default="",
+        metadata=_help("what to put before the ranks' command, such as 'apptainer exec --nv b.sif'", "COMMAND"),
+    )
+    env: list[str] = field(
+        default_factory=list,
+        metadata=_help("environment variable NAME=VALUE of the job; may be repeated", "NAME=VALUE"),
+    )
+    sbatch: list[str] = field(
+        default_factory=list, metadata=_help("another #SBATCH option, such as --exclusive; may be repeated", "OPTION")
+    )
+    signal_seconds: int = field(
+        default=300, metadata=_help("seconds before the time limit at which a run saves and stops", "SECONDS")
+    )
+    max_requeues: int = field(default=100, metadata=_help("how often a run may go back into the queue", "N"))
+    crash_requeues: int = field(
+        default=1, metadata=_help("how often in a row it may after a crash without a new checkpoint", "N")
+    )
+    array_limit: int = field(default=0, metadata=_help("tasks of an array that run at a time; 0: all", "N"))
+
+    @property
+    def ranks(self) -> int:
+        """A node."""
+        return self.gpus_per_node or self.ranks_per_node or 1
+
+
+_TYPES = typing.get_type_hints(JobOptions)
+_AT_LEAST = {
+    "nodes": 1,
+    "gpus_per_node": 0,
+    "ranks_per_node": 0,
+    "cpus_per_task": 0,
+    "signal_seconds": 1,
+    "max_requeues": 0,
+    "crash_requeues": 0,
+    "array_limit": 0,
+}
+# minutes | minutes:seconds | hours:minutes:seconds | days-hours[:minutes[:seconds]]
+_TIME = re.compile(r"(?:(?P<days>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?)|(?P<plain>\d+(?::\d+){0,2})")
+_WORD = re.compile(r"[^\s'\"\\#`$;<>]+")
+_MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
+_VARIABLE = re.compile(r"[A-Za-z_]\w*=[^\n]*")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Every field as an option. What is not given is absent from the namespace."""
+    for each in dataclasses.fields(JobOptions):
+        several = typing.get_origin(_TYPES[each.name]) is list
+        parser.add_argument(
+            f"--{each.name.replace('_', '-')}",
+            type=int if _TYPES[each.name] is int else str,
+            action="append" if several else "store",
+            default=argparse.SUPPRESS,
+            metavar=each.metadata["metavar"],
+            help=each.metadata["help"]
+            + ("" if each.default in ("", -1, 0) or several else f" (default {each.default})"),
+        )
+
+
+def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(namespace).items() if name in _TYPES}
+
+
+def job_options(values: Mapping[str, Any], *, where: str) -> JobOptions:
+    """Checked options. `where` begins a mistake's sentence: the place that the values come from."""
+    for name, value in values.items():
+        if name not in _TYPES:
+            raise ConfigError(f"{where}: unknown key {name}; the keys are {', '.join(_TYPES)}")
+        wanted: Any = _TYPES[name]
+        several = typing.get_origin(wanted) is list
+        right = (
+            isinstance(value, list) and all(isinstance(each, str) for each in value)
+            if several
+            else isinstance(value, wanted) and not isinstance(value, bool)
+        )
+        if not right:
+            kind = "a list of texts" if several else {int: "a whole number", str: "a text"}[wanted]
+            raise ConfigError(f"{where}: {name} = {value!r} must be {kind}")
+    options = JobOptions(**values)
+    _check(options, where)
+    return options
+
+
+def _check(options: JobOptions, where: str) -> None:
+    def refuse(name: str, why: str) -> typing.NoReturn:
+        raise ConfigError(f"{where}: {_shown(name, getattr(options, name))} {why}")
+
+    if options.gpus_per_node < 0:
+        raise ConfigError(f"{where}: --gpus-per-node is not given; give the GPUs a node, or 0 for a job without GPUs")
+    for name, least in _AT_LEAST.items():
+        if getattr(options, name) < least:
+            refuse(name, f"is too small; it must be at least {least}")
+    if options.gpus_per_node and options.ranks_per_node not in (0, options.gpus_per_node):
+        refuse("ranks_per_node", f"is for jobs without GPUs; {options.gpus_per_node} GPUs have one rank each")
+    for name in ("partition", "account", "qos", "constraint"):
+        if getattr(options, name) and not _WORD.fullmatch(getattr(options, name)):
+            refuse(name, "is no name; it must have neither spaces nor quotes")
+    if options.mem and not _MEMORY.fullmatch(options.mem):
+        refuse("mem", "is no size; write it as 64000M or 200G, or 0 for all of a node's")
+    if options.time and options.time not in ("UNLIMITED", "INFINITE"):
+        seconds = time_limit_seconds(options.time)
+        if seconds is None:
+            refuse("time", "is no time limit; write minutes, HH:MM:SS, or days-HH:MM:SS")
+        if seconds <= options.signal_seconds:
+            refuse(
+                "time",
+                f"leaves no time before the signal {options.signal_seconds} s ahead of it; "
+                "give more time, or a smaller --signal-seconds",
+            )
+    for name in ("module", "setup", "sbatch", "env"):
+        for each in getattr(options, name):
+            if "\n" in each or not each.strip():
+                refuse(name, "must be one line each, and not empty")
+    for each in options.module:
+        if not _WORD.fullmatch(each):
+            refuse("module", "holds what is no name of a module")
+    for each in options.env:
+        if not _VARIABLE.fullmatch(each):
+            raise ConfigError(f"{where}: --env {each!r} is not of the form NAME=VALUE")
+    for each in options.sbatch:
+        if not each.startswith("-"):
+            raise ConfigError(f"{where}: --sbatch {each!r} is no option of sbatch; write it as --sbatch=--exclusive")
+        clash = next((name for name in _OURS if re.match(rf"{name}(?![\w-])", each)), None)
+        if clash:
+            raise ConfigError(f"{where}: --sbatch {each!r} is set by this command itself; leave {clash} out")
+    if options.venv and not (Path(options.venv) / "bin" / "activate").is_file():
+        refuse("venv", "holds no bin/activate; name a virtual environment's folder")
+    if "\n" in options.container:
+        refuse("container", "must be one line")
+
+
+_OURS = (
+    "--nodes",
+    "-N",
+    "--ntasks",
+    "-n",
+    "--ntasks-per-node",
+    "--array",
+    "-a",
+    "--signal",
+    "--requeue",
+    "--no-requeue",
+    "--open-mode",
+    "--output",
+    "-o",
+    "--job-name",
+    "-J",
+    "--dependency",
+    "-d",
+    "--chdir",
+    "-D",
+)
+
+
+def _shown(name: str, value: object) -> str:
+    return f"--{name.replace('_', '-')} {value}" if not isinstance(value, list) else f"--{name} {', '.join(value)}"
+
+
+def time_limit_seconds(text: str) -> int | None:
+    """Seconds of a time limit in Slurm's notation; None where it is none."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        return None
+    if match["days"] is not None:
+        days, hours, minutes, seconds = (int(match[name] or 0) for name in ("days", "dh", "dm", "ds"))
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    parts = [int(part) for part in match["plain"].split(":")]
+    if len(parts) == 3:
+        return (parts[0] * 60 + parts[1]) * 60 + parts[2]
+    return parts[0] * 60 + (parts[1] if len(parts) == 2 else 0)

@@ -1,0 +1,83 @@
+# One attempt at a training run, and what follows from how it ended. Inlined into pretrain.sbatch and finetune.sbatch.
+# The run's own files decide: DONE (trained), STOPPED (asked to stop, and saved). Exit codes lie: srun returns what it
+# killed the other nodes with.
+
+say() { echo "[$(date '+%F %T')] $*"; }
+content() { cat "$1" 2>/dev/null || true; }
+attempt=${SLURM_RESTART_COUNT:-0}
+logs=$job/logs/attempt-$(printf %03d "$attempt")
+
+# Put this job back into the queue, under its own number, so that jobs that wait for it go on waiting.
+requeue() {
+    if [ "$attempt" -ge "$max_requeues" ]; then
+        say "$1; not requeued: $attempt times is all that --max-requeues allows"
+        exit 75
+    fi
+    say "$1; requeued"
+    trap - TERM
+    scontrol requeue "$SLURM_JOB_ID" && sleep 300  # Slurm ends this shell meanwhile
+    say "Slurm has it in the queue already, as after a node failure, or will not requeue it"
+    exit 75
+}
+
+if [ -e "$run/DONE" ]; then
+    say "$run is done already"
+    exit 0
+fi
+stopped_before=$(content "$run/STOPPED")
+saved_before=$(content "$run/checkpoints/latest")
+rm -f "$run/STOPPED"
+mkdir -p "$logs"
+rm -f "$logs"/node-*.exit
+
+# The first host leads; a port of the job's and the attempt's own, below the range that systems hand out themselves.
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR=${hosts[0]}
+export MASTER_PORT=$((12000 + (SLURM_JOB_ID * 10 + attempt) % 20000))
+# Since 22.05 srun does not take this over from sbatch.
+if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then
+    export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((SLURM_CPUS_PER_TASK > ranks ? SLURM_CPUS_PER_TASK / ranks : 1))}
+fi
+
+# scancel and the end of a preemption signal this shell too, a time limit's warning and a preemption's beginning only
+# the nodes' tasks. While srun runs in the foreground the trap waits for it.
+cancelled=no
+trap 'cancelled=yes' TERM
+say "attempt $attempt on ${hosts[*]}, led by $MASTER_ADDR:$MASTER_PORT"
+code=0
+srun --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=600 \
+    python3 -m launch.node --ranks "$ranks" --logs "$logs" -- "${command[@]}" || code=$?
+
+if [ -e "$run/DONE" ]; then
+    say "done"
+    exit 0
+fi
+if [ "$cancelled" = yes ]; then
+    say "cancelled, or preempted to its end"
+    exit 75
+fi
+if [ -e "$run/STOPPED" ]; then
+    stopped=$(content "$run/STOPPED")
+    if [ "$stopped" = "$stopped_before" ]; then
+        say "stopped where the attempt before it did ($stopped); not requeued: give it more --time"
+        exit 75
+    fi
+    requeue "stopped: $stopped"
+fi
+if grep -qsx '[23]' "$logs"/node-*.exit; then
+    say "refused (2) or given up (3), which another attempt would not change; the reason is above and in $logs"
+    exit "$(cat "$logs"/node-*.exit | grep -m1 -x '[23]')"
+fi
+# A crash, or a node that died: other nodes notice before Slurm does. Tried again while attempts get further.
+crashes=$(content "$job/crashes")
+if [ "$(content "$run/checkpoints/latest")" != "$saved_before" ]; then
+    crashes=0
+fi
+crashes=$((${crashes:-0} + 1))
+echo "$crashes" > "$job/crashes"
+if [ "$crashes" -le "$crash_requeues" ]; then
+    requeue "crashed (srun: $code), see $logs; crash $crashes since the last new checkpoint"
+fi
+say "crashed (srun: $code), see $logs"
+exit $((code ? code : 1))

@@ -1,0 +1,99 @@
+"""One node's ranks, without Slurm: signals become a file, failures end the others, every rank has a log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.node import Place, rank_environment, run_node
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# As the trainer does: it looks at the file once a step, and ends with 75.
+WAITS = """
+import os, sys, time
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "waits", flush=True)
+while not os.path.exists(os.environ["BARISTA_STOP_FILE"]):
+    time.sleep(0.02)
+sys.exit(75)
+"""
+FAILS = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    print("why it failed"); sys.exit(5)
+time.sleep(600)
+"""
+
+
+def start(tmp_path: Path, code: str, **changes: str) -> subprocess.Popen[str]:
+    slurm = {"SLURM_NODEID": "0", "SLURM_NNODES": "1", "MASTER_ADDR": "here", "MASTER_PORT": "1", **changes}
+    command = [sys.executable, "-m", "launch.node", "--ranks=2", f"--logs={tmp_path / 'logs'}", "--"]
+    return subprocess.Popen(
+        [*command, sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **slurm, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_asks_the_ranks_to_stop(tmp_path, number):
+    node = start(tmp_path, WAITS)
+    logs = [tmp_path / f"logs/rank-{rank:05d}.log" for rank in range(2)]
+    deadline = time.monotonic() + 60
+    while not all(log.exists() and "waits" in log.read_text() for log in logs) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert node.poll() is None
+    node.send_signal(number)
+    out, err = node.communicate(timeout=60)
+    # srun ends all nodes where one fails, and to be asked to stop is no failure; the true code is in the file.
+    assert node.returncode == 0 and f"{number.name}: the ranks are asked to stop" in err
+    assert (tmp_path / "logs/node-000.exit").read_text() == "75\n"
+    assert out == "rank 0 of 2 waits\n"
+    assert [log.read_text() for log in logs] == [f"rank {rank} of 2 waits\n" for rank in range(2)]
+    assert not list(tmp_path.glob("barista-stop-*"))
+
+
+def test_ranks_outlive_signals_that_reach_them_before_they_have_handlers(tmp_path):
+    """As with proctrack/linuxproc, where all processes of a job are signalled."""
+    stubborn = "import os, signal, sys\nfor n in (signal.SIGUSR1, signal.SIGTERM): os.kill(os.getpid(), n)\nsys.exit(0)"
+    node = start(tmp_path, stubborn)
+    assert node.wait(timeout=60) == 0
+    alone = subprocess.run([sys.executable, "-c", stubborn], check=False)
+    assert alone.returncode == -signal.SIGUSR1, "the control: without that, the first signal is the end"
+
+
+def test_a_failing_rank_ends_the_others(tmp_path, capfd):
+    command = [sys.executable, "-c", FAILS]
+    assert run_node(command, place=Place(0, 1, 3), logs=tmp_path, seconds_for_others=0.5) == 5
+    said = capfd.readouterr().err
+    assert "rank 1 ended with exit code 5" in said and "why it failed" in said
+    assert "ranks 0, 2 did not end by themselves" in said
+
+
+def test_a_killed_rank_is_no_success(tmp_path, capfd):
+    command = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+    assert run_node(command, place=Place(0, 1, 1), logs=tmp_path) == 128 + signal.SIGKILL
+    assert "signal SIGKILL" in capfd.readouterr().err
+
+
+def test_ranks_over_nodes():
+    places = [rank_environment(Place(node, 3, 2), local) for node in range(3) for local in range(2)]
+    assert [each["RANK"] for each in places] == list("012345")
+    assert [each["LOCAL_RANK"] for each in places] == list("010101")
+    assert {each["WORLD_SIZE"] for each in places} == {"6"}
+
+
+def test_refusals(tmp_path):
+    node = start(tmp_path, WAITS, CUDA_VISIBLE_DEVICES="3")
+    assert node.wait(timeout=60) == 2
+    assert "2 ranks were asked for and Slurm gave the GPUs 3" in node.stderr.read()
+    assert not (tmp_path / "logs").exists()

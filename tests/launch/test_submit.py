@@ -1,0 +1,352 @@
+"""From a recipe or a chain to scripts, without Slurm: what is printed, what is refused, what is written."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.job import TEMPLATES
+from launch.options import time_limit_seconds
+from launch.submit import main
+
+ROOT = Path(__file__).resolve().parents[2]
+ON_GPUS = ("--nodes=2", "--gpus-per-node=8")
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """A folder to submit from, with shards, an engine's settings and a recipe; and no Slurm in PATH."""
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards/manifest.json").write_text("{}")
+    (tmp_path / "ds_configs").mkdir()
+    (tmp_path / "ds_configs/zero1.json").write_text("{}")
+    (tmp_path / "r.toml").write_text(
+        '[run]\noutput = "runs/r"\n[model]\nsource = "m"\n[data]\nshards = ["shards"]\n[objective]\nname = "masked"\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def scripts_of(capsys, *arguments: str) -> str:
+    assert main([*arguments, "--dry-run"]) == 0
+    return capsys.readouterr().out
+
+
+def refusal(capsys, folder: Path, *arguments: str) -> str:
+    """The one sentence of a refusal, which leaves everything as it was."""
+    before = contents(folder)
+    assert main(list(arguments)) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert contents(folder) == before
+    return err
+
+
+def check_shell(script: str) -> None:
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    if shutil.which("shellcheck"):
+        # SC1091: an activated environment is not followed.
+        command = ["shellcheck", "--exclude=SC1091", "--shell=bash", "-"]
+        done = subprocess.run(command, input=script, text=True, capture_output=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+def test_the_script_says_what_was_asked_for(place, capsys):
+    (place / "v/bin").mkdir(parents=True)
+    (place / "v/bin/activate").write_text("")
+    options = ("--partition=gpu", "--account=a1", "--qos=long", "--constraint=h100&ib", "--time=1-00:00:00", "--mem=0")
+    more = (
+        "--cpus-per-task=96",
+        "--sbatch=--exclusive",
+        "--venv=v",
+        "--module=cuda/12.4",
+        "--setup=ulimit -l unlimited",
+    )
+    last = ("--env=NCCL_DEBUG=WARN x", "--signal-seconds=600", "--max-requeues=7", "--container=apptainer exec b.sif")
+    script = scripts_of(capsys, "r.toml", *ON_GPUS, *options, *more, *last)
+    check_shell(script)
+    lines = script.splitlines()
+    for line in (
+        "#SBATCH --nodes=2",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --account=a1",
+        "#SBATCH --qos=long",
+        "#SBATCH '--constraint=h100&ib'",
+        "#SBATCH --time=1-00:00:00",
+        "#SBATCH --mem=0",
+        "#SBATCH --cpus-per-task=96",
+        "#SBATCH --exclusive",
+        "#SBATCH --signal=USR1@600",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --output=runs/r/job/001/slurm-%j.log",
+        "module load cuda/12.4",
+        "source v/bin/activate",
+        "ulimit -l unlimited",
+        "export NCCL_DEBUG='WARN x'",
+        "max_requeues=7",
+    ):
+        assert line in lines, line
+    assert 'apptainer exec b.sif python -m trainer.pretrain --config "$job/recipe.toml" --resume auto' in script
+    assert "--kill-on-bad-exit=1" in script and "@@" not in script
+    assert not (place / "runs").exists()
+
+
+def test_directives_come_before_any_command(place, capsys):
+    """Slurm stops reading them at the first line that is neither empty nor a comment."""
+    lines = scripts_of(capsys, "r.toml", *ON_GPUS).splitlines()
+    first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    assert not [line for line in lines[first:] if line.startswith("#SBATCH")]
+    assert lines[0] == "#!/bin/bash"
+
+
+def test_fine_tuning_and_no_gpus(place, capsys):
+    script = scripts_of(capsys, "r.toml", "--gpus-per-node=0", "--ranks-per-node=4", "--objective.name=contrastive")
+    check_shell(script)
+    assert "python -m trainer.finetune" in script
+    assert "ranks=4 # a node" in script and "export DS_ACCELERATOR=cpu" in script and "--gpus-per-node" not in script
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("none.toml", *ON_GPUS), "none.toml does not exist"),
+        (("r.toml",), "--gpus-per-node is not given"),
+        (("r.toml", *ON_GPUS, "--train.stepz=3"), "unknown key train.stepz"),
+        (("r.toml", *ON_GPUS, "--optim.lr=-1"), "optim.lr"),
+        (("r.toml", *ON_GPUS, "--nodez=3"), "'--nodez=3' is not understood"),
+        (("r.toml", "--nodes=0", "--gpus-per-node=1"), "--nodes 0 is too small"),
+        (("r.toml", *ON_GPUS, "--train.global_batch_size=15"), "15 leaves some of 16 ranks"),
+        (("r.toml", *ON_GPUS, "--time=tomorrow"), "--time tomorrow is no time limit"),
+        (("r.toml", *ON_GPUS, "--time=5"), "leaves no time before the signal"),
+        (("r.toml", *ON_GPUS, "--partition=a b"), "--partition a b is no name"),
+        (("r.toml", *ON_GPUS, "--account=x\n#SBATCH --uid=0"), "is no name"),
+        (("r.toml", *ON_GPUS, "--mem=lots"), "--mem lots is no size"),
+        (("r.toml", *ON_GPUS, "--venv=nowhere"), "holds no bin/activate"),
+        (("r.toml", *ON_GPUS, "--env=1X"), "not of the form NAME=VALUE"),
+        (("r.toml", *ON_GPUS, "--sbatch=--signal=TERM"), "leave --signal out"),
+        (("r.toml", *ON_GPUS, "--ranks-per-node=3"), "is for jobs without GPUs"),
+        (("r.toml", *ON_GPUS, "--data.shards=nowhere"), "nowhere holds no finished shards"),
+        (("r.toml", *ON_GPUS, "--engine.ds_config=none.json"), "none.json does not exist"),
+        (("r.toml", *ON_GPUS, "--run.output=runs/50%"), "a sign that Slurm's scripts"),
+        (("r.toml", *ON_GPUS, "--run.output=shards"), "no run of ours"),
+        (("r.toml", *ON_GPUS, "--after=x"), "--after x is no number"),
+        (("r.toml", "--chain=c.toml"), "either a recipe or --chain"),
+        (("--chain=c.toml",), "c.toml does not exist"),
+        (("r.toml", *ON_GPUS), "sbatch is not here"),
+    ],
+)
+def test_refusals(place, capsys, monkeypatch, arguments, words):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert words in refusal(capsys, place, *arguments)
+
+
+def test_a_run_that_has_begun_or_is_done(place, capsys):
+    (place / "runs/r/checkpoints").mkdir(parents=True)
+    (place / "runs/r/recipe.toml").write_text("")
+    assert "go on with it by --resume" in refusal(capsys, place, "r.toml", *ON_GPUS, "--dry-run")
+    (place / "runs/r/job/001").mkdir(parents=True)
+    assert "job=runs/r/job/002" in scripts_of(capsys, "r.toml", *ON_GPUS, "--resume")
+    (place / "runs/r/DONE").write_text("")
+    assert "is done" in refusal(capsys, place, "r.toml", *ON_GPUS, "--resume")
+
+
+CHAIN = """
+output = "runs/c"
+[options]
+partition = "gpu"
+gpus_per_node = 4
+nodes = 3
+[[stages]]
+task = "prepare"
+options = { gpus_per_node = 0, cpus_per_task = 16, array_limit = 2 }
+[[stages.corpora]]
+kind = "documents"
+inputs = ["text/*.jsonl"]
+output = "shards/web"
+parts = 2
+arguments = ["--tokenizer", "it's one"]
+[[stages]]
+task = "train"
+recipe = "r.toml"
+settings = ["data.shards=shards/web"]
+[[stages]]
+task = "evaluate"
+arguments = ["--beir", "beir/scifact"]
+export = "export"
+"""
+
+
+@pytest.fixture
+def chain(place) -> Path:
+    (place / "text").mkdir()
+    for name in "abc":
+        (place / f"text/{name}.jsonl").write_text("")
+    (place / "c.toml").write_text(CHAIN)
+    return place
+
+
+def test_a_chain(chain, capsys):
+    """Parts take files in turn, and the recipe that names their folder is given the parts."""
+    script = scripts_of(capsys, "--chain=c.toml", "--account=a1")
+    prepare, train, evaluate = ("#!/bin/bash" + each for each in script.split("#!/bin/bash")[1:])
+    for each in (prepare, train, evaluate):
+        check_shell(each)
+        assert "#SBATCH --account=a1" in each and "#SBATCH --partition=gpu" in each
+    assert "#SBATCH --array=0-1%2" in prepare and "--gpus-per-node" not in prepare
+    files = "text/a.jsonl text/c.jsonl --tokenizer 'it'\"'\"'s one' --output shards/web/part-000"
+    assert f"0) command=(python -m data.prepare documents {files}) ;;" in prepare
+    assert "1) command=(python -m data.prepare documents text/b.jsonl" in prepare
+    assert "#SBATCH --gpus-per-node=4" in train
+    assert ["--nodes=3" in each for each in (prepare, train, evaluate)] == [False, True, False]
+    assert "trainer.evaluate sizes --model runs/r/model --beir beir/scifact" in evaluate
+    assert "trainer.export --model runs/r/model --output export" in evaluate
+    assert not (chain / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (('task = "train"', 'task = "rain"'), "stage 2: task = 'rain' is unknown"),
+        (("parts = 2", "parts = 4"), "parts = 4 of 3 files"),
+        (("parts = 2", "parts = true"), "parts = True must be a whole number"),
+        (("shards=shards/web", 'shards=shards/web", "data.weights=[1.0]'), "written in parts"),
+        (('partition = "gpu"', 'partitions = "gpu"'), "unknown key partitions"),
+        (("data.shards=shards/web", "data.shards=shards/wep"), "shards/wep holds no finished shards"),
+        (('recipe = "r.toml"', ""), "recipe is not given"),
+        (('output = "runs/c"', ""), "needs output"),
+        (('kind = "documents"', 'kind = "docs"'), "kind = 'docs' is unknown"),
+    ],
+)
+def test_refused_chains(chain, capsys, change, words):
+    text = CHAIN.replace(*change)
+    if text == CHAIN:
+        pytest.fail("the change changes nothing")
+    (chain / "c.toml").write_text(text)
+    assert words in refusal(capsys, chain, "--chain=c.toml", "--dry-run")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "launch/chains").glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_chains(tmp_path, monkeypatch, capsys, path):
+    """With what they prepare from in place, every stage has a script; an array asks for no GPUs."""
+    for name in ("launch", "ds_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("fineweb/sample/10BT", "msmarco"):
+        (tmp_path / name).mkdir(parents=True)
+    for part in range(15):
+        (tmp_path / f"fineweb/sample/10BT/{part:03d}.parquet").write_text("")
+    monkeypatch.chdir(tmp_path)
+    scripts = scripts_of(capsys, "--chain", str(path), "--gpus-per-node=2").split("#!/bin/bash")[1:]
+    assert len(scripts) == 4
+    for script in scripts:
+        check_shell("#!/bin/bash" + script)
+        assert ("#SBATCH --array" in script) != ("#SBATCH --gpus-per-node" in script)
+
+
+def fake_slurm(folder: Path, sbatch: str) -> None:
+    """An sbatch that keeps its arguments, and a scancel that keeps its own."""
+    (folder / "bin").mkdir()
+    for name, body in (("sbatch", sbatch), ("scancel", ""), ("squeue", "")):
+        path = folder / "bin" / name
+        path.write_text(f'#!/bin/bash\necho "$*" >> {folder}/bin/{name}.calls\n{body}\n')
+        path.chmod(0o755)
+    os.environ["PATH"] = f"{folder / 'bin'}:{os.environ['PATH']}"
+
+
+@pytest.fixture
+def own_path(monkeypatch):
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+
+
+def test_what_is_written_and_how_it_is_chained(chain, capsys, own_path):
+    fake_slurm(chain, f"wc -l < {chain}/bin/sbatch.calls")
+    subprocess.run("git init -q && git add r.toml && git -c user.name=a -c user.email=a@b commit -qm a", shell=True)
+    assert main(["--chain=c.toml"]) == 0
+    printed = capsys.readouterr().out
+    written = contents(chain / "runs")
+    run = {
+        f"r/{name}"
+        for name in ("recipe.toml", *(f"job/001/{n}" for n in ("recipe.toml", "job.sbatch", "environment.json")))
+    }
+    others = {
+        f"c/{stage}/{name}" for stage in ("01-prepare", "03-evaluate") for name in ("job.sbatch", "environment.json")
+    }
+    assert set(written) == run | others
+    assert written["r/job/001/job.sbatch"].decode() in printed
+    assert b'shards = [\n    "shards/web/part-000",\n    "shards/web/part-001",\n]' in written["r/recipe.toml"]
+    record = written["r/job/001/environment.json"].decode()
+    assert '"dirty": true' in record and '"job": "2"' in record and '"torch"' in record
+    calls = (chain / "bin/sbatch.calls").read_text().splitlines()
+    waits = "--parsable --dependency=afterok:{} --kill-on-invalid-dep=yes"
+    assert calls == [
+        "--parsable runs/c/01-prepare/job.sbatch",
+        f"{waits.format(1)} runs/r/job/001/job.sbatch",
+        f"{waits.format(2)} runs/c/03-evaluate/job.sbatch",
+    ]
+
+
+def test_what_slurm_refuses_leaves_nothing(chain, capsys, own_path):
+    """The third stage is refused: those before it are cancelled, and nothing that was written stays."""
+    fake_slurm(
+        chain,
+        f'n=$(wc -l < {chain}/bin/sbatch.calls); [ $n -lt 3 ] && echo $n || {{ echo "no such qos" >&2; exit 1; }}',
+    )
+    assert main(["--chain=c.toml"]) == 2
+    assert "no such qos" in capsys.readouterr().err
+    assert (chain / "bin/scancel.calls").read_text() == "1 2\n"
+    assert not (chain / "runs").exists()
+
+
+def test_it_works_without_torch():
+    """On a login node: neither command imports what only compute nodes have."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'deepspeed', 'transformers', 'numpy')));"
+        "import launch.submit, launch.node; sys.exit(launch.submit.main(['launch/recipes/srl_nli.toml', '--after=1',"
+        "'--nodes=1', '--gpus-per-node=1', '--dry-run']))"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_the_node_needs_nothing_but_python():
+    """It runs outside containers, where nothing of ours is installed."""
+    subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); import launch.node"],
+        check=True,
+    )
+
+
+def test_the_node_runs_on_old_pythons():
+    """Its syntax, at least, is Python 3.8's; the control is syntax that is not."""
+    ast.parse((ROOT / "launch/node.py").read_text(), feature_version=(3, 8))
+    with pytest.raises(SyntaxError):
+        ast.parse("match a:\n    case 1:\n        pass", feature_version=(3, 8))
+
+
+def test_templates_are_as_they_are_shipped():
+    assert {path.name for path in TEMPLATES.iterdir()} == {
+        "attempt.sh",
+        "evaluate.sbatch",
+        "finetune.sbatch",
+        "prepare_array.sbatch",
+        "pretrain.sbatch",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("1:30", 90), ("2:00:00", 7200), ("1-2", 93600), ("1-2:30", 95400), ("1:2:3:4", None), ("x", None)],
+)
+def test_time_limits(text, seconds):
+    assert time_limit_seconds(text) == seconds
