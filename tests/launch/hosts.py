@@ -141,7 +141,7 @@ def run_on_all(
 
 
 def deepspeed_commands(hosts: Sequence[Host], hostfile: Path, words: Sequence[str], *, port: int) -> list[list[str]]:
-    """What each host of a hostfile is given, as docs/cluster-hosts.md tells people: the same words but its own rank."""
+    """What each host of a hostfile is given, as docs/cluster.md tells people: the same words but its own rank."""
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--hostfile", str(hostfile), "--no_ssh"]
     launcher += ["--master_addr", hosts[0].address, "--master_port", str(port)]
     return [[*launcher, "--node_rank", str(rank), "--module", *words] for rank in range(len(hosts))]
