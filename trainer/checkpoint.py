@@ -11,24 +11,26 @@ wrong; rank 0 writes the manifest, renames the folder (the commit) and moves `la
 training, and the folder is removed. Before a checkpoint is loaded, every file is hashed; a damaged one is named and
 the one before it is used. `latest` is for people: what is loaded is the newest whole folder.
 
-Training stands still meanwhile. A thread could write a copy of the state, but the ranks must agree on the outcome, and
-collectives of a thread may not mix with those of training: it would need a process group of its own. The seconds that
-a save takes are in the log and the metrics.
+Training goes on while files are written: each rank copies its pieces to host memory, and a thread writes the copy. The
+thread takes part in no collective, which may not mix with those of training: the ranks agree at the end of a later
+step, in the sum they take anyway, that all have written, and commit then.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 import math
 import os
 import shutil
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -92,8 +94,83 @@ class SavedCheckpoint:
     """A committed checkpoint and what it cost."""
 
     path: Path
-    seconds: float
+    still_seconds: float  # that training stood still
+    seconds: float  # from its start to its commit
     mib: float  # over all ranks
+
+
+@dataclass
+class Pending:
+    """A checkpoint between its start and its commit, on one rank."""
+
+    world: World
+    tmp: Path
+    final: Path
+    facts: dict[str, Any]  # the manifest but for its files
+    error: str | None  # before any rank wrote; the same on all
+    begun_at: float
+    still_seconds: float = 0.0
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _failure: str | None = None
+    _thread: threading.Thread | None = None
+
+    @property
+    def written(self) -> bool:
+        """Whether `finish` need not wait for this rank."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def write(self, pieces: Sequence[Piece], read: Callable[[Piece], Tensor], *, overlap: bool) -> None:
+        def work() -> None:
+            file = self.tmp / f"rank_{self.world.rank:05d}.safetensors"
+            self._failure = _failure(lambda: self.files.update({file.name: _write_pieces(file, pieces, read)}))
+
+        if overlap:
+            self._thread = threading.Thread(target=work)
+            self._thread.start()
+        else:
+            work()
+
+    def result(self) -> str | None:
+        """Why this rank could not write, or None, once it has tried."""
+        if self._thread is not None:
+            self._thread.join()
+        return self._failure
+
+
+class Saves:
+    """The checkpoints of a run, one at a time in the making."""
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        engine: Saveable,
+        *,
+        state_of: Callable[[], dict[str, Any]],
+        overlap: bool,
+        report: Callable[[int, SavedCheckpoint], None],
+    ) -> None:
+        """state_of: what a checkpoint holds besides the engine's values. report: is told of each that was committed."""
+        self._checkpointer, self._engine = checkpointer, engine
+        self._state_of, self._overlap, self._report = state_of, overlap, report
+        self._pending: Pending | None = None
+
+    @property
+    def written(self) -> bool:
+        """Whether there is one that this rank has written, and `finish` has yet to commit."""
+        return self._pending is not None and self._pending.written
+
+    def begin(self) -> None:
+        """Start one, after the last one is finished; all ranks call it."""
+        self.finish()
+        self._pending = self._checkpointer.begin(self._engine, self._state_of(), overlap=self._overlap)
+        if not self._overlap:
+            self.finish()
+
+    def finish(self) -> None:
+        """Commit the one in the making, if there is one; all ranks call it."""
+        pending, self._pending = self._pending, None
+        if pending is not None and (saved := self._checkpointer.finish(pending)) is not None:
+            self._report(pending.facts["state"]["step"], saved)
 
 
 @dataclass(frozen=True)
@@ -109,45 +186,62 @@ class Checkpointer:
 
         None, with a warning, where a rank could not write: whatever was saved before is untouched.
         """
+        return self.finish(self.begin(engine, state, overlap=False))
+
+    def begin(self, engine: Saveable, state: dict[str, Any], *, overlap: bool) -> Pending:
+        """Start to write a checkpoint; all ranks call it, and later `finish`. `overlap`: a thread writes a copy."""
         begin = time.perf_counter()
-        name = f"step_{state['step']:08d}"
-        tmp, final = self.folder / f"tmp-{name}", self.folder / name
-        main = engine.world.is_main
-        files: dict[str, dict[str, Any]] = {}
-
-        def write() -> None:
-            file = tmp / f"rank_{engine.world.rank:05d}.safetensors"
-            files[file.name] = _write_pieces(file, engine)
-
-        error = _first(_failure(lambda: self._make_room(tmp)) if main else None)
+        tmp = self.folder / f"tmp-step_{state['step']:08d}"
+        world = engine.world
+        error = _first(_failure(lambda: self._make_room(tmp)) if world.is_main else None)
+        facts = {
+            "format": _FORMAT,
+            "ranks": world.size,
+            "optimizer_steps": engine.optimizer_steps(),
+            "parameters": engine.shapes(),
+            "state": state,
+        }
+        pending = Pending(world, tmp, tmp.with_name(tmp.name.removeprefix("tmp-")), facts, error, begin)
         if error is None:
-            error = _first(_failure(write))
+            pieces = engine.pieces_to_save()
+            if overlap:
+                copies = {piece: engine.read(piece).to("cpu", copy=True) for piece in pieces}
+                pending.write(pieces, copies.__getitem__, overlap=True)
+            else:
+                pending.write(pieces, engine.read, overlap=False)
+        pending.still_seconds = time.perf_counter() - begin
+        return pending
+
+    def finish(self, pending: Pending) -> SavedCheckpoint | None:
+        """Wait until this rank's file is written, and commit if all are; all ranks call it. As for `save`."""
+        begin = time.perf_counter()
+        error = pending.error
         if error is None:
-            files = {file: facts for each in gather_objects(files) for file, facts in each.items()}
-            manifest = {
-                "format": _FORMAT,
-                "ranks": engine.world.size,
-                "optimizer_steps": engine.optimizer_steps(),
-                "parameters": engine.shapes(),
-                "files": files,
-                "state": state,
-            }
-            error = _first(_failure(lambda: self._commit(tmp, final, manifest)) if main else None)
+            error = _first(pending.result())
+        if error is None:
+            files = {file: facts for each in gather_objects(pending.files) for file, facts in each.items()}
+            mib = sum(facts["bytes"] for facts in files.values()) / 2**20
+            manifest = {**pending.facts, "files": files}
+            commit = functools.partial(self._commit, pending.tmp, pending.final, manifest)
+            error = _first(_failure(commit) if pending.world.is_main else None)
         if error is not None:
-            if main:
-                shutil.rmtree(tmp, ignore_errors=True)
+            if pending.world.is_main:
+                shutil.rmtree(pending.tmp, ignore_errors=True)
                 log.warning(
                     "checkpoint %s could not be saved (%s); the run goes on and tries again at the next save",
-                    final,
+                    pending.final,
                     error,
                 )
             return None
-        saved = SavedCheckpoint(
-            final, time.perf_counter() - begin, sum(facts["bytes"] for facts in files.values()) / 2**20
-        )
-        if main:
-            log.info("checkpoint %s: %.2f s, %.1f MiB", final, saved.seconds, saved.mib)
-            for tidy in (lambda: write_atomically(self.folder / "latest", name), lambda: self._prune(final)):
+        now = time.perf_counter()
+        saved = SavedCheckpoint(pending.final, pending.still_seconds + now - begin, now - pending.begun_at, mib)
+        if pending.world.is_main:
+            log.info(
+                "checkpoint %s: %.1f MiB in %.2f s, of which training stood still for %.2f s",
+                *(saved.path, saved.mib, saved.seconds, saved.still_seconds),
+            )
+            name = pending.final.name
+            for tidy in (lambda: write_atomically(self.folder / "latest", name), lambda: self._prune(pending.final)):
                 if error := _failure(tidy):
                     log.warning("%s could not be tidied up (%s)", self.folder, error)
         return saved
@@ -241,9 +335,8 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _write_pieces(path: Path, engine: Saveable) -> dict[str, Any]:
-    """Write this rank's pieces as one safetensors file, a piece in memory at a time; its size and sha256."""
-    pieces = engine.pieces_to_save()
+def _write_pieces(path: Path, pieces: Sequence[Piece], read: Callable[[Piece], Tensor]) -> dict[str, Any]:
+    """Write pieces as one safetensors file, asking for them one by one; its size and sha256."""
     header: dict[str, Any] = {}
     end = 0
     for piece in pieces:
@@ -266,7 +359,7 @@ def _write_pieces(path: Path, engine: Saveable) -> dict[str, Any]:
         put(len(text).to_bytes(8, "little"))
         put(text)
         for piece in pieces:
-            values = engine.read(piece)
+            values = read(piece)
             assert values.dtype == torch.float32 and values.shape == (piece.stop - piece.start,), piece
             put(values.cpu().contiguous().numpy().data.cast("B"))
         file.flush()

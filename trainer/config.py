@@ -142,6 +142,7 @@ class CheckpointConfig:
     every_steps: int = 1000
     keep: int = 2  # the newest ones
     keep_every_steps: int = 0  # and those of these steps for good; 0: none
+    overlap: bool = True  # write a copy in host memory while training goes on: 12 bytes a parameter, over all ranks
 
 
 @dataclass(frozen=True)

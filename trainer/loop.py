@@ -2,7 +2,8 @@
 
 Order matters for exact resume: what a step draws depends on (seed, step, rank) alone, the stream counts what was
 delivered, and a checkpoint is written between steps. Ranks agree once a step, by one small sum, on the loss and on
-whether to stop; a loss that is not finite on one rank is so on all.
+whether to stop; a loss that is not finite on one rank is so on all. The same sum says when all ranks have written a
+checkpoint, so that it can be committed.
 """
 
 from __future__ import annotations
@@ -64,11 +65,20 @@ class Plan:
         return bool(self.evaluate_every_steps and step and step % self.evaluate_every_steps == 0)
 
 
+class Saving(Protocol):
+    """Checkpoints that are written while training goes on (trainer/checkpoint.py)."""
+
+    @property
+    def written(self) -> bool: ...
+    def begin(self) -> None: ...
+    def finish(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Hooks:
     """What the loop calls between steps."""
 
-    save: Callable[[], None]
+    saves: Saving
     evaluate: Callable[[], dict[str, float]]
     stop_wanted: Callable[[], str | None]  # this rank's own view
     # The main thread has got so far: a phase, the step, and whether what follows may take long.
@@ -104,7 +114,7 @@ def train(
         wait_seconds = time.perf_counter() - begin
         report = objective.forward_backward(engine, batch, step)
         own_loss = float(report.losses["loss"])
-        loss, reason = _agree(own_loss, hooks.stop_wanted(), engine)
+        loss, all_written, reason = _agree(own_loss, hooks.saves.written, hooks.stop_wanted(), engine)
         lr = plan.learning_rate(step)
         grad_norm = engine.step(lr, skip=not math.isfinite(loss))
         state.step = step + 1
@@ -124,7 +134,11 @@ def train(
         )
         if fault is not None:
             metrics.fault(fault, state.step, loss=loss, own_loss=own_loss, grad_norm=grad_norm, batch=batch)
+        if all_written:
+            hooks.beat("commit of a checkpoint", patient=True)
+            hooks.saves.finish()
         if state.health.skipped_in_a_row >= plan.max_skipped_steps:
+            hooks.saves.finish()
             raise GaveUp(
                 f"step {state.step} was the last of {plan.max_skipped_steps} in a row with a loss or gradient that is "
                 f"not finite; the last checkpoint is as it was: look at the step with --debug.replay={state.step}, "
@@ -132,21 +146,23 @@ def train(
             )
         if state.step % plan.save_every_steps == 0 or reason is not None:
             hooks.beat("save", patient=True)
-            hooks.save()
+            hooks.saves.begin()
             saved_at = state.step
         if reason is not None:
             break
         if plan.evaluates_at(state.step):
             hooks.beat("evaluation", patient=True)
             metrics.evaluation(state.step, hooks.evaluate())
+    hooks.beat("save", patient=True)
     if saved_at != state.step:
-        hooks.beat("save", patient=True)
-        hooks.save()
+        hooks.saves.begin()
+    hooks.saves.finish()
     return reason
 
 
-def _agree(own_loss: float, wanted: str | None, engine: Engine) -> tuple[float, str | None]:
-    """(The global loss, not finite where one rank's is not; why to stop, if any rank was asked)."""
+def _agree(own_loss: float, written: bool, wanted: str | None, engine: Engine) -> tuple[float, bool, str | None]:
+    """(The global loss, not finite where a rank's is not; whether all have written; why to stop, if one was asked)."""
     asked = [float(reason == wanted) for reason in REASONS]
-    loss, *asked_by = sum_over_ranks([own_loss, *asked], engine.device).tolist()
-    return loss, next((reason for reason, ranks in zip(REASONS, asked_by) if ranks), None)
+    loss, written_by, *asked_by = sum_over_ranks([own_loss, float(written), *asked], engine.device).tolist()
+    reason = next((reason for reason, ranks in zip(REASONS, asked_by) if ranks), None)
+    return loss, written_by == engine.world.size, reason

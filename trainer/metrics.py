@@ -5,9 +5,9 @@ samples; loss and its parts by size; lr; grad_norm (before clipping, of the last
 (without padding, all ranks); mfu (model FLOPs utilisation, trainer/flops.py); padding_share (of the tokens computed);
 data_wait_share (of the time); memory_mib (peak on this rank's device; resident on CPU); seconds (a step);
 skipped_steps (so far), whose losses are not in the means. Evaluations, checkpoints and faults write lines of their
-own: step, then evaluation/…; checkpoint/seconds and checkpoint/mib; or fault (trainer/faults.py), loss and grad_norm
-as texts under fault/, by_rank (each rank's part of the loss) and samples (source and index of each sample of the global
-batch).
+own: step, then evaluation/…; checkpoint/seconds, /still_seconds and /mib; or fault (trainer/faults.py), loss and
+grad_norm as texts under fault/, by_rank (each rank's part of the loss) and samples (source and index of each sample of
+the global batch).
 """
 
 from __future__ import annotations
@@ -154,9 +154,11 @@ class Metrics:
         """Scores of an evaluation during training, by name."""
         self._write({"step": step, **{f"evaluation/{name}": value for name, value in scores.items()}})
 
-    def checkpoint(self, step: int, *, seconds: float, mib: float) -> None:
-        """What a checkpoint cost: seconds that training stood still, and its size over all ranks."""
-        self._write({"step": step, "checkpoint/seconds": seconds, "checkpoint/mib": mib})
+    def checkpoint(self, step: int, *, seconds: float, still_seconds: float, mib: float) -> None:
+        """What a checkpoint cost: seconds to write it, those that training stood still, and its size over all ranks."""
+        names = ("seconds", "still_seconds", "mib")
+        costs = {f"checkpoint/{name}": value for name, value in zip(names, (seconds, still_seconds, mib))}
+        self._write({"step": step, **costs})
 
     def fault(self, kind: Fault, step: int, *, loss: float, own_loss: float, grad_norm: float, batch: Any) -> None:
         """Name a step's samples and each rank's part of the loss; all ranks call it."""

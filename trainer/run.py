@@ -28,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 from data.files import write_atomically
 from data.stream import Stream
 from trainer.build import ModelParts, build_model, build_objective, open_shards, open_stream
-from trainer.checkpoint import Checkpointer, check_output_folder, no_checkpoint
+from trainer.checkpoint import Checkpointer, SavedCheckpoint, Saves, check_output_folder, no_checkpoint
 from trainer.command import MISTAKE_CODE, USER_MISTAKES
 from trainer.config import ConfigError, Recipe, as_toml, check_world, load_recipe
 from trainer.dashboard import open_dashboard
@@ -179,11 +179,16 @@ def _train(
     plan = _plan(recipe, total_steps, evaluates=evaluator.has_tasks)
     evaluate = functools.partial(evaluator.run, engine, parts.tokenizer, world)
 
-    def save() -> None:
-        saved = checkpointer.save(engine, state.state_dict() | {"stream": stream.state_dict()})
-        if saved is not None:
-            metrics.checkpoint(state.step, seconds=saved.seconds, mib=saved.mib)
+    def report(step: int, saved: SavedCheckpoint) -> None:
+        metrics.checkpoint(step, seconds=saved.seconds, still_seconds=saved.still_seconds, mib=saved.mib)
 
+    saves = Saves(
+        checkpointer,
+        engine,
+        state_of=lambda: state.state_dict() | {"stream": stream.state_dict()},
+        overlap=recipe.checkpoint.overlap,
+        report=report,
+    )
     try:
         reason = train(
             engine,
@@ -192,7 +197,7 @@ def _train(
             state,
             plan=plan,
             metrics=metrics,
-            hooks=Hooks(save, evaluate, stops.wanted, watchdog.beat),
+            hooks=Hooks(saves, evaluate, stops.wanted, watchdog.beat),
         )
         watchdog.beat("end of the run", patient=True)
         metrics.flush(state.step)

@@ -75,11 +75,11 @@ def _broken(control: str, world: World) -> Iterator[None]:
     elif control == "rank 1 has no room at its second save":
         write_pieces, saves = checkpoint._write_pieces, iter(range(1, 100))
 
-        def full(path: Path, engine: Any) -> dict[str, Any]:
+        def full(path: Path, *rest: Any) -> dict[str, Any]:
             if next(saves) == 2 and world.rank == 1:
                 path.write_bytes(b"a part")
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            return write_pieces(path, engine)
+            return write_pieces(path, *rest)
 
         with patch(checkpoint, "_write_pieces", full):
             yield

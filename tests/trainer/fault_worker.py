@@ -3,7 +3,7 @@
     deepspeed --num_gpus 2 --module tests.trainer.fault_worker CASES.json
 
 Each case is {task, arguments, fault}, run one after another. A fault is {kind, step, rank}: it comes on that rank (on
-all, where there is none) with the batch of that step.
+all, where there is none) with the batch of that step. One case alone is the ordinary command, its exit code included.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def main() -> None:
     if len(cases) > 1:
         start()
     for case in cases:
+        os.environ[stopping.STOP_FILE_VARIABLE] = case.get("stop_file", "")
         with planted(case["fault"]):
             if len(cases) == 1:
                 run.main(case["task"], "", case["arguments"])
@@ -68,9 +69,8 @@ def planted(fault: dict[str, Any] | None) -> Iterator[None]:
 
 
 def strike(kind: str) -> None:
-    name, _, number = kind.partition(" ")
-    if name == "signal":
-        os.kill(os.getpid(), signal.Signals[number])
+    if kind.startswith("signal SIG"):
+        os.kill(os.getpid(), signal.Signals[kind.removeprefix("signal ")])
     elif kind == "two signals":
         stopping.SAME_SIGNAL_SECONDS = 0.0
         seen = threading.Event()
@@ -140,10 +140,10 @@ def numbers(kind: str, here: list[bool]) -> Iterator[None]:
 def saving(kind: str) -> Iterator[None]:
     write = checkpoint._write_pieces
 
-    def interrupted(path: Path, engine: Any) -> Any:
+    def interrupted(*args: Any) -> Any:
         if kind == "signal in a save":
             os.kill(os.getpid(), signal.SIGTERM)
-        return write(path, engine)
+        return write(*args)
 
     with patch(checkpoint, "_write_pieces", interrupted):
         yield

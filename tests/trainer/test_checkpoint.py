@@ -15,6 +15,7 @@ import os
 import pickle
 import shutil
 import subprocess
+import threading
 import unittest.mock
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from tests.trainer.support import ROOT, float32_ds_config, launch, recipe_values
 from trainer import checkpoint
-from trainer.checkpoint import Checkpointer
+from trainer.checkpoint import Checkpointer, Saves
 from trainer.config import ConfigError
 from trainer.distributed import World
 from trainer.engine import MASTER, MOMENTS, Piece
@@ -80,6 +81,10 @@ def saved(tmp_path: Path) -> Checkpointer:
     return checkpointer
 
 
+def write(path: Path, held: Held) -> dict[str, Any]:
+    return checkpoint._write_pieces(path, held.pieces_to_save(), held.read)
+
+
 def names(checkpointer: Checkpointer) -> list[str]:
     return sorted(path.name for path in checkpointer.folder.iterdir())
 
@@ -128,7 +133,7 @@ def test_any_ranks_read_what_any_ranks_wrote(ranks: int, readers: int, tmp_path:
     written = {}
     for rank in range(ranks):
         file = tmp_path / f"rank_{rank:05d}.safetensors"
-        written[file.name] = checkpoint._write_pieces(file, Held(3.0, rank=rank, size=ranks))
+        written[file.name] = write(file, Held(3.0, rank=rank, size=ranks))
     manifest = {"parameters": SHAPES, "optimizer_steps": 3, "files": written}
     whole = Held(3.0)
     for rank in range(readers):
@@ -144,7 +149,7 @@ def test_any_ranks_read_what_any_ranks_wrote(ranks: int, readers: int, tmp_path:
 def test_a_piece_of_another_rank_that_is_missing(tmp_path: Path) -> None:
     file = tmp_path / "rank_00001.safetensors"
     manifest = {"parameters": SHAPES, "optimizer_steps": 3}
-    manifest["files"] = {file.name: checkpoint._write_pieces(file, Held(3.0, rank=1, size=2))}
+    manifest["files"] = {file.name: write(file, Held(3.0, rank=1, size=2))}
     with checkpoint.ExitStack() as stack:
         _, problem = checkpoint._open(tmp_path, manifest, Held(0.5), stack)
     assert problem == "parts of master of layer/weight are missing"
@@ -321,6 +326,66 @@ def test_an_unwritable_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     (tmp_path / "checkpoints").write_text("in the way")
     assert Checkpointer(tmp_path / "checkpoints", keep=1).save(Held(1), {"step": 1}) is None
     assert "could not be saved" in caplog.text and "rank 0" in caplog.text
+
+
+def test_training_goes_on_while_a_copy_is_written(saved: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved is what was there at the start; until it is committed, the one before it is the newest."""
+    go_on, write_pieces = threading.Event(), checkpoint._write_pieces
+
+    def slow(*args: Any) -> dict[str, Any]:
+        assert go_on.wait(60)
+        return write_pieces(*args)
+
+    monkeypatch.setattr(checkpoint, "_write_pieces", slow)
+    reported: list[int] = []
+    held, state = Held(3), {"step": 3}
+    saves = Saves(
+        saved,
+        held,
+        state_of=lambda: dict(state),
+        overlap=True,
+        report=lambda step, _: reported.append(step),
+    )
+    saves.begin()
+    assert not saves.written
+    for values in held.values.values():  # a training step
+        values.zero_()
+    state["step"] = 4
+    assert_loads(saved, 2)
+    go_on.set()
+    saves.finish()
+    assert reported == [3] and not saves.written
+    assert_loads(saved, 3)
+    saves.finish()  # there is none in the making
+    assert reported == [3]
+
+
+def test_a_copy_is_needed_for_that(saved: Checkpointer) -> None:
+    """Negative control: without the copy, a file written later holds later values."""
+    held = Held(3)
+    pending = saved.begin(held, {"step": 3}, overlap=False)
+    copied = saved.begin(Held(3), {"step": 3}, overlap=True)
+    assert pending.written and pending.result() is None and copied.result() is None
+    zeros = Held(3)
+    for values in zeros.values.values():
+        values.zero_()
+    path = saved.folder / "late.safetensors"
+    assert write(path, zeros)["sha256"] != next(iter(copied.files.values()))["sha256"]
+    assert next(iter(pending.files.values()))["sha256"] == next(iter(copied.files.values()))["sha256"]
+
+
+def test_a_thread_that_cannot_write(saved: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    held = Held(3)
+    with monkeypatch.context() as context:
+        context.setattr(checkpoint, "_write_pieces", full)
+        pending = saved.begin(held, {"step": 3}, overlap=True)
+        assert saved.finish(pending) is None
+    assert names(saved) == ["latest", "step_00000001", "step_00000002"]
+    assert saved.finish(saved.begin(held, {"step": 3}, overlap=True)) is not None
+    assert_loads(saved, 3)
 
 
 class Killed(BaseException):
