@@ -102,6 +102,7 @@ class Watchdog:
         if self._world.size > 1 and not _is_a_consequence(error):
             sentence = " ".join(f"{type(error).__name__}: {error}".split())
             self._decide(f"rank {self._world.rank} on {socket.gethostname()} failed: {sentence}", code)
+            self._let_others_read()
 
     def beat(self, phase: str, *, step: int | None = None, patient: bool | None = None) -> None:
         """The main thread has got as far as `phase`. `patient`: what now follows may take long; None: as before."""
@@ -189,8 +190,15 @@ class Watchdog:
         return reason, code
 
     def _leave(self, reason: str, code: int) -> None:
-        os.write(2, f"error: rank {self._world.rank} ends with the job: {reason}\n".encode())
+        # On a line of its own, where a progress bar stands.
+        os.write(2, f"\nerror: rank {self._world.rank} ends with the job: {reason}\n".encode())
+        self._let_others_read()
         os._exit(code)
+
+    def _let_others_read(self) -> None:
+        """The store most often lives in rank 0, and the verdict would go with it."""
+        if self._world.is_main:
+            time.sleep(2.5 * _BEAT_SECONDS)
 
 
 def _is_a_consequence(error: BaseException) -> bool:
