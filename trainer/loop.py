@@ -111,6 +111,7 @@ def train(
         hooks.beat("next batch", step=step + 1, patient=step < first + 2)
         seed_step(plan.seed, step, engine.world.rank)
         batch = next(stream)  # this rank's whole share of the global batch
+        hooks.beat("loss and gradients")
         wait_seconds = time.perf_counter() - begin
         report = objective.forward_backward(engine, batch, step)
         own_loss = float(report.losses["loss"])

@@ -103,7 +103,8 @@ def replay(recipe: Recipe, parts: ModelParts, stream: Stream, world: World) -> d
         "samples": samples_of(batch),
     }
     losses = {name: repr(float(sum_over_ranks([value], world.device))) for name, value in own.items()}
-    squares = sum_over_ranks([0.0], world.device)
+    # A backward pass ends where its anomaly is found, and what it would have added is missing.
+    squares = sum_over_ranks([math.nan if engine.anomalies else 0.0], world.device)
     for parameter in engine.module.parameters():
         if parameter.requires_grad:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
