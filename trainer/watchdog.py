@@ -29,7 +29,7 @@ from trainer.distributed import World
 from trainer.processes import Process
 
 DIED_CODE = 1
-SILENT_SECONDS = 20.0
+SILENT_SECONDS = 30.0
 PATIENCE_SECONDS = 900.0
 _BEAT_SECONDS = 1.0
 _PAUSES = 3.0
