@@ -6,7 +6,9 @@ A trial is a run of tests/faults/tiny_run.py at ZeRO stage 0, 1, 2 or 3, in turn
 `kill -9`: of a rank, of the `deepspeed` command, or of its `deepspeed.launcher.launch`; most often in a save, else at
 a step, while it starts or while it ends. The next start comes when all has ended or, after some launchers' deaths, at
 once, while ranks are left behind. The seed decides what is drawn, not what the machine makes of it. Figures:
-  trials, kills, resumes         a resume is a start beyond a trial's first
+  trials, kills
+  kills_in_saves                 just after which a half-written checkpoint was there
+  resumes                        starts beyond a trial's first
   lost                           runs that did not come to DONE within MAX_STARTS starts
   mismatched_steps               whose record (loss and its parts, gradient norm, learning rate) or samples are not
                                  those of the undisturbed run, by text; records from before a kill count, too
@@ -25,6 +27,7 @@ begins after it. --folder: keep the runs there.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import signal
@@ -215,6 +218,7 @@ def run_trial(
                 moment = first or draw_moment(rng, saved_step=_saved_step(run))
             started = start(inputs, run, stage, mark=str(run))
             killed = kill_at(moment, started, run, reference.pace) if moment else None
+            in_save = _is_half_saved(run, since=started.began)
             if moment is None or killed is None:
                 code = started.process.wait(RUN_SECONDS)
                 if not (run / "DONE").exists():
@@ -223,7 +227,9 @@ def run_trial(
             else:
                 seconds = 0.0 if moment.at_once else _wait_for_the_end(started, run, trial)
                 left = [name for name in ("DONE", "STOPPED") if (run / name).exists()]
-                trial.kills.append({**asdict(moment), "killed": killed, "seconds_to_end": seconds, "left": left})
+                trial.kills.append(
+                    {**asdict(moment), "killed": killed, "in_save": in_save, "seconds_to_end": seconds, "left": left}
+                )
             records += step_records(run)
             if (run / "DONE").exists():
                 break
@@ -239,6 +245,12 @@ def run_trial(
         _end_all(run, within_seconds=0.0)
     trial.seconds = time.monotonic() - began
     return trial
+
+
+def _is_half_saved(run: Path, *, since: float) -> bool:
+    with contextlib.suppress(FileNotFoundError):  # ranks that are left behind go on with it
+        return any(path.stat().st_mtime >= since for path in (run / "checkpoints").glob("tmp-step_*"))
+    return True
 
 
 def _saved_step(run: Path) -> int:
@@ -288,6 +300,7 @@ def figures(trials: list[Trial], control: Trial | None) -> dict[str, Any]:
     return {
         "trials": len(trials),
         "kills": len(kills),
+        "kills_in_saves": sum(kill["in_save"] for kill in kills),
         "resumes": sum(trial.resumes for trial in trials),
         "lost": sum(trial.lost for trial in trials),
         **asdict(differences),
