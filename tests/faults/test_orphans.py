@@ -38,9 +38,9 @@ subprocess.run([sys.executable, "-c", *rest])
 """
 
 
-def listen(kill: str | None, *, parents: list[str], local_rank: bool = True) -> str:
+def listen(kill: str | None, *, parents: list[str], local_rank: bool = True, patience_seconds: float = 1.5) -> str:
     """What a rank below `parents` is asked when the one named `kill` was killed before it listened."""
-    rank = RANK.format(orphaned=kill is not None, patience_seconds=30 if kill else 1.5)
+    rank = RANK.format(orphaned=kill is not None, patience_seconds=patience_seconds)
     command = [sys.executable, "-c"]
     for name in parents:
         command += [PARENT, name]
@@ -63,7 +63,7 @@ LAUNCH = "deepspeed.launcher.launch"
 
 @pytest.mark.parametrize("killed", ["bin/deepspeed", LAUNCH])
 def test_a_launcher_that_died_before_the_rank_listened_is_gone(killed: str) -> None:
-    assert listen(killed, parents=["bin/deepspeed", LAUNCH]) == "launcher gone"
+    assert listen(killed, parents=["bin/deepspeed", LAUNCH], patience_seconds=60) == "launcher gone"
 
 
 @pytest.mark.parametrize(
