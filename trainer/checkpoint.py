@@ -473,7 +473,9 @@ def check_output_folder(recipe: Recipe) -> None:
     if not saved.is_file():
         if recipe.run.resume == "required":
             raise ConfigError(f"run.resume = 'required', but {output} holds no run; check run.output or use 'auto'")
-        if output.is_dir() and any(path.name != LOCK for path in output.iterdir()):
+        # What a run that was killed in its first moment leaves.
+        begun = {LOCK, f"{saved.name}.tmp"}
+        if output.is_dir() and any(path.name not in begun for path in output.iterdir()):
             raise ConfigError(f"run.output {output} holds files that are no run of ours; name another folder")
         return
     if recipe.run.resume == "never":

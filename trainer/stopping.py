@@ -10,7 +10,8 @@ agrees on a reason by the small sum over ranks that it takes in every step anywa
 - Where only the job's direct task gets signals (Slurm with proctrack/cgroup), a wrapper makes the file that the
   environment variable BARISTA_STOP_FILE names.
 - A launcher that is killed leaves its ranks behind, and the next start would find them still training. The kernel
-  tells of a parent's death; of the `deepspeed` command above `deepspeed.launcher.launch` only its absence tells.
+  tells of a parent's death; of the `deepspeed` command above `deepspeed.launcher.launch` only its absence tells. Either
+  may have died before a rank has come far enough to look.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import ctypes
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -39,6 +41,7 @@ _SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
 _PARENT_DIED = signal.SIGUSR2
 _LOOK_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
+_GONE = Process(os.getpid(), 0.0)  # none was created then
 
 
 class Stopped(Exception):
@@ -126,12 +129,25 @@ def _launchers() -> list[Process]:
     if "RANK" not in os.environ:
         return []
     parents = psutil.Process().parents()
-    found = parents[:1]
-    # A shell above a launcher may go, as after nohup; the `deepspeed` command does not while its launch.py runs.
-    with contextlib.suppress(psutil.Error):
-        if len(parents) > 1 and "deepspeed.launcher.launch" in parents[0].cmdline():
-            found += [each for each in parents[1:2] if any("deepspeed" in Path(w).name for w in each.cmdline()[:2])]
-    return [Process.of(process) for process in found]
+    found = [Process.of(process) for process in parents[:1]]
+    with contextlib.suppress(psutil.Error, OSError):
+        launch = next((each for each in parents if "deepspeed.launcher.launch" in each.cmdline()), None)
+        # A shell above a launcher may go, as after nohup; the `deepspeed` command does not while its launch.py runs.
+        above = parents[1:2] if launch in parents[:1] else []
+        found += [Process.of(each) for each in above if any("deepspeed" in Path(w).name for w in each.cmdline()[:2])]
+        if _died_before(launch):
+            found.append(_GONE)
+    return found
+
+
+def _died_before(launch: psutil.Process | None) -> bool:
+    """Whether a launcher was killed while this rank was still starting: what it should be below is not above it."""
+    if launch is None:
+        # That argument is the `deepspeed` launcher's.
+        return any(word.startswith("--local_rank=") for word in sys.argv)
+    above = launch.parent()
+    # A process lives in its parent's session unless it began one, or its parent died and another took it in.
+    return above is not None and os.getsid(launch.pid) not in (launch.pid, os.getsid(above.pid))
 
 
 def _tell_when_the_parent_dies(number: int) -> None:

@@ -1,0 +1,85 @@
+"""Ranks whose launcher was killed before they could look for it: they stop all the same.
+
+Processes stand in for the launchers, under whose names `StopRequests` knows them; the rank is a real one's listener.
+Only once the death has left its mark, another parent, does the rank begin to listen. Negative control: launchers that
+live, whatever is above them, ask for nothing.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.trainer.support import ROOT
+
+# Waits for its stdin, which the test's end closes.
+RANK = """
+import os, sys, time, psutil
+from trainer.stopping import StopRequests
+os.environ["RANK"] = "0"
+def line(): return [process.pid for process in psutil.Process().parents()]
+before = line()
+print("up", flush=True)
+sys.stdin.readline()
+while {orphaned} and line() == before: pass
+with StopRequests() as stops:
+    deadline = time.monotonic() + {patience_seconds}
+    while stops.wanted() is None and time.monotonic() < deadline: time.sleep(0.05)
+    print(stops.wanted(), flush=True)
+"""
+# Starts what follows; the first line of a `deepspeed` tells the test whom to kill.
+PARENT = """
+import os, subprocess, sys
+name, rest = sys.argv[1], sys.argv[2:]
+print(name, os.getpid(), flush=True)
+subprocess.run([sys.executable, "-c", *rest])
+"""
+
+
+def listen(kill: str | None, *, parents: list[str], local_rank: bool = True, patience_seconds: float = 1.5) -> str:
+    """What a rank below `parents` is asked when the one named `kill` was killed before it listened."""
+    rank = RANK.format(orphaned=kill is not None, patience_seconds=patience_seconds)
+    command = [sys.executable, "-c"]
+    for name in parents:
+        command += [PARENT, name]
+    command += [rank, *(["--local_rank=0"] if local_rank else [])]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as top:
+        assert top.stdin is not None and top.stdout is not None
+        pids = dict(top.stdout.readline().split() for _ in parents)
+        assert top.stdout.readline() == "up\n"
+        if kill is not None:
+            subprocess.run(["kill", "-9", pids[kill]], check=True)
+        top.stdin.write("\n")
+        top.stdin.flush()
+        return top.stdout.readline().strip()
+
+
+LAUNCH = "deepspeed.launcher.launch"
+
+
+@pytest.mark.parametrize("killed", ["bin/deepspeed", LAUNCH])
+def test_a_launcher_that_died_before_the_rank_listened_is_gone(killed: str) -> None:
+    assert listen(killed, parents=["bin/deepspeed", LAUNCH], patience_seconds=60) == "launcher gone"
+
+
+@pytest.mark.parametrize(
+    ("parents", "local_rank"),
+    [
+        (["bin/deepspeed", LAUNCH], True),
+        (["wrapper", LAUNCH], True),  # as over ssh
+        ([LAUNCH], True),  # the first of its session
+        (["bin/deepspeed", LAUNCH, "wrapper"], True),
+        (["srun"], False),
+    ],
+)
+def test_launchers_that_live_ask_for_nothing(parents: list[str], local_rank: bool) -> None:
+    assert listen(None, parents=parents, local_rank=local_rank) == "None"
+
+
+def test_a_shell_that_goes_is_no_launcher() -> None:
+    """As after nohup, where ranks were started by hand."""
+    assert listen("shell", parents=["shell"], local_rank=False) == "None"
