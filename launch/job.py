@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.options import JobOptions
-from trainer.config import ConfigError, Recipe, as_toml, check_world
+from trainer.config import BEGUN, ConfigError, Recipe, as_toml, check_world
 
 TEMPLATES = Path(__file__).resolve().parent / "slurm"
 _PLACE = re.compile(r"@@([A-Z_]+)@@")
@@ -50,7 +50,8 @@ def training_job(recipe: Recipe, options: JobOptions, *, where: str, resume: boo
     trained = any((run / part).exists() for part in ("checkpoints", "metrics.jsonl"))
     if run.exists() and not run.is_dir():
         raise ConfigError(f"run.output {run} is a file; name a folder")
-    if run.is_dir() and any(run.iterdir()) and not (run / "recipe.toml").is_file():
+    foreign = run.is_dir() and any(path.name not in BEGUN for path in run.iterdir())
+    if foreign and not (run / "recipe.toml").is_file():
         raise ConfigError(f"run.output {run} holds files that are no run of ours; name another folder")
     if (run / "DONE").exists():
         raise ConfigError(f"run.output {run} holds a run that is done; name another folder")

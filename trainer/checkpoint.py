@@ -39,10 +39,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from data.files import sync, write_atomically
-from trainer.config import ConfigError, Recipe, build_recipe, read_toml
+from trainer.config import BEGUN, ConfigError, Recipe, build_recipe, read_toml
 from trainer.distributed import World, gather_objects
 from trainer.engine import MASTER, MOMENTS, Piece
-from trainer.run_lock import LOCK
 
 log = logging.getLogger(__name__)
 
@@ -473,9 +472,7 @@ def check_output_folder(recipe: Recipe) -> None:
     if not saved.is_file():
         if recipe.run.resume == "required":
             raise ConfigError(f"run.resume = 'required', but {output} holds no run; check run.output or use 'auto'")
-        # What a run that was killed in its first moment leaves.
-        begun = {LOCK, f"{saved.name}.tmp"}
-        if output.is_dir() and any(path.name not in begun for path in output.iterdir()):
+        if output.is_dir() and any(path.name not in BEGUN for path in output.iterdir()):
             raise ConfigError(f"run.output {output} holds files that are no run of ours; name another folder")
         return
     if recipe.run.resume == "never":

@@ -25,6 +25,10 @@ import tomli_w
 from models.sizes import Ladder, ModelError, Size
 from trainer.presets import PRESETS, PRESETS_FOR, preset_settings
 
+LOCK = "lock"  # in a run's folder: held by the run that writes there (trainer/run_lock.py)
+# What a run that was killed in its first moment leaves in its folder.
+BEGUN = (LOCK, "recipe.toml.tmp")
+
 
 class ConfigError(ValueError):
     """A user's mistake in a recipe or on the command line: one sentence that names the thing and the mend."""

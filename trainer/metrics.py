@@ -25,6 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.collate import samples_of
+from data.files import write_atomically
 from trainer.dashboard import Dashboard
 from trainer.distributed import World, gather_objects, sum_over_ranks
 from trainer.faults import Fault
@@ -235,4 +236,4 @@ def _forget_after(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except json.JSONDecodeError:
             log.warning("%s: dropped a line that was cut off", path)
-    path.write_text("".join(kept), encoding="utf-8")
+    write_atomically(path, "".join(kept))

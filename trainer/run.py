@@ -105,8 +105,11 @@ def execute(recipe: Recipe) -> Path:
     stop_file = os.environ.get(STOP_FILE_VARIABLE)
     with StopRequests(after_minutes=recipe.train.stop_after_minutes, stop_file=stop_file) as stops:
         step, reason = _run(recipe, output, stops)
-    dist.barrier()
-    dist.destroy_process_group()
+    try:
+        dist.barrier()
+        dist.destroy_process_group()
+    except RuntimeError as error:
+        log.warning("all is written, but another rank was gone before the end (%s)", str(error).splitlines()[0])
     if reason is not None:
         raise Stopped(f"stopped after step {step} ({reason}); go on with --resume auto")
     return output

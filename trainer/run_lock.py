@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-LOCK = "lock"
+from trainer.config import LOCK
+
 WAIT_SECONDS = 90.0
 
 log = logging.getLogger(__name__)
