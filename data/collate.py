@@ -8,6 +8,8 @@ What is decided here:
   are cut at their end, as retrieval models are served.
 - A prompt stands between [CLS] and the text and counts towards the length; each source has its own (`data.tokens`
   says when that equals tokenizing the joined text). Hashes are of the text as cut, without prompt or special tokens.
+- For enhanced decoding the decoder reads and predicts every token but the special ones, and a text brings one key, from
+  which the trainer draws on the device what each position sees (models/visibility.py).
 - All draws are keyed by (seed, epoch, source, sample), see `data.masking`: a sample's batch entry does not depend on
   the batch it is in, and what a sample would bring to a batch is known before there is one (`drawn_texts`).
 """
@@ -23,6 +25,8 @@ import torch
 
 from data.errors import DataError
 from data.masking import (
+    IGNORED,
+    SPECIAL,
     MaskingTables,
     Purpose,
     check_ratios,
@@ -87,6 +91,7 @@ class MaskedBatch:
     decoder_input_ids: torch.Tensor | None  # int32 [T]
     decoder_labels: torch.Tensor | None  # int32 [T], -100 = ignored
     sample_ids: torch.Tensor  # int64 [B]
+    visibility_keys: torch.Tensor | None = None  # int64 [B], for enhanced decoding: the decoder's inputs are unmasked
 
     @property
     def num_samples(self) -> int:
@@ -123,7 +128,7 @@ class PairBatch:
 
 @dataclass(frozen=True, eq=False)
 class MaskedCollator:
-    """Documents -> MaskedBatch. A `decoder_mask_ratio` of None makes no decoder side."""
+    """Documents -> MaskedBatch. A `decoder_mask_ratio` of None makes no decoder side, nor does enhanced decoding mask."""
 
     vocabulary: Vocabulary
     _: KW_ONLY
@@ -132,6 +137,7 @@ class MaskedCollator:
     decoder_mask_ratio: float | None
     nested: bool
     seed: int
+    enhanced: bool = False  # keys for enhanced decoding instead of the decoder's mask
     mask_probability: float = 0.8
     random_probability: float = 0.1
     tables: MaskingTables = field(init=False, repr=False)
@@ -149,7 +155,8 @@ class MaskedCollator:
 
     @property
     def ratios(self) -> list[float]:
-        return [ratio for ratio in (self.encoder_mask_ratio, self.decoder_mask_ratio) if ratio is not None]
+        decoder = None if self.enhanced else self.decoder_mask_ratio
+        return [ratio for ratio in (self.encoder_mask_ratio, decoder) if ratio is not None]
 
     def __call__(self, samples: Sequence[Sample]) -> MaskedBatch:
         keys = _keys(samples, self.seed)  # [B]
@@ -172,6 +179,11 @@ class MaskedCollator:
                 random_probability=self.random_probability,
             )
             sides += [torch.from_numpy(inputs), torch.from_numpy(labels)]
+        visibility_keys = None
+        if self.enhanced:
+            labels = np.where(self.tables.roles.take(tokens) == SPECIAL, np.int32(IGNORED), tokens)
+            sides += [torch.from_numpy(tokens), torch.from_numpy(labels)]
+            visibility_keys = torch.from_numpy(purpose_keys(keys, Purpose.VISIBILITY).view(np.int64))
         encoder_input_ids, encoder_labels, decoder_input_ids, decoder_labels = (*sides, None, None)[:4]
         assert encoder_input_ids is not None and encoder_labels is not None
         return MaskedBatch(
@@ -181,6 +193,7 @@ class MaskedCollator:
             decoder_input_ids=decoder_input_ids,
             decoder_labels=decoder_labels,
             sample_ids=_sample_ids(samples),
+            visibility_keys=visibility_keys,
         )
 
 

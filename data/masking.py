@@ -42,6 +42,7 @@ class Purpose(IntEnum):
     DECODER_TOKENS = 5
     POSITIVE = 6
     NEGATIVES = 7
+    VISIBILITY = 8
 
 
 def mix64(values: np.ndarray) -> np.ndarray:

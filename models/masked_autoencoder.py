@@ -3,7 +3,8 @@
 L = Σ_{(n,d)} w_{n,d} (L_enc(n,d) + L_dec(n,d)) (Starbucks §3.2, eq. 8 and 9), where both terms are means over masked
 tokens. Only masked rows and the CLS rows reach the head; the rows of all sizes are stacked and share one transform and
 one fused linear cross-entropy; the decoder runs once (models/mae_decoder.py). Without a decoder this is MLM at each
-size; with the full size alone, plain MLM or RetroMAE's basic decoding.
+size; with the full size alone, plain MLM or RetroMAE. A visibility mask makes decoding enhanced: its decoder terms are
+means over every token.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class MaskedAutoencoder(nn.Module):
         labels: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
         decoder_labels: Tensor | None = None,
+        decoder_visible: Tensor | None = None,
         size_weights: Sequence[float] = (),
         encoder_scale: float = 1.0,
         decoder_scale: float = 1.0,
@@ -62,7 +64,8 @@ class MaskedAutoencoder(nn.Module):
         """Losses of one micro-batch, or its embeddings.
 
         input_ids, attention_mask, labels, decoder_input_ids, decoder_labels: int64 [B, L]; labels are -100 where no
-        token is predicted. `encoder_scale`, `decoder_scale`: one over the GLOBAL batch's count of predicted tokens
+        token is predicted. decoder_visible: bool [B, L, L], for enhanced decoding: which positions each row reads
+        (models/visibility.py); decoder_input_ids are then the tokens themselves. `encoder_scale`, `decoder_scale`: one over the GLOBAL batch's count of predicted tokens
         (times the term's weight), so that micro-batches and ranks add up to the batch's mean.
         Returns (loss, encoder losses [S], decoder losses [S]); the latter two are detached, scaled like the loss but
         not weighted by size. Without `labels`: the embeddings of every size, as `Encoder.forward`.
@@ -89,8 +92,16 @@ class MaskedAutoencoder(nn.Module):
         encoder_rows, cls_rows = transformed.split([count * len(sizes), transformed.shape[0] - count * len(sizes)])
         cls = cls_rows.view(len(sizes), input_ids.shape[0], -1)  # [S, B, D]
         wanted = decoder_labels != IGNORED
-        embedded = cast(nn.Module, self.encoder.backbone.embeddings)(input_ids=decoder_input_ids)
-        decoded = self.decoder(embedded, attention_mask, cls, wanted)  # [S, M_dec, D]
+        embeddings = cast(nn.Module, self.encoder.backbone.embeddings)
+        positions = None if decoder_visible is None else _position_vectors(embeddings, decoder_input_ids)
+        decoded = self.decoder(
+            embeddings(input_ids=decoder_input_ids),
+            attention_mask,
+            cls,
+            wanted,
+            visible=decoder_visible,
+            positions=positions,
+        )  # [S, M_dec, D]
         decoder_count = decoded.shape[1]
         loss, row_losses = self.vocabulary_loss(
             torch.cat([encoder_rows, self.head([decoded.flatten(0, 1)])]),
@@ -103,3 +114,13 @@ class MaskedAutoencoder(nn.Module):
             encoder_losses.view(len(sizes), count).sum(1) * encoder_scale,
             decoder_losses.view(len(sizes), decoder_count).sum(1) * decoder_scale,
         )
+
+
+def _position_vectors(embeddings: nn.Module, input_ids: Tensor) -> Tensor | None:
+    """The vectors that the embeddings add at positions 0..L-1, [L, D]; None where they add none."""
+    table = getattr(embeddings, "position_embeddings", None)
+    if table is None:
+        return None
+    # RoBERTa and its like keep the rows up to the padding token's id for padding.
+    first = 0 if table.padding_idx is None else table.padding_idx + 1
+    return table(torch.arange(first, first + input_ids.shape[1], device=input_ids.device))

@@ -234,6 +234,7 @@ def collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> MaskedCollator |
             decoder_mask_ratio=chosen.decoder_mask_ratio if chosen.decoder else None,
             nested=chosen.nested_masks,
             seed=recipe.run.seed,
+            enhanced=chosen.decoder and chosen.decoding == "enhanced",
         )
     return PairCollator(
         vocabulary,

@@ -89,8 +89,9 @@ class ObjectiveConfig:
     size_weights: list[float] = field(default_factory=list)  # of each size's loss, times 1/|S| or 1; empty: 1 each
     # masked
     encoder_mask_ratio: float = 0.2
-    decoder_mask_ratio: float = 0.4
+    decoder_mask_ratio: float = 0.4  # enhanced decoding: of the other tokens, what each position does not see
     decoder: bool = True  # False: MLM at each size, no autoencoder
+    decoding: str = "basic"  # basic | enhanced: every token, each from its own sample of the others (RetroMAE)
     nested_masks: bool = True  # the encoder's masked words are a subset of the decoder's
     loss_scale: float = 1.0  # the paper's released code halves L_enc + L_dec: 0.5
     # contrastive
@@ -209,6 +210,7 @@ _CHOICES = {
     "objective.sizes": ("ladder", "full", "one", "mrl", "adaptive_layers", "two_d"),
     "objective.preset": ("", *PRESETS),
     "objective.preset_for": ("", *PRESETS_FOR),
+    "objective.decoding": ("basic", "enhanced"),
     "objective.reduction": ("mean", "sum"),
     "objective.loss": ("infonce", "cosent"),
     "objective.similarity": ("dot", "cosine"),
@@ -362,11 +364,17 @@ def check(recipe: Recipe) -> None:
     if recipe.train.steps == 0 and not recipe.train.epochs > 0:
         raise ConfigError(f"train.epochs = {recipe.train.epochs} must be above 0 when train.steps is 0")
     objective = recipe.objective
-    nested = objective.name == "masked" and objective.decoder and objective.nested_masks
+    basic = objective.decoder and objective.decoding == "basic"
+    nested = objective.name == "masked" and basic and objective.nested_masks
     if nested and objective.decoder_mask_ratio < objective.encoder_mask_ratio:
         raise ConfigError(
             f"objective.decoder_mask_ratio = {objective.decoder_mask_ratio} is below encoder_mask_ratio = "
             f"{objective.encoder_mask_ratio}; nested masks need the decoder's to be the larger"
+        )
+    if objective.decoding == "enhanced" and not (objective.name == "masked" and objective.decoder):
+        raise ConfigError(
+            'objective.decoding = "enhanced" needs the decoder of a masked objective; set objective.name = "masked" '
+            'and objective.decoder = true, or decoding = "basic"'
         )
     if objective.name == "masked" and objective.sizes == "two_d":
         raise ConfigError('objective.sizes = "two_d" is a fine-tuning schedule; use "ladder" or "full" for masked')

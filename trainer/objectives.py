@@ -16,6 +16,7 @@ from torch import Tensor
 
 from data.collate import MaskedBatch, PairBatch, Texts, pad_flat
 from models.masked_autoencoder import IGNORED
+from models.visibility import visible_positions
 from trainer.backward import Passes, accumulate, grad_cache, micro_batches
 from trainer.config import Recipe
 from trainer.distributed import derive_seed, gather_counts, gather_rows, scatter_gradients, sum_over_ranks
@@ -48,7 +49,10 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class MaskedObjective:
-    """SMAE, its ablations and plain MLM (Starbucks §3.2)."""
+    """SMAE, its ablations and plain MLM (Starbucks §3.2), and RetroMAE (SentMAE §2.1).
+
+    visible_share: what each position sees of the others in enhanced decoding; unused in basic decoding.
+    """
 
     schedule: Schedule
     shape: Shape
@@ -56,6 +60,7 @@ class MaskedObjective:
     packed: bool
     pad_id: int
     loss_scale: float
+    visible_share: float
 
     def forward_backward(self, engine: Passes, batch: MaskedBatch, step: int) -> StepReport:
         plan = self.schedule(step)
@@ -81,13 +86,18 @@ class MaskedObjective:
 
             attention_mask = cut(torch.ones_like(batch.encoder_input_ids), 0 if len(rows) else 1)
             padded += int(lengths[rows].sum()) if self.packed else attention_mask.numel()
-            decoder = {}
+            decoder: dict[str, Any] = {}
             if batch.decoder_input_ids is not None and batch.decoder_labels is not None:
                 decoder = {
                     "decoder_input_ids": cut(batch.decoder_input_ids, self.pad_id),
                     "decoder_labels": cut(batch.decoder_labels, IGNORED),
                     "decoder_scale": scales[1],
                 }
+            if batch.visibility_keys is not None:
+                keys = batch.visibility_keys[rows] if len(rows) else torch.zeros(1, dtype=torch.int64)
+                decoder["decoder_visible"] = visible_positions(
+                    keys.to(device), attention_mask, share=self.visible_share
+                )
             loss, encoder_losses, decoder_losses = engine(
                 cut(batch.encoder_input_ids, self.pad_id),
                 attention_mask,
@@ -104,7 +114,12 @@ class MaskedObjective:
         accumulate(engine, micro_batches(lengths, token_budget=self.token_budget, packed=self.packed), loss_of=loss_of)
         decoder_rows = local_counts[1] if len(local_counts) > 1 else 0
         flops = masked_flops(
-            self.shape, lengths, encoder_rows=local_counts[0], decoder_rows=decoder_rows, sizes=plan.sizes
+            self.shape,
+            lengths,
+            encoder_rows=local_counts[0],
+            decoder_rows=decoder_rows,
+            sizes=plan.sizes,
+            enhanced=batch.visibility_keys is not None,
         )
         losses = dict(zip(["loss", *names], totals.unbind()))
         return StepReport(losses, batch.num_tokens, padded, FORWARD_AND_BACKWARD * flops)
@@ -291,6 +306,7 @@ def masked(recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int, pac
         packed=packed,
         pad_id=pad_id,
         loss_scale=recipe.objective.loss_scale,
+        visible_share=1.0 - recipe.objective.decoder_mask_ratio,
     )
 
 
