@@ -76,6 +76,26 @@ def test_masked_batch_holds_the_texts_with_special_tokens(vocabulary: Vocabulary
     assert (batch.encoder_labels != -100).sum() < (batch.decoder_labels != -100).sum()
 
 
+def test_enhanced_decoding_gets_every_ordinary_token_and_a_key_a_text(vocabulary: Vocabulary) -> None:
+    """The encoder's side is what it is without a decoder; the keys depend on epoch and sample, not on the batch."""
+    samples = documents([5, 30, 1, 200])
+    collate = masked(vocabulary, enhanced=True)
+    batch, alone = collate(samples), masked(vocabulary, decoder_mask_ratio=None)(samples)
+    assert equal(batch.encoder_labels, alone.encoder_labels)
+    assert equal(batch.encoder_input_ids, alone.encoder_input_ids)
+    inputs, labels = batch.decoder_input_ids, batch.decoder_labels
+    assert inputs is not None and labels is not None and inputs.dtype == labels.dtype == torch.int32
+    assert equal(inputs, torch.where(batch.encoder_labels == -100, batch.encoder_input_ids, batch.encoder_labels))
+    special = torch.isin(inputs, torch.tensor(vocabulary.special_ids, dtype=torch.int32))
+    assert bool((labels[special] == -100).all()) and equal(labels[~special], inputs[~special])
+    keys = batch.visibility_keys
+    assert keys is not None and len(set(keys.tolist())) == 4
+    assert equal(collate(samples[::-1]).visibility_keys, keys.flip(0))
+    later = collate(documents([5, 30, 1, 200], epoch=1)).visibility_keys
+    assert later is not None and not set(later.tolist()) & set(keys.tolist())
+    assert alone.visibility_keys is None and masked(vocabulary)(samples).visibility_keys is None
+
+
 def test_without_a_decoder_there_is_no_decoder_side(vocabulary: Vocabulary) -> None:
     alone = masked(vocabulary, decoder_mask_ratio=None)(documents([20] * 3))
     both = masked(vocabulary)(documents([20] * 3))

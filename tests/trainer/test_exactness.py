@@ -31,6 +31,7 @@ NORM_TOLERANCE = 2e-5  # relative; squares are summed in another order
 STAGES = (0, 1, 2, 3)
 RECIPES = ("smae", "mlm", "srl", "direct", "two_d", "mrl", "cosent", "coordinates", "adaptive", "one", "sparse")
 RECIPES += ("weighted", "crowded", "filtered", "srl_uneven", "smae_uneven", "srl_lonely", "smae_lonely")
+RECIPES += ("enhanced", "enhanced_lonely")
 # These take a second step, which would find gradients left over.
 TWICE = ("smae", "srl")
 ON_ONE_RANK = ("smae", "srl", "two_d", "mrl")
@@ -73,7 +74,10 @@ def recipes(
         "weighted": pairs(size_weights=[0.25, 3.0, 1.0], kl_size_weights=[2.0, 0.5]),
         # Most micro-batches of some ranks have nothing masked.
         "sparse": masked(encoder_mask_ratio=0.03, decoder_mask_ratio=0.04),
+        "enhanced": masked(decoding="enhanced", encoder_mask_ratio=0.3, decoder_mask_ratio=0.5),
     }
+    cases["enhanced_lonely"] = copy.deepcopy(cases["enhanced"])
+    cases["enhanced_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 400}
     cases["crowded"] = pairs(crowded_shards)
     cases["uncrowded"] = pairs(crowded_shards, mask_false_negatives=False)
     cases["filtered"] = pairs(crowded_shards, filter_false_negatives=True, false_negative_margin=0.02)
