@@ -43,6 +43,7 @@ class Purpose(IntEnum):
     POSITIVE = 6
     NEGATIVES = 7
     VISIBILITY = 8
+    TEXTS = 9
 
 
 def mix64(values: np.ndarray) -> np.ndarray:

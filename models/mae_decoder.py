@@ -138,9 +138,7 @@ class MultiSizeDecoder(nn.Module):
         inner = checkpoint(self._feed_forward, states, use_reentrant=False)
         return self.output_norm(F.dropout(inner, self.dropout, self.training) + states)
 
-    def _basic(
-        self, embedded: Tensor, attention_mask: Tensor, cls: Tensor, wanted: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _basic(self, embedded: Tensor, attention_mask: Tensor, cls: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """(what the wanted positions attended to [S, M, D], what asked [M, D])."""
         batch, _, hidden = embedded.shape
         # Masked positions of each text side by side, padded to the largest count.  [B, m]
@@ -201,7 +199,8 @@ class MultiSizeDecoder(nn.Module):
         self, query: Tensor, cls_key: Tensor, key: Tensor, cls_value: Tensor, value: Tensor, visible: Tensor
     ) -> Tensor:
         """Attention of one size: [B, L - 1, D]; visible: bool [B, 1, L - 1, L]."""
-        keys, values = (torch.cat([first[:, None], rest], dim=1) for first, rest in ((cls_key, key), (cls_value, value)))
+        keys = torch.cat([cls_key[:, None], key], dim=1)
+        values = torch.cat([cls_value[:, None], value], dim=1)
         mixed = F.scaled_dot_product_attention(
             self._split(query),
             self._split(keys),

@@ -10,13 +10,13 @@ means over every token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.encoder import Encoder, base_of
+from models.encoder import Encoder, base_of, pool
 from models.mae_decoder import MultiSizeDecoder
 from models.mlm_head import head_of
 from models.sizes import Size
@@ -60,22 +60,33 @@ class MaskedAutoencoder(nn.Module):
         size_weights: Sequence[float] = (),
         encoder_scale: float = 1.0,
         decoder_scale: float = 1.0,
+        embeddings: Literal["no", "also", "only"] = "no",
     ) -> tuple[Tensor, ...]:
         """Losses of one micro-batch, or its embeddings.
 
         input_ids, attention_mask, labels, decoder_input_ids, decoder_labels: int64 [B, L]; labels are -100 where no
         token is predicted. decoder_visible: bool [B, L, L], for enhanced decoding: which positions each row reads
-        (models/visibility.py); decoder_input_ids are then the tokens themselves. `encoder_scale`, `decoder_scale`: one over the GLOBAL batch's count of predicted tokens
-        (times the term's weight), so that micro-batches and ranks add up to the batch's mean.
+        (models/visibility.py); decoder_input_ids are then the tokens themselves. `encoder_scale`, `decoder_scale`: one
+        over the GLOBAL batch's count of predicted tokens (times the term's weight), so that micro-batches and ranks
+        add up to the batch's mean.
         Returns (loss, encoder losses [S], decoder losses [S]); the latter two are detached, scaled like the loss but
-        not weighted by size. Without `labels`: the embeddings of every size, as `Encoder.forward`.
+        not weighted by size. `embeddings` "also": and then each size's embeddings of these masked texts [B, d]; "only":
+        nothing but them, from the same draws of dropout. Without `labels`: as `Encoder.forward`.
         """
         if labels is None:
             return self.encoder(input_ids, attention_mask, sizes)
         masked = labels != IGNORED  # [B, L]
-        read = masked.clone()
-        read[:, 0] = True
+        read: Tensor | None = None
+        if embeddings == "no" or self.encoder.pooling == "cls":
+            read = masked.clone()
+            read[:, 0] = True
         states = self.encoder.hidden_states(input_ids, attention_mask, [size.layers for size in sizes], read=read)
+        pooled: tuple[Tensor, ...] = ()
+        if embeddings != "no":
+            by_layer = {layer: pool(state, attention_mask, self.encoder.pooling) for layer, state in states.items()}
+            pooled = tuple(by_layer[size.layers][:, : size.dim] for size in sizes)
+        if embeddings == "only":
+            return pooled
         cut = [states[size.layers][masked][:, : size.dim] for size in sizes]  # S of [M_enc, d]
         weights = torch.tensor(size_weights, dtype=torch.float32, device=input_ids.device)
         count = int(masked.sum())
@@ -84,7 +95,7 @@ class MaskedAutoencoder(nn.Module):
         if decoder_input_ids is None or decoder_labels is None:
             loss, row_losses = self.vocabulary_loss(self.head(cut), targets, row_weights)
             per_size = row_losses.view(len(sizes), count).sum(1) * encoder_scale
-            return loss, per_size, torch.zeros_like(per_size)
+            return loss, per_size, torch.zeros_like(per_size), *pooled
 
         assert self.decoder is not None, "decoder labels were given to a model built without a decoder"
         cut += [states[size.layers][:, 0, : size.dim] for size in sizes]  # S of [B, d]
@@ -92,10 +103,10 @@ class MaskedAutoencoder(nn.Module):
         encoder_rows, cls_rows = transformed.split([count * len(sizes), transformed.shape[0] - count * len(sizes)])
         cls = cls_rows.view(len(sizes), input_ids.shape[0], -1)  # [S, B, D]
         wanted = decoder_labels != IGNORED
-        embeddings = cast(nn.Module, self.encoder.backbone.embeddings)
-        positions = None if decoder_visible is None else _position_vectors(embeddings, decoder_input_ids)
+        embed = cast(nn.Module, self.encoder.backbone.embeddings)
+        positions = None if decoder_visible is None else self.encoder.position_vectors(input_ids.shape[1])
         decoded = self.decoder(
-            embeddings(input_ids=decoder_input_ids),
+            embed(input_ids=decoder_input_ids),
             attention_mask,
             cls,
             wanted,
@@ -113,14 +124,5 @@ class MaskedAutoencoder(nn.Module):
             loss,
             encoder_losses.view(len(sizes), count).sum(1) * encoder_scale,
             decoder_losses.view(len(sizes), decoder_count).sum(1) * decoder_scale,
+            *pooled,
         )
-
-
-def _position_vectors(embeddings: nn.Module, input_ids: Tensor) -> Tensor | None:
-    """The vectors that the embeddings add at positions 0..L-1, [L, D]; None where they add none."""
-    table = getattr(embeddings, "position_embeddings", None)
-    if table is None:
-        return None
-    # RoBERTa and its like keep the rows up to the padding token's id for padding.
-    first = 0 if table.padding_idx is None else table.padding_idx + 1
-    return table(torch.arange(first, first + input_ids.shape[1], device=input_ids.device))

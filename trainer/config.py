@@ -93,6 +93,8 @@ class ObjectiveConfig:
     decoder: bool = True  # False: MLM at each size, no autoencoder
     decoding: str = "basic"  # basic | enhanced: every token, each from its own sample of the others (RetroMAE)
     nested_masks: bool = True  # the encoder's masked words are a subset of the decoder's
+    pairs: str = "none"  # none | spans | tuples: a contrastive term too, of two spans a document or of tuples' texts
+    pair_weight: float = 1.0  # of that term; its similarity and temperature are those below
     loss_scale: float = 1.0  # the paper's released code halves L_enc + L_dec: 0.5
     # contrastive
     loss: str = "infonce"  # infonce | cosent
@@ -194,6 +196,11 @@ class Recipe:
         return Ladder.of(self.model.ladder)
 
     @property
+    def reads_documents(self) -> bool:
+        """Whether its shards hold documents; else they hold tuples."""
+        return self.objective.name == "masked" and self.objective.pairs != "tuples"
+
+    @property
     def single_size(self) -> Size | None:
         """The size that is trained on its own, for objective.sizes = "one"."""
         return Size.parse(self.objective.size) if self.objective.sizes == "one" else None
@@ -211,6 +218,7 @@ _CHOICES = {
     "objective.preset": ("", *PRESETS),
     "objective.preset_for": ("", *PRESETS_FOR),
     "objective.decoding": ("basic", "enhanced"),
+    "objective.pairs": ("none", "spans", "tuples"),
     "objective.reduction": ("mean", "sum"),
     "objective.loss": ("infonce", "cosent"),
     "objective.similarity": ("dot", "cosine"),
@@ -255,6 +263,7 @@ _ABOVE_ZERO = (
     "objective.temperature",
     "objective.kl_temperature",
     "objective.loss_scale",
+    "objective.pair_weight",
     "train.logits_memory_mib",
     "train.score_memory_mib",
 )
@@ -376,6 +385,13 @@ def check(recipe: Recipe) -> None:
             'objective.decoding = "enhanced" needs the decoder of a masked objective; set objective.name = "masked" '
             'and objective.decoder = true, or decoding = "basic"'
         )
+    if objective.pairs != "none" and objective.name != "masked":
+        raise ConfigError(
+            f"objective.pairs = {objective.pairs!r} adds a contrastive term to masked pre-training; remove it for "
+            f"objective.name = {objective.name!r}"
+        )
+    if objective.pairs == "tuples" and not recipe.model.source:
+        raise ConfigError('objective.pairs = "tuples" is for a second stage; give model.source, a pre-trained encoder')
     if objective.name == "masked" and objective.sizes == "two_d":
         raise ConfigError('objective.sizes = "two_d" is a fine-tuning schedule; use "ladder" or "full" for masked')
     if objective.loss == "cosent" and objective.kl == "scores":

@@ -29,7 +29,9 @@ def enhanced_texts(texts: list[str], tokenizer) -> tuple[torch.Tensor, ...]:
 
 def enhanced_loss(model: MaskedAutoencoder, sizes, weights, inputs, visible, *, scales=None):
     ids, attention, encoder_ids, encoder_labels, decoder_labels = inputs
-    encoder_scale, decoder_scale = scales or [1.0 / int((each != -100).sum()) for each in (encoder_labels, decoder_labels)]
+    encoder_scale, decoder_scale = scales or [
+        1.0 / int((each != -100).sum()) for each in (encoder_labels, decoder_labels)
+    ]
     return model(
         encoder_ids,
         attention,
@@ -91,7 +93,7 @@ def test_a_wrong_mask_is_noticed(mistake, case):
 
 
 def test_micro_batches_add_up(case):
-    """Other texts beside it and other padding change no text's sample: loss and gradients of 2 + 3 texts are those of 5."""
+    """Other texts beside it and other padding change no text's sample: 2 + 3 texts have the loss and gradients of 5."""
     _, model, _, inputs, keys = case
     scales = tuple(1.0 / int((inputs[k] != -100).sum()) for k in (3, 4))
 
@@ -201,3 +203,27 @@ def test_visibility_is_its_restatement_and_a_function_of_the_text_alone():
         n = int(lengths[text])
         assert torch.equal(again[place, :n, :n], visible[text, :n, :n])
     assert not torch.equal(visible_positions(keys + 1, attention, share=0.37), visible)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_embeddings_beside_the_loss_are_those_without_it(pooling, tiny_tokenizer, docstrings):
+    """A contrastive term's gradient is made from one forward and sent through another: dropout must be the same."""
+    torch.manual_seed(0)
+    shape = dict(hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96)
+    config = dict(model_type="bert", max_position_embeddings=80, hidden_dropout_prob=0.1, **shape)
+    masked_lm = build_masked_lm(config, vocab_size=len(tiny_tokenizer), pad_token_id=0)
+    model = MaskedAutoencoder(masked_lm, pooling=pooling, with_decoder=True).train()
+    ids, attention, encoder_ids, labels, decoder_labels = enhanced_texts(docstrings[:5], tiny_tokenizer)
+
+    def embeddings(seed: int, **options) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        return model(encoder_ids, attention, sizes=LADDERS[2], labels=labels, size_weights=[0.5, 0.5], **options)
+
+    alone = embeddings(1, embeddings="only")
+    visible = visible_positions(keys_of(5), attention, share=SHARE)
+    decoder = dict(decoder_input_ids=ids, decoder_labels=decoder_labels, decoder_visible=visible)
+    _, _, _, *beside = embeddings(1, embeddings="also", **decoder)
+    assert [each.shape for each in alone] == [(5, 16), (5, 48)]
+    for first, second in zip(alone, beside, strict=True):
+        assert torch.equal(first, second)
+    assert not torch.equal(embeddings(2, embeddings="only")[0], alone[0])

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,7 @@ def _naive_adamw(module: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
 
 def _naive_masked(module: Any, batches: Sequence[MaskedBatch], recipe: Recipe, step: int) -> Tensor:
     (batch,) = batches
-    rows = torch.arange(batch.num_samples)
+    rows = torch.arange(len(batch.offsets) - 1)
 
     def cut(values: Tensor, fill: int) -> Tensor:
         return pad_flat(values, batch.offsets, rows, fill=fill).long()
@@ -257,7 +258,26 @@ def _naive_masked(module: Any, batches: Sequence[MaskedBatch], recipe: Recipe, s
                 decoded = _naive_decoder(module.decoder, states[:, :1] + places, content, seen)
             loss = loss + cross_entropy(transformed(decoded), cut(batch.decoder_labels, -100))
         total = total + weight * recipe.objective.loss_scale * loss
+    if batch.pairs is not None:
+        vectors = [_pooled(hidden[size.layers], attention, recipe)[:, : size.dim] for size in sizes]
+        count = len(batch.pairs.queries)
+        total = total + recipe.objective.pair_weight * naive_contrastive_loss(
+            [each[:count] for each in vectors],
+            [each[count:] for each in vectors],
+            targets=batch.pairs.targets,
+            excluded=naive_false_negatives([batch.pairs], batch.pairs.targets),
+            gold=None,
+            weights=weights,
+            kl_weights=[],
+            objective=replace(recipe.objective, kl="none"),
+        )
     return total
+
+
+def _pooled(states: Tensor, attention: Tensor, recipe: Recipe) -> Tensor:
+    if recipe.model.pooling == "cls":
+        return states[:, 0]
+    return (states * attention[..., None]).sum(1) / attention.sum(1, keepdim=True)
 
 
 def _naive_decoder(decoder: Any, asking: Tensor, states: Tensor, seen: Tensor) -> Tensor:
