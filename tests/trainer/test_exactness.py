@@ -33,7 +33,7 @@ NORM_TOLERANCE = 2e-5  # relative; squares are summed in another order
 STAGES = (0, 1, 2, 3)
 RECIPES = ("smae", "mlm", "srl", "direct", "two_d", "mrl", "cosent", "coordinates", "adaptive", "one", "sparse")
 RECIPES += ("weighted", "crowded", "filtered", "srl_uneven", "smae_uneven", "srl_lonely", "smae_lonely")
-RECIPES += ("enhanced", "enhanced_lonely", "spans", "masked_pairs")
+RECIPES += ("enhanced", "enhanced_lonely", "spans", "spans_lonely", "masked_pairs")
 # These take a second step, which would find gradients left over.
 TWICE = ("smae", "srl")
 ON_ONE_RANK = ("smae", "srl", "two_d", "mrl")
@@ -91,7 +91,9 @@ def recipes(
     cases["spans"] = masked(pairs="spans", pair_weight=0.5, decoding="enhanced", temperature=0.2)
     cases["lighter_spans"] = masked(pairs="spans", pair_weight=0.25, decoding="enhanced", temperature=0.2)
     cases["enhanced_lonely"] = copy.deepcopy(cases["enhanced"])
-    cases["enhanced_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 400}
+    cases["spans_lonely"] = copy.deepcopy(cases["spans"])
+    for name in ("enhanced_lonely", "spans_lonely"):
+        cases[name]["train"] |= {"steps": 0, "epochs": 1 / 400}
     cases["masked_pairs"] = masked(pairs="tuples", pair_weight=2.0, sizes="full", similarity="dot", temperature=8.0)
     cases["masked_pairs"]["data"]["shards"] = [str(crowded_shards)]
     cases["masked_pairs"]["model"] |= {"source": str(backbone), "config": {}, "pooling": "mean"}
