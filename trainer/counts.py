@@ -61,7 +61,7 @@ def masked_flops(
 ) -> float:
     """Forward of the pre-training loss: heads of all sizes on masked rows, and the decoder once for all of them.
 
-    In enhanced decoding queries cost next to nothing, and each size attends on its own.
+    In enhanced decoding a query is made for each text, not each row, and every size attends on its own.
     """
     hidden = shape.hidden
     transform = sum(2 * size.dim * hidden for size in sizes)
@@ -71,7 +71,10 @@ def masked_flops(
         mean_length = texts.tokens / texts.count
         attention = 4 * hidden * mean_length
         total += texts.tokens * 4 * hidden**2
-        total += decoder_rows * (len(sizes) * attention if enhanced else 2 * hidden**2 + attention)
+        if enhanced:
+            total += len(sizes) * (texts.count * 2 * hidden**2 + decoder_rows * attention)
+        else:
+            total += decoder_rows * (2 * hidden**2 + attention)
         per_row = 2 * hidden**2 + 4 * hidden * shape.inner + 2 * hidden**2 + 2 * hidden * shape.vocabulary
         total += decoder_rows * len(sizes) * per_row
     return total
