@@ -8,6 +8,8 @@ What is decided here:
   are cut at their end, as retrieval models are served.
 - A prompt stands between [CLS] and the text and counts towards the length; each source has its own (`data.tokens`
   says when that equals tokenizing the joined text). Hashes are of the text as cut, without prompt or special tokens.
+- For enhanced decoding the decoder reads and predicts every token but the special ones, and a text brings one key, from
+  which the trainer draws on the device what each position sees (models/visibility.py).
 - All draws are keyed by (seed, epoch, source, sample), see `data.masking`: a sample's batch entry does not depend on
   the batch it is in, and what a sample would bring to a batch is known before there is one (`drawn_texts`).
 """
@@ -23,6 +25,8 @@ import torch
 
 from data.errors import DataError
 from data.masking import (
+    IGNORED,
+    SPECIAL,
     MaskingTables,
     Purpose,
     check_ratios,
@@ -79,14 +83,16 @@ class Texts:
 
 @dataclass(frozen=True)
 class MaskedBatch:
-    """B texts masked for the encoder and, where there is one, for the decoder."""
+    """B texts masked for the encoder and, where there is one, for the decoder; with `pairs`, of fewer samples."""
 
     offsets: torch.Tensor  # int64 [B + 1]
     encoder_input_ids: torch.Tensor  # int32 [T]
     encoder_labels: torch.Tensor  # int32 [T], -100 = ignored
     decoder_input_ids: torch.Tensor | None  # int32 [T]
     decoder_labels: torch.Tensor | None  # int32 [T], -100 = ignored
-    sample_ids: torch.Tensor  # int64 [B]
+    sample_ids: torch.Tensor  # int64, one a sample
+    visibility_keys: torch.Tensor | None = None  # int64 [B], for enhanced decoding: the decoder's inputs are unmasked
+    pairs: PairBatch | None = None  # which texts belong together; the B texts are its queries, then its passages
 
     @property
     def num_samples(self) -> int:
@@ -123,7 +129,7 @@ class PairBatch:
 
 @dataclass(frozen=True, eq=False)
 class MaskedCollator:
-    """Documents -> MaskedBatch. A `decoder_mask_ratio` of None makes no decoder side."""
+    """Documents -> MaskedBatch. A `decoder_mask_ratio` of None makes no decoder side; `enhanced` makes one unmasked."""
 
     vocabulary: Vocabulary
     _: KW_ONLY
@@ -132,6 +138,7 @@ class MaskedCollator:
     decoder_mask_ratio: float | None
     nested: bool
     seed: int
+    enhanced: bool = False  # keys for enhanced decoding instead of the decoder's mask
     mask_probability: float = 0.8
     random_probability: float = 0.1
     tables: MaskingTables = field(init=False, repr=False)
@@ -149,16 +156,33 @@ class MaskedCollator:
 
     @property
     def ratios(self) -> list[float]:
-        return [ratio for ratio in (self.encoder_mask_ratio, self.decoder_mask_ratio) if ratio is not None]
+        decoder = None if self.enhanced else self.decoder_mask_ratio
+        return [ratio for ratio in (self.encoder_mask_ratio, decoder) if ratio is not None]
 
     def __call__(self, samples: Sequence[Sample]) -> MaskedBatch:
         keys = _keys(samples, self.seed)  # [B]
-        lengths = np.asarray([len(sample.payload) for sample in samples], dtype=np.int64)
-        room = self.max_length - 2
-        window_bits = draws(purpose_keys(keys, Purpose.WINDOW), np.zeros(len(samples), dtype=np.uint64))
-        starts = integers(window_bits, np.maximum(lengths - room, 0) + 1)
-        windows = [sample.payload[start : start + room] for sample, start in zip(samples, starts.tolist())]
+        windows = self.windows([sample.payload for sample in samples], keys)
         tokens, offsets = _with_specials(windows, self.vocabulary)
+        return self.mask(tokens, offsets, keys=keys, sample_ids=_sample_ids(samples))
+
+    def windows(self, documents: Sequence[np.ndarray], keys: np.ndarray) -> list[np.ndarray]:
+        """The part of each document that the model reads: ids without special tokens. keys: uint64 [n]."""
+        lengths = np.asarray([len(document) for document in documents], dtype=np.int64)
+        room = self.max_length - 2
+        window_bits = draws(purpose_keys(keys, Purpose.WINDOW), np.zeros(len(documents), dtype=np.uint64))
+        starts = integers(window_bits, np.maximum(lengths - room, 0) + 1)
+        return [document[start : start + room] for document, start in zip(documents, starts.tolist())]
+
+    def mask(
+        self,
+        tokens: np.ndarray,
+        offsets: np.ndarray,
+        *,
+        keys: np.ndarray,
+        sample_ids: torch.Tensor,
+        pairs: PairBatch | None = None,
+    ) -> MaskedBatch:
+        """The batch of these texts. tokens: int32 [T], offsets: int64 [n + 1], special tokens included; keys: [n]."""
         masks = whole_word_masks(tokens, offsets, tables=self.tables, keys=keys, ratios=self.ratios, nested=self.nested)
         sides: list[torch.Tensor | None] = []
         for mask, purpose in zip(masks, (Purpose.ENCODER_TOKENS, Purpose.DECODER_TOKENS)):
@@ -172,6 +196,11 @@ class MaskedCollator:
                 random_probability=self.random_probability,
             )
             sides += [torch.from_numpy(inputs), torch.from_numpy(labels)]
+        visibility_keys = None
+        if self.enhanced:
+            labels = np.where(self.tables.roles.take(tokens) == SPECIAL, np.int32(IGNORED), tokens)
+            sides += [torch.from_numpy(tokens), torch.from_numpy(labels)]
+            visibility_keys = torch.from_numpy(purpose_keys(keys, Purpose.VISIBILITY).view(np.int64))
         encoder_input_ids, encoder_labels, decoder_input_ids, decoder_labels = (*sides, None, None)[:4]
         assert encoder_input_ids is not None and encoder_labels is not None
         return MaskedBatch(
@@ -180,7 +209,9 @@ class MaskedCollator:
             encoder_labels=encoder_labels,
             decoder_input_ids=decoder_input_ids,
             decoder_labels=decoder_labels,
-            sample_ids=_sample_ids(samples),
+            sample_ids=sample_ids,
+            visibility_keys=visibility_keys,
+            pairs=pairs,
         )
 
 
@@ -275,6 +306,67 @@ class PairCollator:
             texts = [np.concatenate((prompts[source], text)) for source, text in zip(sources, texts)]
         tokens, offsets = _with_specials(texts, self.vocabulary)
         return Texts(torch.from_numpy(tokens), torch.from_numpy(offsets))
+
+
+@dataclass(frozen=True, eq=False)
+class SpanCollator:
+    """Documents -> MaskedBatch of two spans each (coCondenser, Gao and Callan 2021), which are a pair.
+
+    A document is cut in the middle, so that its spans share nothing; each is cut to a random window of its half.
+    """
+
+    masked: MaskedCollator
+
+    def __call__(self, samples: Sequence[Sample]) -> MaskedBatch:
+        keys = _keys(samples, self.masked.seed)  # [n]
+        documents = [sample.payload for sample in samples]
+        halves = [document[: (len(document) + 1) // 2] for document in documents]
+        halves += [document[(len(document) + 1) // 2 :] for document in documents]
+        text_keys = np.concatenate([_text_keys(keys, np.full(len(keys), number)) for number in range(2)])
+        spans = self.masked.windows(halves, text_keys)
+        tokens, offsets = _with_specials(spans, self.masked.vocabulary)
+        count, hashes = len(samples), torch.from_numpy(text_hashes(spans))
+        middle = int(offsets[count])
+        flat, places = torch.from_numpy(tokens), torch.from_numpy(offsets)
+        pairs = PairBatch(
+            queries=Texts(flat[:middle], places[: count + 1]),
+            passages=Texts(flat[middle:], places[count:] - middle),
+            targets=torch.arange(count),
+            passage_query=torch.arange(count),
+            scores=None,
+            query_hashes=hashes[:count],
+            passage_hashes=hashes[count:],
+            known_hashes=hashes[count:],
+            known_offsets=torch.arange(count + 1),
+            sample_ids=_sample_ids(samples),
+        )
+        return self.masked.mask(tokens, offsets, keys=text_keys, sample_ids=pairs.sample_ids, pairs=pairs)
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedPairCollator:
+    """Tuples -> MaskedBatch of their queries and passages, which stay pairs: SentMAE on supervised pairs (§2.2)."""
+
+    masked: MaskedCollator
+    pairs: PairCollator
+
+    def __call__(self, samples: Sequence[Sample]) -> MaskedBatch:
+        pairs = self.pairs(samples)
+        queries, passages = pairs.queries, pairs.passages
+        tokens = torch.cat([queries.tokens, passages.tokens]).numpy()
+        offsets = torch.cat([queries.offsets, passages.offsets[1:] + queries.offsets[-1]]).numpy()
+        keys = _keys(samples, self.masked.seed)  # [n]
+        owners = pairs.passage_query
+        numbers = torch.arange(1, len(passages) + 1) - pairs.targets[owners]  # a query's passages are 1, 2, ...
+        text_keys = np.concatenate(
+            [_text_keys(keys, np.zeros(len(keys))), _text_keys(keys[owners.numpy()], numbers.numpy())]
+        )
+        return self.masked.mask(tokens, offsets, keys=text_keys, sample_ids=pairs.sample_ids, pairs=pairs)
+
+
+def _text_keys(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Keys of samples' several texts: uint64 [n] of each sample and the text's number within it -> uint64 [n]."""
+    return draws(purpose_keys(keys, Purpose.TEXTS), numbers)
 
 
 def text_hashes(texts: Sequence[np.ndarray]) -> np.ndarray:

@@ -42,6 +42,8 @@ class Purpose(IntEnum):
     DECODER_TOKENS = 5
     POSITIVE = 6
     NEGATIVES = 7
+    VISIBILITY = 8
+    TEXTS = 9
 
 
 def mix64(values: np.ndarray) -> np.ndarray:

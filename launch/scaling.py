@@ -196,13 +196,13 @@ class Lengths:
 
 
 def texts_of(recipe: Recipe, samples: float, lengths: Lengths) -> Texts:
-    """The texts of that many samples: documents, or queries each with its positive and hard negatives."""
+    """The texts of that many samples: documents, two spans each, or queries with their positive and hard negatives."""
 
     def alike(count: float, length: float) -> Texts:
         return Texts(count, count * length, count * length**2)
 
-    if recipe.objective.name == "masked":
-        return alike(samples, lengths.document)
+    if recipe.reads_documents:
+        return alike(samples * (2 if recipe.objective.pairs == "spans" else 1), lengths.document)
     passages = samples * (1 + recipe.data.num_negatives)
     return alike(samples, lengths.query) + alike(passages, lengths.passage)
 
@@ -213,8 +213,10 @@ def texts_of(recipe: Recipe, samples: float, lengths: Lengths) -> Texts:
 def masked_rows(recipe: Recipe, texts: Texts) -> tuple[float, float]:
     """Predicted positions of the encoder and of the decoder."""
     objective = recipe.objective
-    decoder = objective.decoder_mask_ratio if objective.decoder else 0.0
-    return objective.encoder_mask_ratio * texts.tokens, decoder * texts.tokens
+    decoder = objective.decoder_mask_ratio * texts.tokens if objective.decoder else 0.0
+    if objective.decoding == "enhanced":
+        decoder = texts.tokens - 2 * texts.count  # all but the special tokens
+    return objective.encoder_mask_ratio * texts.tokens, decoder
 
 
 def model_flops(recipe: Recipe, shape: Shape, texts: Texts) -> float:
@@ -222,13 +224,21 @@ def model_flops(recipe: Recipe, shape: Shape, texts: Texts) -> float:
     if recipe.objective.name != "masked":
         return FORWARD_AND_BACKWARD * encoder_flops(shape, texts)
     encoder_rows, decoder_rows = masked_rows(recipe, texts)
-    forward = masked_flops(shape, texts, encoder_rows=encoder_rows, decoder_rows=decoder_rows, sizes=sizes_of(recipe))
+    forward = masked_flops(
+        shape,
+        texts,
+        encoder_rows=encoder_rows,
+        decoder_rows=decoder_rows,
+        sizes=sizes_of(recipe),
+        enhanced=recipe.objective.decoding == "enhanced",
+    )
     return FORWARD_AND_BACKWARD * forward
 
 
 def encoder_passes(recipe: Recipe) -> float:
     """In forward passes: the backward pass is two; caching embeds once more, checkpointing computes once more."""
-    cached = recipe.objective.name == "contrastive" and recipe.objective.backward == "grad_cache"
+    objective = recipe.objective
+    cached = objective.pairs != "none" or (objective.name == "contrastive" and objective.backward == "grad_cache")
     return FORWARD_AND_BACKWARD + cached + recipe.train.activation_checkpointing
 
 
@@ -245,6 +255,8 @@ def computed_flops(recipe: Recipe, shape: Shape, texts: Texts, *, all_passages: 
         total = model_flops(recipe, shape, texts) + (passes - FORWARD_AND_BACKWARD) * encoder_flops(shape, texts)
         # The decoder computes its feed-forward's first product again in backward.
         total += 2 * hidden * shape.inner * decoder_rows * len(sizes_of(recipe))
+        if recipe.objective.decoding == "enhanced":  # and attention
+            total += len(sizes_of(recipe)) * decoder_rows * 4 * hidden * texts.tokens / texts.count
         return total - passes * last_feed_forward * skipped
     total = passes * encoder_flops(shape, texts)
     if recipe.model.pooling == "cls":
@@ -342,6 +354,9 @@ def activation_bytes(recipe: Recipe, shape: Shape, texts: Texts, *, width: float
         if decoder_rows:
             total += texts.tokens * width * 3 * hidden  # embeddings, keys, values
             total += decoder_rows * width * len(sizes) * 10 * hidden  # merged; norms; feed-forward's ends; head
+        if recipe.objective.decoding == "enhanced":
+            total += decoder_rows * width * len(sizes) * hidden  # queries
+            total += texts.pairs * (1 + width)  # what each position sees, as flags and added to scores
     return total
 
 

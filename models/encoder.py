@@ -118,6 +118,14 @@ class Encoder(nn.Module):
     def word_embeddings(self) -> nn.Embedding:
         return cast(nn.Embedding, self.backbone.get_input_embeddings())
 
+    def position_vectors(self, length: int) -> Tensor | None:
+        """What the embedding layer adds at positions 0..length-1, [length, hidden]; None where it adds nothing."""
+        table = _position_table(self.backbone)
+        if table is None:
+            return None
+        first = self._first_position
+        return table(torch.arange(first, first + length, device=table.weight.device))
+
     def hidden_states(
         self, input_ids: Tensor, attention_mask: Tensor, layers: Sequence[int], *, read: Tensor | None = None
     ) -> dict[int, Tensor]:

@@ -10,6 +10,12 @@ out = (1 − a)·out_common + a·v_cls. Only masked positions ask (a query's out
 The layer has BERT's form (attention, residual, norm, feed-forward, residual, norm). From a BERT-like backbone it starts
 as a copy of its first layer; from other families (ModernBERT's rotary, pre-norm layer) it starts fresh, with position
 vectors of its own where the backbone's embeddings carry none. It is thrown away after pre-training.
+
+Enhanced decoding (RetroMAE; SentMAE eq. 4 to 7) has the same layer and two streams. Queries are [cls_{n,d} + p_i];
+keys and values are [cls_{n,d}, e(x)_1, ..., e(x)_L] with no token masked, and each row i reads its own sample of them
+(models/visibility.py). Keys and values of all positions but 0 are again common to the sizes. The layer that makes
+queries is affine, so every query is the sum of a part of its text and size and a part of its position, and no product
+runs for each (text, position). Attention is PyTorch's fused one, a size at a time, made again in backward.
 """
 
 from __future__ import annotations
@@ -99,17 +105,42 @@ class MultiSizeDecoder(nn.Module):
                 return True
         return False
 
-    def forward(self, embedded: Tensor, attention_mask: Tensor, cls: Tensor, wanted: Tensor) -> Tensor:
+    def forward(
+        self,
+        embedded: Tensor,
+        attention_mask: Tensor,
+        cls: Tensor,
+        wanted: Tensor,
+        *,
+        visible: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Outputs at the wanted positions, for every size.
 
         embedded: [B, L, D], the decoder's input embeddings; position 0 is not used.
         attention_mask: [B, L], 1 for tokens. cls: [S, B, D], each size's vector for position 0.
-        wanted: bool [B, L], the masked positions; never position 0.
+        wanted: bool [B, L], the positions to predict; never position 0.
+        visible: bool [B, L, L], which columns each row reads, padding never: enhanced decoding. None: basic decoding.
+        positions: [L, D], the backbone's position vectors, for enhanced decoding; None where it has none.
         Returns [S, M, D], M = wanted.sum(), in row-major order of `wanted`.
         """
-        batch, length, hidden = embedded.shape
         if self.positions is not None:
-            embedded = embedded + self.positions.weight[:length]
+            positions = self.positions.weight[: embedded.shape[1]]
+            embedded = embedded + positions
+        if visible is None:
+            rows, asked = self._basic(embedded, attention_mask, cls, wanted)
+        else:
+            assert positions is not None, "enhanced decoding asks by position vectors"
+            rows, asked = self._enhanced(embedded, cls, wanted, visible, positions)
+        attended = F.dropout(self.attention_output(rows), self.dropout, self.training)
+        states = self.attention_norm(attended + asked)
+        # The widest tensors of the step outside the encoder: made again in backward, for one more product of `up`.
+        inner = checkpoint(self._feed_forward, states, use_reentrant=False)
+        return self.output_norm(F.dropout(inner, self.dropout, self.training) + states)
+
+    def _basic(self, embedded: Tensor, attention_mask: Tensor, cls: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """(what the wanted positions attended to [S, M, D], what asked [M, D])."""
+        batch, _, hidden = embedded.shape
         # Masked positions of each text side by side, padded to the largest count.  [B, m]
         counts = wanted.sum(1)
         most = max(int(counts.max()), 1)
@@ -138,12 +169,46 @@ class MultiSizeDecoder(nn.Module):
         merged = (1.0 - cls_share) * common + kept * cls_value[:, :, :, None, :]  # [S, B, h, m, D/h]
         merged = merged.to(value.dtype).transpose(2, 3).reshape(cls.shape[0], batch, most, hidden)
 
-        rows = merged[:, filled]  # [S, M, D]
-        attended = F.dropout(self.attention_output(rows), self.dropout, self.training)
-        states = self.attention_norm(attended + asked[filled])
-        # The widest tensors of the step outside the encoder: made again in backward, for one more product of `up`.
-        inner = checkpoint(self._feed_forward, states, use_reentrant=False)
-        return self.output_norm(F.dropout(inner, self.dropout, self.training) + states)
+        return merged[:, filled], asked[filled]
+
+    def _enhanced(
+        self, embedded: Tensor, cls: Tensor, wanted: Tensor, visible: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(what the wanted positions attended to, what asked), both [S, M, D]."""
+        num_sizes, batch, hidden = cls.shape
+        text, place = wanted.nonzero(as_tuple=True)  # [M]
+        asked = cls[:, text] + positions[place]
+        # Position 0 predicts nothing, and alone might see nothing: queries are those of 1..L-1.
+        # W(h + p) + b = (W h + b) + (W p + b) - (W 0 + b).
+        parts = self.query(torch.cat([cls.flatten(0, 1), positions[1:], positions.new_zeros(1, hidden)]))
+        of_texts = parts[: num_sizes * batch].view(num_sizes, batch, 1, hidden)
+        query = of_texts + (parts[num_sizes * batch : -1] - parts[-1])  # [S, B, L - 1, D]
+        key, value = self.key(embedded[:, 1:]), self.value(embedded[:, 1:])  # [B, L - 1, D]
+        cls_key, cls_value = self.key(cls), self.value(cls)  # [S, B, D]
+        rows = visible[:, None, 1:]  # [B, 1, L - 1, L]
+        text_rows = wanted[:, 1:]
+        attended = [
+            checkpoint(
+                self._attend, query[size], cls_key[size], key, cls_value[size], value, rows, use_reentrant=False
+            )[text_rows]
+            for size in range(num_sizes)
+        ]
+        return torch.stack(attended), asked
+
+    def _attend(
+        self, query: Tensor, cls_key: Tensor, key: Tensor, cls_value: Tensor, value: Tensor, visible: Tensor
+    ) -> Tensor:
+        """Attention of one size: [B, L - 1, D]; visible: bool [B, 1, L - 1, L]."""
+        keys = torch.cat([cls_key[:, None], key], dim=1)
+        values = torch.cat([cls_value[:, None], value], dim=1)
+        mixed = F.scaled_dot_product_attention(
+            self._split(query),
+            self._split(keys),
+            self._split(values),
+            attn_mask=visible,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+        )
+        return mixed.transpose(1, 2).reshape(query.shape)
 
     def _feed_forward(self, states: Tensor) -> Tensor:
         return self.down(self.activation(self.up(states)))

@@ -3,19 +3,20 @@
 L = Σ_{(n,d)} w_{n,d} (L_enc(n,d) + L_dec(n,d)) (Starbucks §3.2, eq. 8 and 9), where both terms are means over masked
 tokens. Only masked rows and the CLS rows reach the head; the rows of all sizes are stacked and share one transform and
 one fused linear cross-entropy; the decoder runs once (models/mae_decoder.py). Without a decoder this is MLM at each
-size; with the full size alone, plain MLM or RetroMAE's basic decoding.
+size; with the full size alone, plain MLM or RetroMAE. A visibility mask makes decoding enhanced: its decoder terms are
+means over every token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.encoder import Encoder, base_of
+from models.encoder import Encoder, base_of, pool
 from models.mae_decoder import MultiSizeDecoder
 from models.mlm_head import head_of
 from models.sizes import Size
@@ -55,24 +56,37 @@ class MaskedAutoencoder(nn.Module):
         labels: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
         decoder_labels: Tensor | None = None,
+        decoder_visible: Tensor | None = None,
         size_weights: Sequence[float] = (),
         encoder_scale: float = 1.0,
         decoder_scale: float = 1.0,
+        embeddings: Literal["no", "also", "only"] = "no",
     ) -> tuple[Tensor, ...]:
         """Losses of one micro-batch, or its embeddings.
 
         input_ids, attention_mask, labels, decoder_input_ids, decoder_labels: int64 [B, L]; labels are -100 where no
-        token is predicted. `encoder_scale`, `decoder_scale`: one over the GLOBAL batch's count of predicted tokens
-        (times the term's weight), so that micro-batches and ranks add up to the batch's mean.
+        token is predicted. decoder_visible: bool [B, L, L], for enhanced decoding: which positions each row reads
+        (models/visibility.py); decoder_input_ids are then the tokens themselves. `encoder_scale`, `decoder_scale`: one
+        over the GLOBAL batch's count of predicted tokens (times the term's weight), so that micro-batches and ranks
+        add up to the batch's mean.
         Returns (loss, encoder losses [S], decoder losses [S]); the latter two are detached, scaled like the loss but
-        not weighted by size. Without `labels`: the embeddings of every size, as `Encoder.forward`.
+        not weighted by size. `embeddings` "also": and then each size's embeddings of these masked texts [B, d]; "only":
+        nothing but them, from the same draws of dropout. Without `labels`: as `Encoder.forward`.
         """
         if labels is None:
             return self.encoder(input_ids, attention_mask, sizes)
         masked = labels != IGNORED  # [B, L]
-        read = masked.clone()
-        read[:, 0] = True
+        read: Tensor | None = None
+        if embeddings == "no" or self.encoder.pooling == "cls":
+            read = masked.clone()
+            read[:, 0] = True
         states = self.encoder.hidden_states(input_ids, attention_mask, [size.layers for size in sizes], read=read)
+        pooled: tuple[Tensor, ...] = ()
+        if embeddings != "no":
+            by_layer = {layer: pool(state, attention_mask, self.encoder.pooling) for layer, state in states.items()}
+            pooled = tuple(by_layer[size.layers][:, : size.dim] for size in sizes)
+        if embeddings == "only":
+            return pooled
         cut = [states[size.layers][masked][:, : size.dim] for size in sizes]  # S of [M_enc, d]
         weights = torch.tensor(size_weights, dtype=torch.float32, device=input_ids.device)
         count = int(masked.sum())
@@ -81,7 +95,7 @@ class MaskedAutoencoder(nn.Module):
         if decoder_input_ids is None or decoder_labels is None:
             loss, row_losses = self.vocabulary_loss(self.head(cut), targets, row_weights)
             per_size = row_losses.view(len(sizes), count).sum(1) * encoder_scale
-            return loss, per_size, torch.zeros_like(per_size)
+            return loss, per_size, torch.zeros_like(per_size), *pooled
 
         assert self.decoder is not None, "decoder labels were given to a model built without a decoder"
         cut += [states[size.layers][:, 0, : size.dim] for size in sizes]  # S of [B, d]
@@ -89,8 +103,16 @@ class MaskedAutoencoder(nn.Module):
         encoder_rows, cls_rows = transformed.split([count * len(sizes), transformed.shape[0] - count * len(sizes)])
         cls = cls_rows.view(len(sizes), input_ids.shape[0], -1)  # [S, B, D]
         wanted = decoder_labels != IGNORED
-        embedded = cast(nn.Module, self.encoder.backbone.embeddings)(input_ids=decoder_input_ids)
-        decoded = self.decoder(embedded, attention_mask, cls, wanted)  # [S, M_dec, D]
+        embed = cast(nn.Module, self.encoder.backbone.embeddings)
+        positions = None if decoder_visible is None else self.encoder.position_vectors(input_ids.shape[1])
+        decoded = self.decoder(
+            embed(input_ids=decoder_input_ids),
+            attention_mask,
+            cls,
+            wanted,
+            visible=decoder_visible,
+            positions=positions,
+        )  # [S, M_dec, D]
         decoder_count = decoded.shape[1]
         loss, row_losses = self.vocabulary_loss(
             torch.cat([encoder_rows, self.head([decoded.flatten(0, 1)])]),
@@ -102,4 +124,5 @@ class MaskedAutoencoder(nn.Module):
             loss,
             encoder_losses.view(len(sizes), count).sum(1) * encoder_scale,
             decoder_losses.view(len(sizes), decoder_count).sum(1) * decoder_scale,
+            *pooled,
         )

@@ -86,6 +86,22 @@ def accumulate(engine: Passes, chunks: Sequence[Tensor], *, loss_of: Callable[[T
             engine.backward(loss_of(chunks[index] if index < len(chunks) else EMPTY))
 
 
+def embed_all(engine: Passes, chunks: Sequence[Tensor], *, embed: Embed) -> list[Tensor]:
+    """All texts' embeddings without a graph, in their own order: K of float32 [n, d_k]. `embed` as in `grad_cache`."""
+    count = max_over_ranks(len(chunks), engine.device)
+    num_rows = sum(len(rows) for rows in chunks)
+    embeddings: list[Tensor] = []
+    for index in range(count):
+        with torch.no_grad():
+            outputs = embed(chunks[index] if index < len(chunks) else EMPTY)
+        if not embeddings:
+            embeddings = [torch.empty(num_rows, out.shape[1], device=out.device) for out in outputs]
+        if index < len(chunks):
+            for whole, out in zip(embeddings, outputs):
+                whole[chunks[index]] = out.float()
+    return embeddings
+
+
 def grad_cache(
     engine: Passes,
     chunks: Sequence[Tensor],

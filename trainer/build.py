@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from data.collate import MaskedCollator, PairCollator
+from data.collate import MaskedCollator, MaskedPairCollator, PairCollator, SpanCollator
 from data.errors import DataError
 from data.remote import Cache, is_remote
 from data.shards import BadShards, ShardFolder, Verify
@@ -66,7 +66,7 @@ def open_shards(recipe: Recipe) -> list[ShardFolder]:
     cache = Cache.at(data.cache_dir, data.cache_gib) if needs_cache else None
     verify, bad_shards = cast(Verify, data.verify), cast(BadShards, data.bad_shards)
     sources = [ShardFolder(path, verify=verify, bad_shards=bad_shards, cache=cache) for path in data.shards]
-    kind = "documents" if recipe.objective.name == "masked" else "tuples"
+    kind = "documents" if recipe.reads_documents else "tuples"
     for source in sources:
         if source.kind != kind:
             raise ConfigError(
@@ -216,27 +216,38 @@ def _check_lengths(recipe: Recipe, encoder: Encoder) -> None:
     room = longest_input(encoder.backbone) or getattr(encoder.config, "max_position_embeddings", None)
     if room is None:
         return
-    used = ("max_length",) if recipe.objective.name == "masked" else ("query_max_length", "passage_max_length")
+    used = ("max_length",) if recipe.reads_documents else ("query_max_length", "passage_max_length")
     for name in used:
         if getattr(recipe.data, name) > room:
             raise ConfigError(f"data.{name} = {getattr(recipe.data, name)} is beyond the encoder's {room} positions")
 
 
-def collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> MaskedCollator | PairCollator:
+Collator = MaskedCollator | SpanCollator | MaskedPairCollator | PairCollator
+
+
+def collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> Collator:
     chosen, vocabulary = recipe.objective, sources[0].vocabulary
-    if chosen.name == "masked":
-        if vocabulary.mask_id is None:
-            raise ConfigError("the shards' tokenizer has no mask token; prepare the data with one that has")
-        return MaskedCollator(
-            vocabulary,
-            max_length=recipe.data.max_length,
-            encoder_mask_ratio=chosen.encoder_mask_ratio,
-            decoder_mask_ratio=chosen.decoder_mask_ratio if chosen.decoder else None,
-            nested=chosen.nested_masks,
-            seed=recipe.run.seed,
-        )
-    return PairCollator(
+    if chosen.name != "masked":
+        return _pair_collator(recipe, sources)
+    if vocabulary.mask_id is None:
+        raise ConfigError("the shards' tokenizer has no mask token; prepare the data with one that has")
+    masked = MaskedCollator(
         vocabulary,
+        max_length=recipe.data.max_length,
+        encoder_mask_ratio=chosen.encoder_mask_ratio,
+        decoder_mask_ratio=chosen.decoder_mask_ratio if chosen.decoder else None,
+        nested=chosen.nested_masks,
+        seed=recipe.run.seed,
+        enhanced=chosen.decoder and chosen.decoding == "enhanced",
+    )
+    if chosen.pairs == "tuples":
+        return MaskedPairCollator(masked, _pair_collator(recipe, sources))
+    return SpanCollator(masked) if chosen.pairs == "spans" else masked
+
+
+def _pair_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> PairCollator:
+    return PairCollator(
+        sources[0].vocabulary,
         query_max_length=recipe.data.query_max_length,
         passage_max_length=recipe.data.passage_max_length,
         num_negatives=recipe.data.num_negatives,

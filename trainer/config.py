@@ -89,9 +89,12 @@ class ObjectiveConfig:
     size_weights: list[float] = field(default_factory=list)  # of each size's loss, times 1/|S| or 1; empty: 1 each
     # masked
     encoder_mask_ratio: float = 0.2
-    decoder_mask_ratio: float = 0.4
+    decoder_mask_ratio: float = 0.4  # enhanced decoding: of the other tokens, what each position does not see
     decoder: bool = True  # False: MLM at each size, no autoencoder
+    decoding: str = "basic"  # basic | enhanced: every token, each from its own sample of the others (RetroMAE)
     nested_masks: bool = True  # the encoder's masked words are a subset of the decoder's
+    pairs: str = "none"  # none | spans | tuples: a contrastive term too, of two spans a document or of tuples' texts
+    pair_weight: float = 1.0  # of that term; its similarity and temperature are those below
     loss_scale: float = 1.0  # the paper's released code halves L_enc + L_dec: 0.5
     # contrastive
     loss: str = "infonce"  # infonce | cosent
@@ -193,6 +196,11 @@ class Recipe:
         return Ladder.of(self.model.ladder)
 
     @property
+    def reads_documents(self) -> bool:
+        """Whether its shards hold documents; else they hold tuples."""
+        return self.objective.name == "masked" and self.objective.pairs != "tuples"
+
+    @property
     def single_size(self) -> Size | None:
         """The size that is trained on its own, for objective.sizes = "one"."""
         return Size.parse(self.objective.size) if self.objective.sizes == "one" else None
@@ -209,6 +217,8 @@ _CHOICES = {
     "objective.sizes": ("ladder", "full", "one", "mrl", "adaptive_layers", "two_d"),
     "objective.preset": ("", *PRESETS),
     "objective.preset_for": ("", *PRESETS_FOR),
+    "objective.decoding": ("basic", "enhanced"),
+    "objective.pairs": ("none", "spans", "tuples"),
     "objective.reduction": ("mean", "sum"),
     "objective.loss": ("infonce", "cosent"),
     "objective.similarity": ("dot", "cosine"),
@@ -253,6 +263,7 @@ _ABOVE_ZERO = (
     "objective.temperature",
     "objective.kl_temperature",
     "objective.loss_scale",
+    "objective.pair_weight",
     "train.logits_memory_mib",
     "train.score_memory_mib",
 )
@@ -362,12 +373,25 @@ def check(recipe: Recipe) -> None:
     if recipe.train.steps == 0 and not recipe.train.epochs > 0:
         raise ConfigError(f"train.epochs = {recipe.train.epochs} must be above 0 when train.steps is 0")
     objective = recipe.objective
-    nested = objective.name == "masked" and objective.decoder and objective.nested_masks
+    basic = objective.decoder and objective.decoding == "basic"
+    nested = objective.name == "masked" and basic and objective.nested_masks
     if nested and objective.decoder_mask_ratio < objective.encoder_mask_ratio:
         raise ConfigError(
             f"objective.decoder_mask_ratio = {objective.decoder_mask_ratio} is below encoder_mask_ratio = "
             f"{objective.encoder_mask_ratio}; nested masks need the decoder's to be the larger"
         )
+    if objective.decoding == "enhanced" and not (objective.name == "masked" and objective.decoder):
+        raise ConfigError(
+            'objective.decoding = "enhanced" needs the decoder of a masked objective; set objective.name = "masked" '
+            'and objective.decoder = true, or decoding = "basic"'
+        )
+    if objective.pairs != "none" and objective.name != "masked":
+        raise ConfigError(
+            f"objective.pairs = {objective.pairs!r} adds a contrastive term to masked pre-training; remove it for "
+            f"objective.name = {objective.name!r}"
+        )
+    if objective.pairs == "tuples" and not recipe.model.source:
+        raise ConfigError('objective.pairs = "tuples" is for a second stage; give model.source, a pre-trained encoder')
     if objective.name == "masked" and objective.sizes == "two_d":
         raise ConfigError('objective.sizes = "two_d" is a fine-tuning schedule; use "ladder" or "full" for masked')
     if objective.loss == "cosent" and objective.kl == "scores":

@@ -51,16 +51,30 @@ def encoder_flops(shape: Shape, texts: Texts) -> float:
 
 
 def masked_flops(
-    shape: Shape, texts: Texts, *, encoder_rows: float, decoder_rows: float, sizes: Sequence[Size]
+    shape: Shape,
+    texts: Texts,
+    *,
+    encoder_rows: float,
+    decoder_rows: float,
+    sizes: Sequence[Size],
+    enhanced: bool = False,
 ) -> float:
-    """Forward of the pre-training loss: heads of all sizes on masked rows, and the decoder once for all of them."""
+    """Forward of the pre-training loss: heads of all sizes on masked rows, and the decoder once for all of them.
+
+    In enhanced decoding a query is made for each text, not each row, and every size attends on its own.
+    """
     hidden = shape.hidden
     transform = sum(2 * size.dim * hidden for size in sizes)
     total = encoder_flops(shape, texts) + encoder_rows * (transform + len(sizes) * 2 * hidden * shape.vocabulary)
     if decoder_rows:
         total += texts.count * (transform + len(sizes) * 4 * hidden**2)  # CLS rows, their keys and values
         mean_length = texts.tokens / texts.count
-        total += texts.tokens * 4 * hidden**2 + decoder_rows * (2 * hidden**2 + 4 * hidden * mean_length)
+        attention = 4 * hidden * mean_length
+        total += texts.tokens * 4 * hidden**2
+        if enhanced:
+            total += len(sizes) * (texts.count * 2 * hidden**2 + decoder_rows * attention)
+        else:
+            total += decoder_rows * (2 * hidden**2 + attention)
         per_row = 2 * hidden**2 + 4 * hidden * shape.inner + 2 * hidden**2 + 2 * hidden * shape.vocabulary
         total += decoder_rows * len(sizes) * per_row
     return total

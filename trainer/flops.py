@@ -25,11 +25,22 @@ def encoder_flops(shape: Shape, lengths: Tensor) -> float:
 
 
 def masked_flops(
-    shape: Shape, lengths: Tensor, *, encoder_rows: int, decoder_rows: int, sizes: Sequence[Size]
+    shape: Shape,
+    lengths: Tensor,
+    *,
+    encoder_rows: int,
+    decoder_rows: int,
+    sizes: Sequence[Size],
+    enhanced: bool = False,
 ) -> float:
     """Forward of the pre-training loss over texts of these lengths (int64 [n])."""
     return counts.masked_flops(
-        shape, _texts(lengths), encoder_rows=encoder_rows, decoder_rows=decoder_rows, sizes=sizes
+        shape,
+        _texts(lengths),
+        encoder_rows=encoder_rows,
+        decoder_rows=decoder_rows,
+        sizes=sizes,
+        enhanced=enhanced,
     )
 
 

@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from data.collate import SOURCE_STRIDE, MaskedBatch, MaskedCollator, PairCollator, Texts, pad_flat, text_hashes
+from data.collate import (
+    SOURCE_STRIDE,
+    MaskedBatch,
+    MaskedCollator,
+    MaskedPairCollator,
+    PairCollator,
+    SpanCollator,
+    Texts,
+    pad_flat,
+    text_hashes,
+)
 from data.errors import DataError
 from data.shards import Tuple
 from data.stream import Sample
@@ -74,6 +84,82 @@ def test_masked_batch_holds_the_texts_with_special_tokens(vocabulary: Vocabulary
             )
     assert not ((batch.encoder_labels != -100) & (batch.decoder_labels == -100)).any()
     assert (batch.encoder_labels != -100).sum() < (batch.decoder_labels != -100).sum()
+
+
+def test_enhanced_decoding_gets_every_ordinary_token_and_a_key_a_text(vocabulary: Vocabulary) -> None:
+    """The encoder's side is what it is without a decoder; the keys depend on epoch and sample, not on the batch."""
+    samples = documents([5, 30, 1, 200])
+    collate = masked(vocabulary, enhanced=True)
+    batch, alone = collate(samples), masked(vocabulary, decoder_mask_ratio=None)(samples)
+    assert equal(batch.encoder_labels, alone.encoder_labels)
+    assert equal(batch.encoder_input_ids, alone.encoder_input_ids)
+    inputs, labels = batch.decoder_input_ids, batch.decoder_labels
+    assert inputs is not None and labels is not None and inputs.dtype == labels.dtype == torch.int32
+    assert equal(inputs, torch.where(batch.encoder_labels == -100, batch.encoder_input_ids, batch.encoder_labels))
+    special = torch.isin(inputs, torch.tensor(vocabulary.special_ids, dtype=torch.int32))
+    assert bool((labels[special] == -100).all()) and equal(labels[~special], inputs[~special])
+    keys = batch.visibility_keys
+    assert keys is not None and len(set(keys.tolist())) == 4
+    assert equal(collate(samples[::-1]).visibility_keys, keys.flip(0))
+    later = collate(documents([5, 30, 1, 200], epoch=1)).visibility_keys
+    assert later is not None and not set(later.tolist()) & set(keys.tolist())
+    assert alone.visibility_keys is None and masked(vocabulary)(samples).visibility_keys is None
+
+
+def unmasked(batch: MaskedBatch) -> list[list[int]]:
+    """Each text's own tokens."""
+    tokens = torch.where(batch.encoder_labels == -100, batch.encoder_input_ids, batch.encoder_labels).tolist()
+    return [tokens[a:b] for a, b in zip(batch.offsets.tolist(), batch.offsets.tolist()[1:], strict=False)]
+
+
+def test_two_spans_of_a_document_are_a_pair_and_share_nothing(vocabulary: Vocabulary) -> None:
+    samples = documents([5, 30, 2, 200], source=1)
+    collate = SpanCollator(masked(vocabulary, max_length=16))
+    batch = collate(samples)
+    assert (batch.num_samples, len(batch.offsets) - 1) == (4, 8)
+    texts = unmasked(batch)
+    for index, sample in enumerate(samples):
+        document = sample.payload.tolist()
+        middle = (len(document) + 1) // 2
+        for text, half in zip((texts[index], texts[4 + index]), (document[:middle], document[middle:])):
+            assert (text[0], text[-1]) == (CLS, SEP) and len(text) == min(16, len(half) + 2)
+            places = range(len(half) - len(text) + 3)
+            assert any(half[place : place + len(text) - 2] == text[1:-1] for place in places)
+    pairs = batch.pairs
+    assert pairs is not None and pairs.targets.tolist() == [0, 1, 2, 3]
+    own = [*zip(pairs.queries.offsets.tolist(), pairs.queries.offsets.tolist()[1:])]
+    assert [pairs.queries.tokens[a:b].tolist() for a, b in own] == texts[:4]
+    own = [*zip(pairs.passages.offsets.tolist(), pairs.passages.offsets.tolist()[1:])]
+    assert [pairs.passages.tokens[a:b].tolist() for a, b in own] == texts[4:]
+    hashes = text_hashes([np.array(text[1:-1]) for text in texts])
+    assert torch.cat([pairs.query_hashes, pairs.passage_hashes]).tolist() == hashes.tolist()
+    assert equal(pairs.known_hashes, pairs.passage_hashes) and pairs.known_offsets.tolist() == [0, 1, 2, 3, 4]
+    # Other texts in the batch change no span and no mask.
+    alone = collate(samples[3:])
+    start, end = batch.offsets[7:9].tolist()
+    assert unmasked(alone) == [texts[3], texts[7]]
+    assert alone.encoder_labels[int(alone.offsets[1]) :].tolist() == batch.encoder_labels[start:end].tolist()
+    later = unmasked(collate(documents([5, 30, 2, 200], epoch=1, source=1)))
+    assert later[3] != texts[3] and later[7] != texts[7]
+    assert collate([]).num_samples == 0
+
+
+def test_tuples_are_masked_text_by_text_and_stay_pairs(vocabulary: Vocabulary) -> None:
+    samples = tuples([(1, 2), (2, 0), (1, 5)])
+    lengths = {"query_max_length": 8, "passage_max_length": 8, "num_negatives": 2, "seed": 1}
+    plain = PairCollator(vocabulary, **lengths)  # type: ignore[arg-type]
+    collate = MaskedPairCollator(masked(vocabulary, encoder_mask_ratio=0.3, enhanced=True), plain)
+    batch, pairs = collate(samples), plain(samples)
+    assert batch.pairs is not None and equal(batch.pairs, pairs)
+    assert batch.num_samples == 3 and len(batch.offsets) - 1 == 3 + 7
+    tokens = torch.cat([pairs.queries.tokens, pairs.passages.tokens]).tolist()
+    assert [token for text in unmasked(batch) for token in text] == tokens
+    assert (batch.encoder_labels != -100).any()
+    assert batch.visibility_keys is not None and len(set(batch.visibility_keys.tolist())) == 10
+    alone = collate(samples[2:])
+    assert alone.visibility_keys is not None
+    assert alone.visibility_keys.tolist() == [batch.visibility_keys[k].item() for k in (2, 7, 8, 9)]
+    assert collate([]).num_samples == 0
 
 
 def test_without_a_decoder_there_is_no_decoder_side(vocabulary: Vocabulary) -> None:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from data.collate import MaskedBatch, PairBatch, pad_flat
 from models.sizes import Size
+from tests.models.naive import naive_visibility
 from trainer.backward import micro_batches
 from trainer.build import build_model, open_shards, open_stream
 from trainer.config import Recipe, build_recipe, check
@@ -215,7 +217,7 @@ def _naive_adamw(module: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
 
 def _naive_masked(module: Any, batches: Sequence[MaskedBatch], recipe: Recipe, step: int) -> Tensor:
     (batch,) = batches
-    rows = torch.arange(batch.num_samples)
+    rows = torch.arange(len(batch.offsets) - 1)
 
     def cut(values: Tensor, fill: int) -> Tensor:
         return pad_flat(values, batch.offsets, rows, fill=fill).long()
@@ -232,6 +234,15 @@ def _naive_masked(module: Any, batches: Sequence[MaskedBatch], recipe: Recipe, s
         logits = states @ table.weight.T + table.bias
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
+    seen = None
+    if batch.visibility_keys is not None:
+        share = 1.0 - recipe.objective.decoder_mask_ratio
+        seen = torch.zeros(*attention.shape, attention.shape[1], dtype=torch.bool)
+        seen[:, :, 0] = True  # rows that predict nothing need something to attend to
+        columns = naive_visibility(batch.visibility_keys.tolist(), batch.offsets.diff().tolist(), share)
+        for text, rows_of_text in enumerate(columns):
+            for row, visible in enumerate(rows_of_text):
+                seen[text, row, visible] = True
     sizes, weights, _ = plan_of(recipe, step)
     total = torch.zeros(())
     for size, weight in zip(sizes, weights):
@@ -239,24 +250,51 @@ def _naive_masked(module: Any, batches: Sequence[MaskedBatch], recipe: Recipe, s
         loss = cross_entropy(states, cut(batch.encoder_labels, -100))
         if batch.decoder_input_ids is not None and batch.decoder_labels is not None:
             embedded = base.embeddings(cut(batch.decoder_input_ids, 0))[:, 1:]
-            decoded = _naive_decoder(module.decoder, torch.cat([states[:, :1], embedded], dim=1), attention)
+            content = torch.cat([states[:, :1], embedded], dim=1)
+            if seen is None:
+                decoded = _naive_decoder(module.decoder, content, content, attention[:, None, :] == 1)
+            else:
+                places = base.embeddings.position_embeddings.weight[: attention.shape[1]]
+                decoded = _naive_decoder(module.decoder, states[:, :1] + places, content, seen)
             loss = loss + cross_entropy(transformed(decoded), cut(batch.decoder_labels, -100))
         total = total + weight * recipe.objective.loss_scale * loss
+    if batch.pairs is not None:
+        vectors = [_pooled(hidden[size.layers], attention, recipe)[:, : size.dim] for size in sizes]
+        count = len(batch.pairs.queries)
+        total = total + recipe.objective.pair_weight * naive_contrastive_loss(
+            [each[:count] for each in vectors],
+            [each[count:] for each in vectors],
+            targets=batch.pairs.targets,
+            excluded=naive_false_negatives([batch.pairs], batch.pairs.targets),
+            gold=None,
+            weights=weights,
+            kl_weights=[],
+            objective=replace(recipe.objective, kl="none"),
+        )
     return total
 
 
-def _naive_decoder(decoder: Any, states: Tensor, attention: Tensor) -> Tensor:
-    """One post-norm transformer layer over whole sequences [B, L, D], full score matrices."""
+def _pooled(states: Tensor, attention: Tensor, recipe: Recipe) -> Tensor:
+    if recipe.model.pooling == "cls":
+        return states[:, 0]
+    return (states * attention[..., None]).sum(1) / attention.sum(1, keepdim=True)
+
+
+def _naive_decoder(decoder: Any, asking: Tensor, states: Tensor, seen: Tensor) -> Tensor:
+    """One post-norm transformer layer over whole sequences [B, L, D], full score matrices.
+
+    asking: the queries' states; seen: bool [B, L or 1, L], what each of them may attend to.
+    """
     batch, length, hidden = states.shape
 
     def heads(projected: Tensor) -> Tensor:
         return projected.view(batch, length, decoder.num_heads, -1).transpose(1, 2)
 
-    query, key, value = (heads(layer(states)) for layer in (decoder.query, decoder.key, decoder.value))
+    query, key, value = heads(decoder.query(asking)), heads(decoder.key(states)), heads(decoder.value(states))
     scores = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
-    scores = scores.masked_fill(attention[:, None, None, :] == 0, -torch.inf)
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
     mixed = (scores.softmax(-1) @ value).transpose(1, 2).reshape(batch, length, hidden)
-    attended = decoder.attention_norm(decoder.attention_output(mixed) + states)
+    attended = decoder.attention_norm(decoder.attention_output(mixed) + asking)
     return decoder.output_norm(decoder.down(F.gelu(decoder.up(attended))) + attended)
 
 

@@ -250,6 +250,11 @@ def test_what_is_written_out_wins_over_a_preset(tmp_path: Path) -> None:
         (["kl_size_weights=[1, 1, 1, 1, 1]", "sizes=two_d"], "kl_size_weights.*two_d"),
         (["kl_size_weights=[1, 1, 1, 1, 1]", "kl=none"], "kl_size_weights.*does not have"),
         (["kl_size_weights=[1, 1, 1, 1, 1]", "name=masked"], "kl_size_weights.*does not have"),
+        (["decoding=better", "name=masked"], "decoding = 'better'.*basic, enhanced"),
+        (["decoding=enhanced"], 'decoding = "enhanced".*set objective.name = "masked"'),
+        (["decoding=enhanced", "name=masked", "decoder=false"], 'decoding = "enhanced".*objective.decoder = true'),
+        (["pairs=spans"], "pairs = 'spans'.*remove it for objective.name = 'contrastive'"),
+        (["pair_weight=0", "name=masked", "pairs=spans"], "pair_weight = 0.0 must be above 0"),
     ],
 )
 def test_presets_and_weights_that_make_no_sense(overrides: list[str], match: str, tmp_path: Path) -> None:

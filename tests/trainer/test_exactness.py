@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from models.encoder import build_masked_lm
 from tests.trainer.support import (
+    MODEL,
     ROOT,
     first_parameters,
     float32_ds_config,
@@ -31,6 +33,7 @@ NORM_TOLERANCE = 2e-5  # relative; squares are summed in another order
 STAGES = (0, 1, 2, 3)
 RECIPES = ("smae", "mlm", "srl", "direct", "two_d", "mrl", "cosent", "coordinates", "adaptive", "one", "sparse")
 RECIPES += ("weighted", "crowded", "filtered", "srl_uneven", "smae_uneven", "srl_lonely", "smae_lonely")
+RECIPES += ("enhanced", "enhanced_lonely", "spans", "spans_lonely", "masked_pairs")
 # These take a second step, which would find gradients left over.
 TWICE = ("smae", "srl")
 ON_ONE_RANK = ("smae", "srl", "two_d", "mrl")
@@ -48,8 +51,18 @@ Results = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+    """What a second stage starts from."""
+    folder = tmp_path_factory.mktemp("backbone")
+    torch.manual_seed(0)
+    build_masked_lm(MODEL, vocab_size=len(tiny_tokenizer), pad_token_id=0).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def recipes(
-    document_shards: Path, tuple_shards: Path, graded_shards: Path, crowded_shards: Path
+    document_shards: Path, tuple_shards: Path, graded_shards: Path, crowded_shards: Path, backbone: Path
 ) -> dict[str, dict[str, Any]]:
     def masked(**objective: Any) -> dict[str, Any]:
         objective = {"name": "masked", **objective}
@@ -73,7 +86,17 @@ def recipes(
         "weighted": pairs(size_weights=[0.25, 3.0, 1.0], kl_size_weights=[2.0, 0.5]),
         # Most micro-batches of some ranks have nothing masked.
         "sparse": masked(encoder_mask_ratio=0.03, decoder_mask_ratio=0.04),
+        "enhanced": masked(decoding="enhanced", encoder_mask_ratio=0.3, decoder_mask_ratio=0.5),
     }
+    cases["spans"] = masked(pairs="spans", pair_weight=0.5, decoding="enhanced", temperature=0.2)
+    cases["lighter_spans"] = masked(pairs="spans", pair_weight=0.25, decoding="enhanced", temperature=0.2)
+    cases["enhanced_lonely"] = copy.deepcopy(cases["enhanced"])
+    cases["spans_lonely"] = copy.deepcopy(cases["spans"])
+    for name in ("enhanced_lonely", "spans_lonely"):
+        cases[name]["train"] |= {"steps": 0, "epochs": 1 / 400}
+    cases["masked_pairs"] = masked(pairs="tuples", pair_weight=2.0, sizes="full", similarity="dot", temperature=8.0)
+    cases["masked_pairs"]["data"]["shards"] = [str(crowded_shards)]
+    cases["masked_pairs"]["model"] |= {"source": str(backbone), "config": {}, "pooling": "mean"}
     cases["crowded"] = pairs(crowded_shards)
     cases["uncrowded"] = pairs(crowded_shards, mask_false_negatives=False)
     cases["filtered"] = pairs(crowded_shards, filter_false_negatives=True, false_negative_margin=0.02)
@@ -202,7 +225,8 @@ def test_four_ranks_equal_one_plain_process(name: str, stage: int, four_ranks: R
 def test_the_cases_are_the_hard_ones(two_ranks: Results, expected: Results) -> None:
     """Ranks have unequal numbers of micro-batches, several each, and clipping acts."""
     assert two_ranks["srl_lonely-float32_zero3"][0]["micro_batches"][1] == 0
-    for name, other in (("crowded", "uncrowded"), ("filtered", "crowded")):  # masking and filtering act
+    # Masking, filtering and the contrastive term beside the masked losses act.
+    for name, other in (("crowded", "uncrowded"), ("filtered", "crowded"), ("spans", "lighter_spans")):
         loss, *_ = differences(expected[name], expected[other])
         assert loss > 1e-3
     for step in two_ranks["srl-float32_zero3"]:

@@ -34,7 +34,8 @@ def trained(tmp_path_factory, document_shards, tuple_shards, graded_shards, tiny
         values = read_toml(path)
         masked = values["objective"]["name"] == "masked"
         graded = values["objective"].get("loss") == "cosent"
-        shards = document_shards if masked else graded_shards if graded else tuple_shards
+        documents = masked and values["objective"].get("pairs") != "tuples"
+        shards = document_shards if documents else graded_shards if graded else tuple_shards
         overrides = {
             "run.output": str(root / path.stem),
             "model.ladder": LADDER,
@@ -153,6 +154,10 @@ def test_published_values():
     similarity = load_recipe(folder / "srl_nli.toml")
     assert (similarity.optim.lr, similarity.train.epochs, similarity.objective.temperature) == (5e-5, 1.0, 0.05)
     assert similarity.objective.reduction == "mean"
+    # SentMAE §2.2.
+    retromae = load_recipe(folder / "retromae_bert_base_wikipedia.toml").objective
+    assert (retromae.encoder_mask_ratio, retromae.decoder_mask_ratio) == (0.3, 0.5)
+    assert (retromae.sizes, retromae.decoding, retromae.pairs) == ("full", "enhanced", "none")
     for name in ("smae_bert_base_fineweb", "srl_msmarco", "srl_nli"):
         code = load_recipe(folder / f"{name}_released_code.toml")
         plain = load_recipe(folder / f"{name}.toml")
