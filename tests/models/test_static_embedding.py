@@ -29,7 +29,8 @@ def padded() -> tuple[Tensor, Tensor]:
 
 
 def flat() -> tuple[Tensor, Tensor]:
-    return torch.tensor(sum(TEXTS, []), dtype=torch.int32), torch.tensor([0, *map(len, TEXTS)]).cumsum(0)
+    tokens = [token for text in TEXTS for token in text]
+    return torch.tensor(tokens, dtype=torch.int32), torch.tensor([0, *map(len, TEXTS)]).cumsum(0)
 
 
 def naive(table: Tensor, *, skipped: tuple[int, ...] = SPECIALS) -> Tensor:

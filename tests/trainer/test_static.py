@@ -1,4 +1,4 @@
-"""A token table through the trainer: exact on any ranks, exported as sentence-transformers' own kind, started from others.
+"""A token table through the trainer: exact on any ranks, exported as a StaticEmbedding, started from other encoders.
 
 What it must equal is `support`'s restatement: padded texts, a normalised copy a size, full score matrices, autograd.
 """
