@@ -177,7 +177,8 @@ class Encoder(nn.Module):
             if attention_mask is not None:
                 input_ids, offsets = flatten(input_ids, attention_mask)
             whole = self.backbone(input_ids, offsets)
-            return tuple(whole[:, : size.dim] for size in sizes)
+            # A slice's backward would copy a large batch's gradient, of the whole width too.
+            return tuple(whole if size.dim == whole.shape[1] else whole[:, : size.dim] for size in sizes)
         assert attention_mask is not None, "only a static encoder takes flat texts"
         read = None
         if self.pooling == "cls":
