@@ -385,9 +385,9 @@ def _known_false_negatives(batch: PairBatch, targets: Tensor, counts: list[int])
     """
     device = targets.device
     known = torch.stack([batch.query_hashes.repeat_interleave(batch.known_offsets.diff()), batch.known_hashes], dim=1)
-    known = gather_rows(known.to(device), gather_counts(len(known), device))  # [t, 2]
+    known = gather_rows(known.to(device), gather_counts(len(known), device)).T.contiguous()  # [2, t]
     passage_hashes = gather_rows(batch.passage_hashes.to(device), counts)
-    return false_negatives(batch.query_hashes.to(device), targets, passage_hashes, known[:, 0], known[:, 1])
+    return false_negatives(batch.query_hashes.to(device), targets, passage_hashes, known[0], known[1])
 
 
 def _concatenate(first: Texts, second: Texts) -> Texts:
