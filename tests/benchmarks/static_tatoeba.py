@@ -4,7 +4,7 @@
 
 A tenth of the English sentences is held out with all their translations. Then: a WordPiece tokenizer of the rest,
 shards (Tatoeba, and NLI without the rows that share a sentence with an STS test), launch/recipes/static_tatoeba.toml on
-one rank. Measured at each dimension, for the trained table and for the random one it started from:
+one rank. Measured at each dimension, for the trained table and for a random one:
   bitext     share of held-out foreign sentences whose nearest of all held-out English ones is their translation
   sts        mean Spearman × 100 over STS12, STS13, STS14 and the STS-B test (English)
 and for the trained table in fewer bits: the table in int8 (a scale a row), vectors in int8, and vectors in one bit.
@@ -18,7 +18,7 @@ import json
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,6 @@ from models.sizes import Size
 from models.static_embedding import StaticModel
 from tests.benchmarks.smae_step import SHARED
 from trainer.evaluation.encode import encode, encoder_forward
-from trainer.evaluation.report import plot_score_by_size
 from trainer.evaluation.sts import cosine_of_pairs, read_sts, spearman
 
 RECIPE = "launch/recipes/static_tatoeba.toml"
@@ -124,6 +123,25 @@ def scores(vectors: Vectors, *, bits: Bits = lambda v: v) -> dict[str, dict[int,
     return found
 
 
+def draw(results: Mapping[str, Mapping[str, Mapping[int, float]]], path: Path) -> None:
+    """A panel a task, a line a method, over the dimensions."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 3.4), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for axes, task, label in zip(panels, ("bitext", "sts"), ("translations found, per cent", "STS, Spearman × 100")):
+        for method, marker in (("trained", "o"), ("one-bit vectors", "s"), ("random", "^")):
+            found = results[method][task]
+            axes.plot(range(len(found)), list(found.values()), marker=marker, markersize=5, label=method)
+        axes.set_xticks(range(len(DIMS)), [str(dim) for dim in DIMS])
+        axes.set_xlabel("dimensions")
+        axes.set_ylabel(label)
+        axes.grid(axis="y", linewidth=0.5, alpha=0.5)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("runs/static_tatoeba_data"), help="data (%(default)s)")
@@ -158,14 +176,7 @@ def main() -> None:
         for method, found in results.items():
             print(f"  {method:<16}" + "".join(f"{found[task][dim]:8.1f}" for dim in DIMS))
     if args.figure:
-        curves = {
-            f"{label}, {method}": {Size(1, dim): value for dim, value in results[method][task].items()}
-            for task, label in (("bitext", "bitext retrieval"), ("sts", "STS"))
-            for method in ("trained", "random")
-        }
-        names = {Size(1, dim): str(dim) for dim in DIMS}
-        title = "A static model trained on Tatoeba: quality against dimension"
-        plot_score_by_size(curves, args.figure, title=title, ylabel="per cent; Spearman × 100", names=names)
+        draw(results, args.figure)
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 

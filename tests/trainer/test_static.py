@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.trainer.support import float32_ds_config, launch, recipe_of, recipe_v
 from trainer import static_init
 from trainer.build import build_model, open_shards
 from trainer.evaluation.encode import encode, encoder_forward
+from trainer.evaluation.sts import cosine_of_pairs, read_sts, score_sts
 from trainer.export import export_sizes
 from trainer.static_init import principal_components, sif_weights
 
@@ -107,7 +109,9 @@ def folder(tiny_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def vectors_of(folder: Path, texts: list[str], sizes: list[Size], *, flat: bool) -> dict[Size, np.ndarray]:
+def vectors_of(
+    folder: Path, texts: list[str], sizes: list[Size], *, flat: bool, max_length: int = 24
+) -> dict[Size, np.ndarray]:
     from data.tokens import load_tokenizer
 
     encoder = load_encoder(folder).eval()
@@ -116,7 +120,7 @@ def vectors_of(folder: Path, texts: list[str], sizes: list[Size], *, flat: bool)
         return encoder(input_ids, attention_mask, sizes)
 
     forward = encoder_forward(encoder, sizes) if flat else padded
-    shared = {"similarity": "cosine", "max_length": 24, "device": "cpu"}
+    shared = {"similarity": "cosine", "max_length": max_length, "device": "cpu"}
     return encode(forward, load_tokenizer(folder), texts, sizes, flat=flat, **shared)
 
 
@@ -203,3 +207,39 @@ def test_training_starts_from_a_table(encoder_folder: Path, cases: dict[str, dic
     parts = build_model(recipe, open_shards(recipe))
     start = load_encoder(tmp_path / "start").word_embeddings.weight
     assert parts.encoder.is_static and torch.equal(parts.encoder.word_embeddings.weight, start)
+
+
+def test_a_run_on_two_ranks_evaluates_what_it_saves(tuple_shards: Path, docstrings: list[str], tmp_path: Path) -> None:
+    """Flat evaluation through the engine, ranks together, gives the scores of the saved folder by padded passes."""
+    rows = [
+        f"{index % 6}\t{' '.join(a.split()[:12])}\t{' '.join(b.split()[:12])}"
+        for index, (a, b) in enumerate(pairwise(docstrings[:42]))
+    ]
+    sts = tmp_path / "pairs.tsv"
+    sts.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    settings = {
+        "run.output": str(tmp_path / "run"),
+        "model.config": {"model_type": "static", "hidden_size": 48},
+        "model.ladder": LADDER,
+        "data.shards": [str(tuple_shards)],
+        "data.num_workers": 0,
+        "train.steps": 2,
+        "train.global_batch_size": 9,
+        "evaluation.sts": [str(sts)],
+        "evaluation.every_steps": 1,
+        "log.tensorboard": False,
+    }
+    arguments = ["--config", "launch/recipes/static_retrieval_english.toml"]
+    arguments += [f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in settings.items()]
+    (tmp_path / "cases.json").write_text(json.dumps([{"task": "contrastive", "arguments": arguments}]))
+    launch("tests.trainer.worker", "runs", str(tmp_path / "cases.json"), str(tmp_path), ranks=2)
+    folder = tmp_path / "run" / "model"
+    task, sizes = read_sts(sts), [Size(n, d) for n, d in LADDER]
+    sides = [
+        vectors_of(folder, [pair[side] for pair in task.pairs], sizes, flat=False, max_length=4096) for side in (0, 1)
+    ]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    scores = [value for line in lines for key, value in json.loads(line).items() if "1x48" in key and "spearman" in key]
+    assert len(scores) == 2 and scores[0] != scores[1]  # training moved it
+    full = Size(1, 48)
+    assert scores[-1] == pytest.approx(score_sts(task, cosine_of_pairs(sides[0][full], sides[1][full]))["spearman"])

@@ -104,8 +104,9 @@ def encode(
     rows_of_texts = np.fromiter((unique[text] for text in texts), np.int64, len(texts))
     distinct = list(unique)
 
-    # Sorted by characters, dealt out in turn: ranks get like lengths, and each tokenizes only what it encodes.
-    by_length = np.argsort([-len(text) for text in distinct], kind="stable")
+    # Sorted by characters, dealt out in turn: ranks get like lengths, and each tokenizes only what it encodes. Without
+    # padding, order does not matter.
+    by_length = np.arange(len(distinct)) if flat else np.argsort([-len(text) for text in distinct], kind="stable")
     share = by_length[rank::world_size]
     tokenize = _tokenize_flat if flat else _tokenize
     ids = tokenize(tokenizer, [prompt + distinct[row] for row in share], max_length)
@@ -127,6 +128,8 @@ def encode(
         place = np.empty(len(share), np.int64)
         place[share] = np.arange(len(share))
         rows_of_texts = place[rows_of_texts]
+        if flat and len(sizes) == 1 and len(distinct) == len(texts):
+            return {sizes[0]: everything}  # as they are: a copy would take a good part of the time
     else:
         everything = np.empty((len(distinct), vectors.shape[1]), np.float32)
         shares = [by_length[other::world_size] for other in range(world_size)]
@@ -247,7 +250,8 @@ def _encode_share(
         vectors = [vector.float() for vector in outputs]
         if normalise:
             vectors = [torch.nn.functional.normalize(vector, dim=-1) for vector in vectors]
-        out[rows] = (vectors[0] if len(vectors) == 1 else torch.cat(vectors, dim=1)).cpu().numpy()
+        places = slice(rows[0], rows[-1] + 1) if pad_id is None else rows
+        out[places] = (vectors[0] if len(vectors) == 1 else torch.cat(vectors, dim=1)).cpu().numpy()
     return out
 
 
