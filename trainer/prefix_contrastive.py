@@ -81,9 +81,9 @@ def prefix_contrastive_(
                 scaled[pairs] = EXCLUDED_SCORE
             positive = scaled.gather(1, target)
             torch.softmax(scaled, 1, out=shares[k])
-            # Of the largest share, because the positive's own may be too small for a logarithm.
-            lse = scaled.amax(1) - shares[k].amax(1).log()
-            nce[k] += (lse - positive[:, 0]).sum()
+            # Of the largest share, because the positive's own may be too small for a logarithm; the difference first,
+            # because a log-sum-exp beside large scores has lost what a small loss is made of.
+            nce[k] += ((scaled.amax(1) - positive[:, 0]) - shares[k].amax(1).log()).sum()
             weight = terms.loss_weights[k] / terms.num_queries
             if terms.cosine:
                 scaled *= shares[k]

@@ -63,7 +63,8 @@ def test_a_step_is_the_step_of_one_plain_process(ranks: int, cases: dict[str, di
     got = run_cases(cases, tmp_path, ranks=ranks)
     for name, values in cases.items():
         (want,) = train_naively(values, steps=1)
-        assert got[name]["loss"] == pytest.approx(want["loss"], rel=1e-6), name
+        # The restatement subtracts scores of up to 20 in float32.
+        assert got[name]["loss"] == pytest.approx(want["loss"], rel=1e-6, abs=2e-6), name
         assert got[name]["norm"] == pytest.approx(want["norm"], rel=2e-5), name
         assert got[name]["parameters"].keys() == want["parameters"].keys()
         for key, value in want["parameters"].items():
