@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, Pretrained
 
 from models.packed_attention import Packing, packs
 from models.sizes import Ladder, ModelError, Size
+from models.static_embedding import StaticModel, flatten
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +112,11 @@ class Encoder(nn.Module):
         return int(self.config.num_hidden_layers)
 
     @property
+    def is_static(self) -> bool:
+        """Whether it is a token table, which takes texts flat and without padding (models/static_embedding.py)."""
+        return isinstance(self.backbone, StaticModel)
+
+    @property
     def hidden_size(self) -> int:
         return int(self.config.hidden_size)
 
@@ -155,8 +161,25 @@ class Encoder(nn.Module):
             states[layer] = state if packing is None else packing.unpack(state[0])
         return states
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, sizes: Sequence[Size]) -> tuple[Tensor, ...]:
-        """One pass for all sizes: a tuple of [batch, size.dim], pooled and cut, not normalised."""
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        sizes: Sequence[Size],
+        *,
+        offsets: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """One pass for all sizes: a tuple of [batch, size.dim], pooled and cut, not normalised.
+
+        A static encoder takes flat ids [T] with `offsets`, int64 [batch + 1], as well, in place of a mask.
+        """
+        if self.is_static:
+            if attention_mask is not None:
+                input_ids, offsets = flatten(input_ids, attention_mask)
+            whole = self.backbone(input_ids, offsets)
+            # A slice's backward would copy a large batch's gradient, of the whole width too.
+            return tuple(whole if size.dim == whole.shape[1] else whole[:, : size.dim] for size in sizes)
+        assert attention_mask is not None, "only a static encoder takes flat texts"
         read = None
         if self.pooling == "cls":
             read = torch.zeros_like(attention_mask, dtype=torch.bool)

@@ -1,7 +1,8 @@
 """Sizes and ladders: which (layers, dimensions) one model is trained and served at.
 
 A size is a pair (n, d): the first n encoder layers, the first d hidden dimensions (Starbucks §3.1, eq. 1).
-A ladder is a strictly increasing list of sizes whose last member is the whole encoder (eq. 4).
+A ladder is a strictly increasing list of sizes whose last member is the whole encoder (eq. 4); that of a model of one
+layer, a static embedding, increases in dimensions alone.
 Torch-free, so that a login node without a GPU stack can check a recipe.
 """
 
@@ -51,7 +52,7 @@ class Ladder:
         if not self.sizes:
             raise ModelError("the ladder is empty; give at least one [layers, dim] pair")
         for small, large in zip(self.sizes, self.sizes[1:]):
-            if not (small.layers < large.layers and small.dim < large.dim):
+            if not ((small.layers < large.layers or self.full.layers == 1) and small.dim < large.dim):
                 raise ModelError(
                     f"the ladder does not increase: {small} is followed by {large}; "
                     "both layers and dimensions must grow from one size to the next"

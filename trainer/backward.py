@@ -78,6 +78,24 @@ def micro_batches(lengths: Tensor, *, token_budget: int, packed: bool = False) -
     return list(order.tensor_split(cuts[-2:0:-1]))
 
 
+class _HandOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        # Scaled where it lies and given away: a copy would double it.
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient.mul_(grads[0]), None
+
+
+def hand_over(output: Tensor, gradient: Tensor) -> Tensor:
+    """A zero whose backward pass sends `gradient` (shaped as `output`, and given away) through `output`, once."""
+    return _HandOver.apply(output, gradient)
+
+
 def accumulate(engine: Passes, chunks: Sequence[Tensor], *, loss_of: Callable[[Tensor], Tensor]) -> None:
     """Run each micro-batch's loss and send it back. `loss_of(EMPTY)` must be a zero that went through the engine."""
     count = max_over_ranks(len(chunks), engine.device)

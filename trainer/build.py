@@ -34,6 +34,7 @@ from models.encoder import (
 )
 from models.masked_autoencoder import MaskedAutoencoder
 from models.packed_attention import check_packs, fast_on, packs
+from models.static_embedding import MODEL_TYPE, build_static, special_ids_of
 from trainer.config import ConfigError, Recipe
 from trainer.engine import multiplies_in_bf16, read_ds_config
 from trainer.flops import Shape
@@ -115,6 +116,10 @@ def build_model(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
             model_tokenizer = load_tokenizer(source)
             for folder in sources:
                 folder.check_tokenizer(model_tokenizer)
+    elif recipe.model.config.get("model_type") == MODEL_TYPE:
+        special_ids = special_ids_of(tokenizer.all_special_ids, tokenizer.unk_token_id)
+        table = build_static(recipe.model.config, vocab_size=vocabulary.size, special_ids=special_ids)
+        encoder = Encoder(table, recipe.model.pooling)
     else:
         masked_lm = build_masked_lm(recipe.model.config, vocab_size=vocabulary.size, pad_token_id=vocabulary.pad_id)
         encoder = Encoder(base_of(masked_lm), recipe.model.pooling)
@@ -125,6 +130,9 @@ def build_model(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
             f"{source!r}; prepare the data with the model's own tokenizer"
         )
     recipe.ladder.check_against(num_layers=encoder.num_layers, hidden_size=encoder.hidden_size)
+    if encoder.is_static:
+        _check_static(recipe)
+        return ModelParts(encoder, encoder, encoder.backbone, tokenizer)
     _check_lengths(recipe, encoder)
     truncate_layers(encoder.backbone, wanted_layers(recipe))
     encoder.backbone.set_attn_implementation(_attention(recipe, encoder.backbone))
@@ -167,7 +175,27 @@ def build_objective(recipe: Recipe, parts: ModelParts, *, pad_id: int) -> Object
     )
     backbone = parts.encoder.backbone
     make = REGISTRY[recipe.objective.name]
-    return make(recipe, schedule, shape=Shape.of(parts.encoder.config), pad_id=pad_id, packed=packs(backbone))
+    shape, static = Shape.of(parts.encoder.config), {"static": True} if parts.encoder.is_static else {}
+    return make(recipe, schedule, shape=shape, pad_id=pad_id, packed=packs(backbone), **static)
+
+
+def _check_static(recipe: Recipe) -> None:
+    """What a token table has no use for is refused, not left out."""
+    chosen, sizes = recipe.model, recipe.objective.sizes
+    if recipe.objective.name != "contrastive":
+        raise ConfigError('model_type = "static" has no layers to pre-train; set objective.name to "contrastive"')
+    if chosen.pooling != "mean":
+        raise ConfigError(f'model.pooling = {chosen.pooling!r} is not what a static encoder does; set it to "mean"')
+    if sizes == "two_d":
+        raise ConfigError(f'objective.sizes = {sizes!r} draws layers, and a static encoder has one; use "ladder"')
+    for key, value in (
+        ("model.lora_rank", chosen.lora_rank),
+        ("model.frozen_layers", chosen.frozen_layers),
+        ("train.activation_checkpointing", recipe.train.activation_checkpointing),
+        ("train.compile", recipe.train.compile),
+    ):
+        if value:
+            raise ConfigError(f"{key} = {value} is for encoders with layers, and this one is static; remove it")
 
 
 def _attention(recipe: Recipe, backbone: PreTrainedModel) -> str:

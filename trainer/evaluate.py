@@ -151,6 +151,7 @@ def _sizes(args: argparse.Namespace) -> int:
             sts=sts,
             retrieval=beir,
             device=device,
+            flat=model.is_static,
             method=method,
             top_k=args.top_k,
             batch_tokens=args.batch_tokens,

@@ -9,6 +9,8 @@ The folders keep sentence-transformers' long-standing layout, because its newest
   `truncate_dim` would act behind Normalize and leave vectors that are not of unit length.
 - Families with a pooler (BERT, RoBERTa) get one of zeros: it takes no part in the embedding, and a checkpoint without
   it makes every loader report newly initialised weights.
+A static encoder (models/static_embedding.py) becomes a StaticEmbedding: its files stand in the root, its width is cut
+in the table itself, and its tokenizer adds no special tokens and cuts texts by itself.
 One maximal length has to serve queries and documents in that layout: it is the longer of the two.
 """
 
@@ -28,6 +30,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
@@ -80,6 +83,9 @@ def export_sizes(
         settings.save(partial / ENCODER_FOLDER)
         # From the deepest size on, so that one copy in memory can be cut step by step.
         for name, size in sorted(chosen.items(), key=lambda item: item[1], reverse=True):
+            if encoder.is_static:
+                _write_static(encoder.word_embeddings.weight, tokenizer, settings, name, size, partial / name)
+                continue
             truncate_layers(backbone, size.layers)
             _write_sentence_transformer(backbone, tokenizer, settings, name, size, partial / name)
         receipt = {"format": 1, "sizes": {name: [size.layers, size.dim] for name, size in chosen.items()}}
@@ -182,6 +188,31 @@ def _write_sentence_transformer(
             },
         )
         save_file({"linear.weight": torch.eye(size.dim, width)}, dense / "model.safetensors", metadata={"format": "pt"})
+    _write_modules(folder, modules, settings)
+    (folder / "README.md").write_text(_card(backbone, settings, name, size), encoding="utf-8")
+
+
+def _write_static(
+    table: torch.Tensor,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: EmbeddingSettings,
+    name: str,
+    size: Size,
+    folder: Path,
+) -> None:
+    """One width of a token table [V, D] as a StaticEmbedding, which has no maximal length: the tokenizer's file has."""
+    folder.mkdir(parents=True)
+    weight = table.detach()[:, : size.dim].contiguous()
+    save_file({"embedding.weight": weight}, folder / "model.safetensors", metadata={"format": "pt"})
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.enable_truncation(tokenizer.model_max_length - tokenizer.num_special_tokens_to_add())
+    backend.save(str(folder / "tokenizer.json"))
+    _write_modules(folder, ["StaticEmbedding"], settings)
+    (folder / "README.md").write_text(_static_card(weight, tokenizer, settings, name, size), encoding="utf-8")
+
+
+def _write_modules(folder: Path, modules: list[str], settings: EmbeddingSettings) -> None:
+    """modules.json and the settings beside it; unit vectors where similarity is cosine."""
     if settings.similarity == "cosine":
         modules.append("Normalize")
         (folder / f"{len(modules) - 1}_Normalize").mkdir()
@@ -198,7 +229,6 @@ def _write_sentence_transformer(
             "similarity_fn_name": settings.similarity,
         },
     )
-    (folder / "README.md").write_text(_card(backbone, settings, name, size), encoding="utf-8")
 
 
 def _card(backbone: PreTrainedModel, settings: EmbeddingSettings, name: str, size: Size) -> str:
@@ -226,6 +256,37 @@ the first {size.dim} dimensions of one encoder that was trained to work at every
 | architecture | {family}, {settings.pooling} pooling |
 | longest text | {length} tokens |
 | trained with | queries of {settings.query_max_length} tokens, passages of {settings.passage_max_length} |
+
+```python
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("path/to/this/folder")
+queries = model.encode_query(["what is an espresso?"])
+documents = model.encode_document(["Espresso is coffee brewed under pressure."])
+print(model.similarity(queries, documents))
+```
+"""
+
+
+def _static_card(
+    weight: torch.Tensor, tokenizer: PreTrainedTokenizerBase, settings: EmbeddingSettings, name: str, size: Size
+) -> str:
+    title = f"{name} ({size.dim} dimensions)"
+    kind = "unit vectors, compared by cosine" if settings.similarity == "cosine" else "compared by dot product"
+    return f"""---
+library_name: sentence-transformers
+pipeline_tag: sentence-similarity
+tags: [sentence-transformers, feature-extraction, static-embeddings, matryoshka]
+---
+# Static text embeddings, size {title}
+
+The mean of a text's token vectors, from a table whose every prefix of columns was trained to work on its own.
+
+| | |
+| --- | --- |
+| embedding dimensions | {size.dim} ({kind}) |
+| tokens in the table | {weight.shape[0]:,} |
+| longest text | {tokenizer.model_max_length - tokenizer.num_special_tokens_to_add()} tokens |
 
 ```python
 from sentence_transformers import SentenceTransformer

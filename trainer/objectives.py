@@ -18,7 +18,7 @@ from torch import Tensor
 from data.collate import MaskedBatch, PairBatch, Texts, pad_flat
 from models.masked_autoencoder import IGNORED
 from models.visibility import visible_positions
-from trainer.backward import Passes, accumulate, embed_all, grad_cache, micro_batches
+from trainer.backward import Passes, accumulate, embed_all, grad_cache, hand_over, micro_batches
 from trainer.config import Recipe
 from trainer.distributed import derive_seed, gather_counts, gather_rows, scatter_gradients, sum_over_ranks
 from trainer.flops import FORWARD_AND_BACKWARD, Shape, encoder_flops, masked_flops
@@ -31,6 +31,7 @@ from trainer.losses import (
     normalize_,
     unnormalized_gradient_,
 )
+from trainer.prefix_contrastive import PrefixTerms, prefix_contrastive_
 from trainer.size_schedules import Schedule, SizePlan
 
 
@@ -185,10 +186,13 @@ class ContrastiveObjective:
     cached: bool
     score_memory_mib: float
     seed: int
+    static: bool = False  # a token table, see _through_a_table
 
     def forward_backward(self, engine: Passes, batch: PairBatch, step: int) -> StepReport:
         plan = self.schedule(step)
         texts = _concatenate(batch.queries, batch.passages)
+        if self.static:
+            return self._through_a_table(engine, batch, texts, plan)
         lengths = texts.lengths
         if self.cached:
             chunks = micro_batches(lengths, token_budget=self.token_budget, packed=self.packed)
@@ -213,6 +217,57 @@ class ContrastiveObjective:
         )
         flops = FORWARD_AND_BACKWARD * encoder_flops(self.shape, lengths)
         return StepReport(losses, batch.num_tokens, padded, flops)
+
+    def _through_a_table(self, engine: Passes, batch: PairBatch, texts: Texts, plan: SizePlan) -> StepReport:
+        """All texts in one pass and one graph, which keeps their ids and nothing else.
+
+        So caching would only look everything up twice, and every micro-batch's backward would write a gradient of the
+        whole table. What grows with the batch are the vectors, once, and half as much for the passages' gradient.
+        """
+        full = plan.sizes[plan.full]
+        tokens, offsets = (texts.tokens, texts.offsets) if len(texts) else _FILLER
+        (output,) = engine(tokens.to(engine.device), None, sizes=(full,), offsets=offsets.to(engine.device))
+        vectors = output.detach().float()  # the same memory where the output is float32: nobody reads it again
+        own = vectors[: len(texts)]
+        if self.loss == "infonce" and not (self.kl != "none" and self.kl_weight) and self.false_negative_margin is None:
+            losses = self._prefix_infonce_(own, batch, plan, engine.world.rank)
+        else:
+            embeddings = [own[:, : size.dim].clone() for size in plan.sizes]
+            losses, gradients = self.loss_and_gradients(embeddings, batch, plan, engine.world.rank)
+            own.zero_()
+            for size, gradient in zip(plan.sizes, gradients):
+                own[:, : size.dim] += gradient
+        if not len(texts):
+            vectors.zero_()
+        with engine.accumulation():
+            engine.backward(hand_over(output, vectors.to(output.dtype)))
+        count = batch.num_tokens
+        return StepReport(losses, count, count, FORWARD_AND_BACKWARD * float(count * self.shape.hidden))
+
+    def _prefix_infonce_(self, vectors: Tensor, batch: PairBatch, plan: SizePlan, rank: int) -> dict[str, Tensor]:
+        """Sizes that are prefixes of one vector: `vectors` [queries + passages, d] become their gradients."""
+        device, num_queries = vectors.device, len(batch.queries)
+        counts = gather_counts(len(batch.passages), device)
+        passages = vectors[num_queries:] if len(counts) == 1 else gather_rows(vectors[num_queries:], counts)
+        gradient = torch.zeros_like(passages)
+        targets = batch.targets.to(device) + sum(counts[:rank])
+        loss, nce = prefix_contrastive_(
+            vectors[:num_queries],
+            passages,
+            gradient,
+            targets=targets,
+            excluded=_known_false_negatives(batch, targets, counts) if self.mask_false_negatives else None,
+            terms=PrefixTerms(
+                tuple(size.dim for size in plan.sizes),
+                plan.loss_weights,
+                self.similarity == "cosine",
+                self.temperature,
+                int(sum_over_ranks([float(num_queries)], device)[0]),
+                self.score_memory_mib,
+            ),
+        )
+        vectors[num_queries:] = gradient if len(counts) == 1 else scatter_gradients(gradient, counts)
+        return {"loss": loss} | {f"loss/{name}": value for name, value in zip(plan.names, nce)}
 
     def loss_and_gradients(
         self, embeddings: list[Tensor], batch: PairBatch, plan: SizePlan, rank: int
@@ -320,6 +375,9 @@ class ContrastiveObjective:
         return losses, [torch.zeros_like(each) if each.grad is None else each.grad for each in leaves]
 
 
+_FILLER = torch.zeros(1, dtype=torch.int32), torch.tensor([0, 1])  # a rank without texts makes its pass too
+
+
 def _known_false_negatives(batch: PairBatch, targets: Tensor, counts: list[int]) -> Tensor:
     """Pairs of a query here and a passage of the global batch that is no negative of it, by their hashes.
 
@@ -327,9 +385,9 @@ def _known_false_negatives(batch: PairBatch, targets: Tensor, counts: list[int])
     """
     device = targets.device
     known = torch.stack([batch.query_hashes.repeat_interleave(batch.known_offsets.diff()), batch.known_hashes], dim=1)
-    known = gather_rows(known.to(device), gather_counts(len(known), device))  # [t, 2]
+    known = gather_rows(known.to(device), gather_counts(len(known), device)).T.contiguous()  # [2, t]
     passage_hashes = gather_rows(batch.passage_hashes.to(device), counts)
-    return false_negatives(batch.query_hashes.to(device), targets, passage_hashes, known[:, 0], known[:, 1])
+    return false_negatives(batch.query_hashes.to(device), targets, passage_hashes, known[0], known[1])
 
 
 def _concatenate(first: Texts, second: Texts) -> Texts:
@@ -359,7 +417,9 @@ def masked(recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int, pac
     )
 
 
-def contrastive(recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int, packed: bool) -> ContrastiveObjective:
+def contrastive(
+    recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int, packed: bool, static: bool = False
+) -> ContrastiveObjective:
     chosen = recipe.objective
     longest = max(recipe.data.query_max_length, recipe.data.passage_max_length)
     return ContrastiveObjective(
@@ -380,6 +440,7 @@ def contrastive(recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int
         cached=chosen.backward == "grad_cache",
         score_memory_mib=recipe.train.score_memory_mib,
         seed=recipe.run.seed,
+        static=static,
     )
 
 

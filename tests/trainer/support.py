@@ -351,6 +351,11 @@ def _embed_naively(
     """K of [queries + passages, d]: without dropout one forward of everything, with dropout by the keyed chunks."""
     texts = [batch.queries.tokens[a:b] for a, b in zip(batch.queries.offsets, batch.queries.offsets[1:])]
     texts += [batch.passages.tokens[a:b] for a, b in zip(batch.passages.offsets, batch.passages.offsets[1:])]
+    if recipe.model.config.get("model_type") == "static":
+        # Every text has its two special tokens at its ends, which do not count.
+        table = module.backbone.embedding.weight
+        whole = torch.stack([table[text[1:-1].long()].mean(0) for text in texts])
+        return [whole[:, : size.dim] for size in sizes]
     lengths = torch.tensor([len(text) for text in texts])
     drops = recipe.model.config.get("hidden_dropout_prob", 0.0) > 0
     chunks = [torch.arange(len(texts))]

@@ -16,6 +16,7 @@ from trainer.presets import preset_settings
 RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.toml"))
 CONTRASTIVE = [path for path in RECIPES if load_recipe(path).objective.name == "contrastive"]
 LADDER = [[1, 8], [2, 16], [3, 24], [4, 32], [5, 40], [6, 48]]
+STATIC_LADDER = [[1, dim] for _, dim in LADDER]
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +33,14 @@ def trained(tmp_path_factory, document_shards, tuple_shards, graded_shards, tiny
     cases = []
     for path in RECIPES:
         values = read_toml(path)
+        static = values["model"].get("config", {}).get("model_type") == "static"
         masked = values["objective"]["name"] == "masked"
         graded = values["objective"].get("loss") == "cosent"
         documents = masked and values["objective"].get("pairs") != "tuples"
         shards = document_shards if documents else graded_shards if graded else tuple_shards
         overrides = {
             "run.output": str(root / path.stem),
-            "model.ladder": LADDER,
+            "model.ladder": STATIC_LADDER if static else LADDER,
             "data.shards": [str(shards)],
             "data.num_workers": 0,
             "data.max_length": 48,
@@ -50,7 +52,9 @@ def trained(tmp_path_factory, document_shards, tuple_shards, graded_shards, tiny
             "log.every_steps": 1,
         }
         # A recipe from scratch keeps doing so, at a smaller width.
-        if "config" in values["model"]:
+        if static:
+            overrides["model.config"] = {**values["model"]["config"], "hidden_size": shape["hidden_size"]}
+        elif "config" in values["model"]:
             overrides["model.config"] = {**values["model"]["config"], **shape, "max_position_embeddings": 64}
         else:
             overrides["model.source"] = str(root / "backbone")
@@ -158,6 +162,11 @@ def test_published_values():
     retromae = load_recipe(folder / "retromae_bert_base_wikipedia.toml").objective
     assert (retromae.encoder_mask_ratio, retromae.decoder_mask_ratio) == (0.3, 0.5)
     assert (retromae.sizes, retromae.decoding, retromae.pairs) == ("full", "enhanced", "none")
+    for name, folders in (("static_retrieval_english", 13), ("static_similarity_multilingual", 19)):
+        static = load_recipe(folder / f"{name}.toml")
+        assert (static.optim.lr, static.optim.warmup_ratio, static.train.global_batch_size) == (0.2, 0.1, 2048)
+        assert [size.dim for size in static.ladder] == [32, 64, 128, 256, 512, 1024]
+        assert static.data.no_duplicates and len(set(static.data.shards)) == folders
     for name in ("smae_bert_base_fineweb", "srl_msmarco", "srl_nli"):
         code = load_recipe(folder / f"{name}_released_code.toml")
         plain = load_recipe(folder / f"{name}.toml")

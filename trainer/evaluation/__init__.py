@@ -32,6 +32,7 @@ def evaluate_tasks(
     sts: Sequence[STSTask] = (),
     retrieval: Sequence[RetrievalData] = (),
     device: torch.device | str,
+    flat: bool = False,
     method: str = "model",
     top_k: int = DEFAULT_TOP_K,
     batch_tokens: int = DEFAULT_BATCH_TOKENS,
@@ -46,7 +47,7 @@ def evaluate_tasks(
 
     `sizes`: those that `forward` returns, in its order. Similarity, lengths and prompts are the settings' own; STS
     texts take the query prompt and the longer of the two lengths. The caller puts the model into eval mode.
-    `on_run(task name, size, run)` sees every ranking.
+    `flat`: what `forward` takes, see `encode`. `on_run(task name, size, run)` sees every ranking.
     """
     ladder = settings.sizes if settings.ladder else None
     encode_texts = partial(
@@ -55,6 +56,7 @@ def evaluate_tasks(
         tokenizer,
         sizes=sizes,
         device=device,
+        flat=flat,
         batch_tokens=batch_tokens,
         rank=rank,
         world_size=world_size,

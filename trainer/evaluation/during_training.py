@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from models.encoder import EmbeddingSettings
+from models.encoder import EmbeddingSettings, Encoder
 from models.sizes import Size
 from trainer.config import Recipe
 from trainer.distributed import World
@@ -49,8 +49,12 @@ class Evaluator:
         # One pass gives all of them: a size is a slice.
         sizes = [Size(a.layers, b.dim) for a in ladder for b in ladder] if self.grid else list(ladder)
 
-        def forward(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
-            return engine(input_ids, attention_mask, sizes=sizes)
+        static = isinstance(engine.module, Encoder) and engine.module.is_static
+
+        def forward(input_ids: Tensor, mask_or_offsets: Tensor) -> tuple[Tensor, ...]:
+            if static:
+                return engine(input_ids, None, sizes=sizes, offsets=mask_or_offsets)
+            return engine(input_ids, mask_or_offsets, sizes=sizes)
 
         engine.train(False)
         records = evaluate_tasks(
@@ -61,6 +65,7 @@ class Evaluator:
             sts=self.sts,
             retrieval=self.retrieval,
             device=world.device,
+            flat=static,
             rank=world.rank,
             world_size=world.size,
         )

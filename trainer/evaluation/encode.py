@@ -11,22 +11,28 @@ are encoded block by block: see `trainer.evaluation.retrieval.retrieve`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch import distributed as dist
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from data.encoding import TextEncoder
 from models.encoder import Encoder
 from models.sizes import Size
 from trainer.config import ConfigError
 
 Forward = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
-"""(input_ids, attention_mask), both int64 [batch, seq], to one [batch, size.dim] a size, not normalised."""
+"""(input_ids, attention_mask), both int64 [batch, seq], to one [batch, size.dim] a size, not normalised.
+
+With `flat`, (input_ids int32 [T], offsets int64 [batch + 1]) of texts without padding: what a static encoder takes.
+"""
 
 EncodeTexts = Callable[[Sequence[str]], Mapping[Size, np.ndarray]]
 """Texts to size -> float32 [n, size.dim]: `encode` with everything but the texts bound."""
@@ -34,10 +40,13 @@ EncodeTexts = Callable[[Sequence[str]], Mapping[Size, np.ndarray]]
 DEFAULT_BATCH_TOKENS = 16_384
 _TEXTS_PER_TOKENIZER_CALL = 8_192
 _ROWS_PER_GATHER = 16_384
+_FLAT_TEXTS_PER_CALL = 1_024  # a static encoder's batch: its vectors and their unit copy then stay in the caches
 
 
 def encoder_forward(encoder: Encoder, sizes: Sequence[Size], *, dtype: torch.dtype = torch.float32) -> Forward:
-    """An encoder as `encode` wants it; any other dtype than float32 runs under autocast."""
+    """An encoder as `encode` wants it (`flat` if it is static); any other dtype than float32 runs under autocast."""
+    if encoder.is_static:
+        return lambda input_ids, offsets: encoder(input_ids, None, sizes, offsets=offsets)
 
     def forward(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         with torch.autocast(input_ids.device.type, dtype=dtype, enabled=dtype != torch.float32):
@@ -68,6 +77,7 @@ def encode(
     max_length: int,
     device: torch.device | str,
     prompt: str = "",
+    flat: bool = False,
     batch_tokens: int = DEFAULT_BATCH_TOKENS,
     rank: int = 0,
     world_size: int = 1,
@@ -77,6 +87,7 @@ def encode(
 
     `sizes`: those that `forward` returns, in its order. `similarity` "cosine" gives unit vectors, "dot" leaves them.
     `max_length`: tokens, special tokens included. `batch_tokens`: rows × longest row of a batch, padding included.
+    `flat`: what `forward` takes; texts are then tokenized without special tokens, and cut as if they had them.
     The caller switches the model to eval mode and back; gradients are off here.
     With `world_size` > 1 every rank passes the same texts, encodes its share and receives everything.
     Equal texts are encoded once, so that they get equal vectors whatever their neighbours.
@@ -93,27 +104,34 @@ def encode(
     rows_of_texts = np.fromiter((unique[text] for text in texts), np.int64, len(texts))
     distinct = list(unique)
 
-    # Sorted by characters, dealt out in turn: ranks get like lengths, and each tokenizes only what it encodes.
-    by_length = np.argsort([-len(text) for text in distinct], kind="stable")
+    # Sorted by characters, dealt out in turn: ranks get like lengths, and each tokenizes only what it encodes. Without
+    # padding, order does not matter.
+    by_length = np.arange(len(distinct)) if flat else np.argsort([-len(text) for text in distinct], kind="stable")
     share = by_length[rank::world_size]
-    ids = _tokenize(tokenizer, [prompt + distinct[row] for row in share], max_length)
+    tokenize = _tokenize_flat if flat else _tokenize
+    ids = tokenize(tokenizer, [prompt + distinct[row] for row in share], max_length)
     vectors = _encode_share(
         forward,
         ids,
-        pad_id=_pad_id(tokenizer),
+        pad_id=None if flat else _pad_id(tokenizer),
         sizes=sizes,
         normalise=similarity == "cosine",
         device=torch.device(device),
         batch_tokens=batch_tokens,
-        filler=None if len(share) else _tokenize(tokenizer, [prompt + distinct[0]], max_length),
+        filler=None if len(share) else tokenize(tokenizer, [prompt + distinct[0]], max_length),
         world_size=world_size,
         progress=progress and rank == 0,
     )  # [len(share), Σ dims]
 
-    everything = np.empty((len(distinct), vectors.shape[1]), np.float32)
     if world_size == 1:
-        everything[share] = vectors
+        everything = vectors
+        place = np.empty(len(share), np.int64)
+        place[share] = np.arange(len(share))
+        rows_of_texts = place[rows_of_texts]
+        if flat and len(sizes) == 1 and len(distinct) == len(texts):
+            return {sizes[0]: everything}  # as they are: a copy would take a good part of the time
     else:
+        everything = np.empty((len(distinct), vectors.shape[1]), np.float32)
         shares = [by_length[other::world_size] for other in range(world_size)]
         _gather_rows(vectors, everything, shares, device=torch.device(device))
     ends = np.cumsum([size.dim for size in sizes])
@@ -158,6 +176,34 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_leng
     return _Ids(np.concatenate(chunks) if chunks else np.empty(0, np.int32), offsets)
 
 
+def _tokenize_flat(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int) -> _Ids:
+    """Ids without special tokens, cut where they would leave room for them."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    encode_words, room = _text_encoder(backend), max_length - tokenizer.num_special_tokens_to_add()
+    rows: list[np.ndarray] = []
+    for start in range(0, len(texts), _TEXTS_PER_TOKENIZER_CALL):
+        rows += [row[:room] for row in encode_words(texts[start : start + _TEXTS_PER_TOKENIZER_CALL])]
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    return _Ids(np.concatenate(rows) if rows else np.empty(0, np.int32), offsets)
+
+
+@functools.lru_cache(maxsize=1)
+def _text_encoder(backend: Tokenizer) -> TextEncoder:
+    """Kept from one block of texts to the next, with the words it knows."""
+    return TextEncoder(backend, np.dtype(np.int32))
+
+
+def _flat(ids: _Ids, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Tokens int32 [T] of the texts `rows` (int64 [n]) and their offsets int64 [n + 1]."""
+    parts = [ids.tokens[ids.offsets[row] : ids.offsets[row + 1]] for row in rows.tolist()]
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(ids.lengths[rows], out=offsets[1:])
+    return torch.from_numpy(np.concatenate(parts)), torch.from_numpy(offsets)
+
+
 def _padded(ids: _Ids, rows: np.ndarray, pad_id: int) -> tuple[Tensor, Tensor]:
     """input_ids and attention_mask, int64 [len(rows), longest]."""
     lengths = ids.lengths[rows]
@@ -173,7 +219,7 @@ def _encode_share(
     forward: Forward,
     ids: _Ids,
     *,
-    pad_id: int,
+    pad_id: int | None,
     sizes: Sequence[Size],
     normalise: bool,
     device: torch.device,
@@ -182,21 +228,30 @@ def _encode_share(
     world_size: int,
     progress: bool,
 ) -> np.ndarray:
-    """This rank's vectors, float32 [n, Σ dims], with as many calls of `forward` as the busiest rank makes."""
+    """This rank's vectors, float32 [n, Σ dims], with as many calls of `forward` as the busiest rank makes.
+
+    pad_id None: `forward` takes flat texts.
+    """
     out = np.empty((len(ids.lengths), sum(size.dim for size in sizes)), np.float32)
-    batches = token_batches(ids.lengths, batch_tokens)
+    if pad_id is None:
+        starts = range(0, len(out), _FLAT_TEXTS_PER_CALL)
+        batches = [np.arange(start, min(start + _FLAT_TEXTS_PER_CALL, len(out))) for start in starts]
+    else:
+        batches = token_batches(ids.lengths, batch_tokens)
     calls = _max_over_ranks(len(batches), device) if world_size > 1 else len(batches)
     for call in tqdm(range(calls), desc="encoding", unit="batch", disable=not progress, leave=False):
         rows = batches[min(call, len(batches) - 1)] if batches else np.zeros(1, np.int64)
-        input_ids, attention_mask = _padded(ids if batches else filler or ids, rows, pad_id)
-        outputs = forward(input_ids.to(device), attention_mask.to(device))
+        source = ids if batches else filler or ids
+        inputs = _flat(source, rows) if pad_id is None else _padded(source, rows, pad_id)
+        outputs = forward(*(each.to(device) for each in inputs))
         assert len(outputs) == len(sizes), f"forward gave {len(outputs)} sizes, {len(sizes)} were asked for"
         if call >= len(batches):
             continue
         vectors = [vector.float() for vector in outputs]
         if normalise:
             vectors = [torch.nn.functional.normalize(vector, dim=-1) for vector in vectors]
-        out[rows] = torch.cat(vectors, dim=1).cpu().numpy()
+        places = slice(rows[0], rows[-1] + 1) if pad_id is None else rows
+        out[places] = (vectors[0] if len(vectors) == 1 else torch.cat(vectors, dim=1)).cpu().numpy()
     return out
 
 

@@ -1,0 +1,106 @@
+"""A token table as an encoder: a text's embedding is the mean of its tokens' rows.
+
+It is a Hugging Face model of its own type, `static`, so that loading, saving, checkpoints and exports know one kind of
+folder. It has one layer, and its sizes are prefixes of the table's columns. Texts come flat, all tokens in one tensor
+with offsets: a table has no use for padding, and `EmbeddingBag` never makes the [tokens, dim] that a mean of rows would
+need. Special tokens do not count, because servers of such models (sentence-transformers' StaticEmbedding) tokenize
+without them: the model leaves them out itself, however a text was tokenized. A text without tokens is all zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
+
+from models.sizes import ModelError
+
+MODEL_TYPE = "static"
+
+
+class StaticConfig(PretrainedConfig):
+    """`special_ids`: tokens that are no part of a text. `initializer_range`: deviation of fresh rows."""
+
+    model_type = MODEL_TYPE
+
+    def __init__(
+        self,
+        vocab_size: int = 30522,
+        hidden_size: int = 1024,
+        initializer_range: float = 1.0,
+        special_ids: Sequence[int] = (),
+        **rest: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.initializer_range = initializer_range
+        self.special_ids = list(special_ids)
+        self.num_hidden_layers = 1
+        super().__init__(**rest)
+
+
+class StaticModel(PreTrainedModel):
+    """The table. Its one tensor is called `embedding.weight` in files, as sentence-transformers calls it."""
+
+    config_class = StaticConfig
+    config: StaticConfig
+    base_model_prefix = "static"
+    main_input_name = "input_ids"
+
+    def __init__(self, config: StaticConfig) -> None:
+        super().__init__(config)
+        self.embedding = nn.EmbeddingBag(config.vocab_size, config.hidden_size, mode="mean")
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.EmbeddingBag):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def forward(self, input_ids: Tensor, offsets: Tensor) -> Tensor:
+        """Flat ids of n texts to their means: input_ids [T], offsets int64 [n + 1] -> [n, hidden]."""
+        tokens, offsets = self._without_specials(input_ids, offsets)
+        return self.embedding(tokens, offsets[:-1])
+
+    def _without_specials(self, tokens: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.config.special_ids:
+            return tokens, offsets
+        kept = torch.ones_like(tokens, dtype=torch.bool)
+        for special in self.config.special_ids:
+            kept &= tokens != special
+        before = torch.cat([offsets.new_zeros(1), kept.cumsum(0)])
+        return tokens[kept], before[offsets]
+
+
+def flatten(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Padded [batch, seq] texts as flat ids [T] and offsets int64 [batch + 1]."""
+    kept = attention_mask.bool()
+    offsets = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.sum(1).cumsum(0)])
+    return input_ids[kept], offsets
+
+
+def build_static(config: Mapping[str, Any], *, vocab_size: int, special_ids: Sequence[int]) -> StaticModel:
+    """A fresh table. `config`: model_type = "static", hidden_size, and initializer_range where 1 is not wanted."""
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    if unknown := sorted(set(values) - {"hidden_size", "initializer_range"}):
+        raise ModelError(
+            f"model.config.{unknown[0]} is not a setting of 'static' encoders, which have hidden_size and "
+            "initializer_range; remove it"
+        )
+    if not (isinstance(values.get("hidden_size", 1), int) and values.get("hidden_size", 1) >= 1):
+        raise ModelError(f"model.config.hidden_size = {values['hidden_size']!r} must be a whole number above 0")
+    return StaticModel(StaticConfig(vocab_size=vocab_size, special_ids=special_ids, **values))
+
+
+def special_ids_of(all_special_ids: Sequence[int], unknown_id: int | None) -> list[int]:
+    """What a table leaves out: a tokenizer's special tokens, but not the unknown one, which stands for text."""
+    return sorted(int(index) for index in set(all_special_ids) - {unknown_id})
+
+
+AutoConfig.register(MODEL_TYPE, StaticConfig)
+AutoModel.register(StaticConfig, StaticModel)

@@ -1,0 +1,60 @@
+"""Model soups: the mean of the weights, and refusals of what has no meaningful mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.encoder import EmbeddingSettings, load_encoder
+from models.static_embedding import StaticConfig, StaticModel
+from trainer import soup
+
+
+@pytest.fixture
+def folders(tiny_tokenizer, tmp_path: Path) -> dict[str, Path]:
+    found = {}
+    for seed, (name, width) in enumerate({"a": 8, "b": 8, "wide": 16, "other": 8}.items()):
+        torch.manual_seed(seed)
+        found[name] = tmp_path / name
+        StaticModel(StaticConfig(vocab_size=len(tiny_tokenizer), hidden_size=width)).save_pretrained(found[name])
+        tiny_tokenizer.save_pretrained(found[name])
+        similarity = "dot" if name == "other" else "cosine"
+        EmbeddingSettings("mean", similarity, ladder=((1, 8),)).save(found[name])
+    return found
+
+
+def table(folder: Path) -> torch.Tensor:
+    return load_encoder(folder).word_embeddings.weight.detach()
+
+
+@pytest.mark.parametrize(("weights", "share"), [([], 0.5), (["3", "1"], 0.75)])
+def test_a_soup_is_the_mean(weights: list[str], share: float, folders: dict[str, Path], tmp_path: Path) -> None:
+    a, b, output = folders["a"], folders["b"], tmp_path / "out" / "soup"
+    arguments = ["--models", str(a), str(b), "--output", str(output), *(["--weights", *weights] if weights else [])]
+    assert soup.main(arguments) == 0
+    torch.testing.assert_close(table(output), share * table(a) + (1 - share) * table(b))
+    assert (table(output) - table(a)).abs().max() > 0.1
+    assert EmbeddingSettings.load(output) == EmbeddingSettings.load(a)
+    assert [path.name for path in output.parent.iterdir()] == ["soup"]
+
+
+@pytest.mark.parametrize(
+    ("models", "extra", "word"),
+    [
+        (["a"], [], "two or more"),
+        (["a", "wide"], [], "architecture"),
+        (["a", "other"], [], "barista.json"),
+        (["a", "b"], ["--weights", "1"], "--weights"),
+        (["a", "missing"], [], "holds no"),
+    ],
+)
+def test_refused(
+    models: list[str], extra: list[str], word: str, folders: dict[str, Path], tmp_path: Path, capsys
+) -> None:
+    chosen = [str(folders.get(name, tmp_path / name)) for name in models]
+    output = tmp_path / "soup"
+    assert soup.main(["--models", *chosen, "--output", str(output), *extra]) == 2
+    assert word in capsys.readouterr().err
+    assert not output.exists()

@@ -1,0 +1,246 @@
+"""A token table through the trainer: exact on any ranks, exported as a StaticEmbedding, started from other encoders.
+
+What it must equal is `support`'s restatement: padded texts, a normalised copy a size, full score matrices, autograd.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from models.encoder import EmbeddingSettings, Encoder, build_masked_lm, load_encoder
+from models.sizes import Size
+from models.static_embedding import StaticConfig, StaticModel
+from tests.trainer.support import float32_ds_config, launch, recipe_of, recipe_values, train_naively
+from trainer import static_init
+from trainer.build import build_model, open_shards
+from trainer.evaluation.encode import encode, encoder_forward
+from trainer.evaluation.sts import cosine_of_pairs, read_sts, score_sts
+from trainer.export import export_sizes
+from trainer.static_init import principal_components, sif_weights
+
+LADDER = [[1, 8], [1, 16], [1, 48]]
+MODEL = {"config": {"model_type": "static", "hidden_size": 48}, "ladder": LADDER, "pooling": "mean"}
+
+
+@pytest.fixture(scope="module")
+def cases(tuple_shards: Path, crowded_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("ds_configs")
+    stages = {stage: str(float32_ds_config(folder, stage)) for stage in (0, 1)}
+
+    def values(shards: Path, stage: int, **objective: Any) -> dict[str, Any]:
+        sections = {"objective": {"kl": "none", **objective}, "model": MODEL, "engine": {"ds_config": stages[stage]}}
+        return recipe_values(shards, **sections)
+
+    found = {
+        "nested": values(tuple_shards, 0),
+        "sharded": values(crowded_shards, 1, reduction="sum"),
+        "dot": values(tuple_shards, 0, similarity="dot", temperature=8.0, mask_false_negatives=False),
+        "taught": values(tuple_shards, 0, kl="scores"),
+        "one": values(tuple_shards, 1, sizes="one", size="1x16"),
+        "lonely": values(crowded_shards, 0),
+    }
+    found["lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}  # one sample: the other rank has no text
+    return found
+
+
+def run_cases(cases: dict[str, dict], folder: Path, *, ranks: int) -> dict[str, Any]:
+    listed = [{"name": name, "values": values, "steps": 1, "control": ""} for name, values in cases.items()]
+    (folder / "cases.json").write_text(json.dumps(listed))
+    launch("tests.trainer.worker", "steps", str(folder / "cases.json"), str(folder), ranks=ranks)
+    return {name: torch.load(folder / f"{name}.pt")[0] for name in cases}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_is_the_step_of_one_plain_process(ranks: int, cases: dict[str, dict], tmp_path: Path) -> None:
+    got = run_cases(cases, tmp_path, ranks=ranks)
+    for name, values in cases.items():
+        (want,) = train_naively(values, steps=1)
+        # The restatement subtracts scores of up to 20 in float32.
+        assert got[name]["loss"] == pytest.approx(want["loss"], rel=1e-6, abs=2e-6), name
+        assert got[name]["norm"] == pytest.approx(want["norm"], rel=2e-5), name
+        assert got[name]["parameters"].keys() == want["parameters"].keys()
+        for key, value in want["parameters"].items():
+            assert (got[name]["parameters"][key] - value).abs().max() < 1e-5, name
+    # Negative control: what another loss gives is far from it.
+    (other,) = train_naively(cases["taught"], steps=1)
+    (key,) = other["parameters"]
+    assert (got["nested"]["parameters"][key] - other["parameters"][key]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "word"),
+    [
+        ("model", {"pooling": "cls"}, "pooling"),
+        ("model", {"ladder": [[1, 16]]}, "stops short"),
+        ("objective", {"sizes": "two_d"}, "two_d"),
+        ("train", {"compile": True}, "compile"),
+    ],
+)
+def test_what_a_table_cannot_do_is_refused(
+    section: str, change: dict[str, Any], word: str, cases: dict[str, dict]
+) -> None:
+    values = copy.deepcopy(cases["nested"])
+    values[section] = {**values[section], **change}
+    recipe = recipe_of(values)
+    with pytest.raises(ValueError, match=word):
+        build_model(recipe, open_shards(recipe))
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained folder, with random weights."""
+    torch.manual_seed(1)
+    path = tmp_path_factory.mktemp("static")
+    special_ids = [0, 2, 3, 4]
+    StaticModel(StaticConfig(vocab_size=len(tiny_tokenizer), hidden_size=48, special_ids=special_ids)).save_pretrained(
+        path
+    )
+    tiny_tokenizer.save_pretrained(path)
+    ladder = tuple((n, d) for n, d in LADDER)
+    settings = EmbeddingSettings("mean", "cosine", ladder, query_max_length=16, passage_max_length=24)
+    settings.save(path)
+    return path
+
+
+def vectors_of(
+    folder: Path, texts: list[str], sizes: list[Size], *, flat: bool, max_length: int = 24
+) -> dict[Size, np.ndarray]:
+    from data.tokens import load_tokenizer
+
+    encoder = load_encoder(folder).eval()
+
+    def padded(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return encoder(input_ids, attention_mask, sizes)
+
+    forward = encoder_forward(encoder, sizes) if flat else padded
+    shared = {"similarity": "cosine", "max_length": max_length, "device": "cpu"}
+    return encode(forward, load_tokenizer(folder), texts, sizes, flat=flat, **shared)
+
+
+def test_flat_encoding_equals_padded(folder: Path, docstrings: list[str]) -> None:
+    """Both tokenizations: with special tokens that the model drops, and without any; long texts are cut alike."""
+    texts, sizes = [*docstrings[:40], "", docstrings[3]], [Size(1, 8), Size(1, 48)]
+    flat, padded = (vectors_of(folder, texts, sizes, flat=flat) for flat in (True, False))
+    for size in sizes:
+        np.testing.assert_allclose(flat[size], padded[size], atol=1e-6)
+        assert np.abs(flat[size][:20] - flat[size][20:40]).max() > 0.1
+        assert not flat[size][40].any()
+
+
+def test_an_export_is_a_static_embedding(folder: Path, docstrings: list[str], tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers", reason="needs the package sentence-transformers")
+    texts, sizes = docstrings[:40], [Size(n, d) for n, d in LADDER]
+    ours = vectors_of(folder, texts, sizes, flat=True)
+    folders = export_sizes(folder, tmp_path / "export")
+    assert any(len(text.split()) > 24 for text in texts)  # so that the cut counts
+    for size in sizes:
+        model = library.SentenceTransformer(str(folders[str(size)]), device="cpu")
+        assert type(model[0]).__name__ == "StaticEmbedding"
+        assert model.get_embedding_dimension() == size.dim
+        np.testing.assert_allclose(model.encode(texts, batch_size=7), ours[size], atol=1e-6)
+        model[0].tokenizer.no_truncation()
+        assert np.abs(model.encode(texts) - ours[size]).max() > 1e-2  # negative control
+    assert load_encoder(tmp_path / "export" / "encoder").is_static
+
+
+@pytest.fixture(scope="module")
+def encoder_folder(tiny_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(2)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    config = {"model_type": "bert", **shape, "max_position_embeddings": 32, "initializer_range": 0.2}
+    path = tmp_path_factory.mktemp("encoder")
+    build_masked_lm(config, vocab_size=len(tiny_tokenizer), pad_token_id=0).save_pretrained(path)
+    tiny_tokenizer.save_pretrained(path)
+    EmbeddingSettings("mean", ladder=((1, 16), (2, 32)), query_max_length=16, passage_max_length=32).save(path)
+    return path
+
+
+@pytest.mark.parametrize("source", ["tokens", "outputs"])
+def test_a_table_made_of_an_encoder(source: str, encoder_folder: Path, tiny_tokenizer, tmp_path: Path) -> None:
+    """Without weights and at full width it is a rotation: distances between tokens are the encoder's own."""
+    output = tmp_path / "start"
+    arguments = ["--model", str(encoder_folder), "--output", str(output), "--from", source, "--sif", "0"]
+    assert static_init.main(arguments) == 0
+    table = load_encoder(output).word_embeddings.weight.detach()
+    encoder: Encoder = load_encoder(encoder_folder).eval()
+    words = torch.arange(5, 60)
+    if source == "tokens":
+        vectors = encoder.word_embeddings.weight.detach()[words]
+    else:
+        rows = [torch.tensor([[2, word, 3]]) for word in words.tolist()]
+        with torch.no_grad():
+            vectors = torch.cat([encoder(row, torch.ones_like(row), (Size(2, 32),))[0] for row in rows])
+    table_distances, distances = (torch.cdist(v.double(), v.double()) for v in (table[words], vectors))
+    torch.testing.assert_close(table_distances, distances, atol=1e-4, rtol=0)
+    assert distances.max() > 0.1
+    assert not table[[0, 2, 3, 4]].any() and table[1].any()  # all special tokens but the unknown one
+    assert static_init.main(arguments) == 2  # the folder is not empty any more
+    assert static_init.main([*arguments[:3], str(tmp_path / "wide"), "--dim", "33"]) == 2
+    assert not (tmp_path / "wide").exists()
+
+
+def test_components_come_strongest_first_and_frequent_tokens_weigh_least() -> None:
+    torch.manual_seed(3)
+    vectors = torch.randn(200, 6) * torch.tensor([1.0, 5.0, 0.1, 2.0, 0.5, 3.0]) + 4.0
+    parts = principal_components(vectors, 4)
+    assert parts.mean(0).abs().max() < 1e-4
+    deviations = parts.std(0)
+    assert (deviations.diff() < 0).all() and deviations[0] == pytest.approx(float(vectors[:, 1].std()), rel=0.05)
+    weights = sif_weights(1000, sif=1e-3)
+    total = sum(1 / rank for rank in range(1, 1001))
+    assert float(weights[9]) == pytest.approx(1e-3 / (1e-3 + 1 / 10 / total))
+    assert (weights.diff() > 0).all()
+
+
+def test_training_starts_from_a_table(encoder_folder: Path, cases: dict[str, dict], tmp_path: Path) -> None:
+    static_init.make_start(str(encoder_folder), tmp_path / "start", source="tokens", dim=16, sif=1e-4)
+    values = copy.deepcopy(cases["nested"])
+    values["model"] = {"source": str(tmp_path / "start"), "ladder": [[1, 8], [1, 16]], "pooling": "mean"}
+    recipe = recipe_of(values)
+    parts = build_model(recipe, open_shards(recipe))
+    start = load_encoder(tmp_path / "start").word_embeddings.weight
+    assert parts.encoder.is_static and torch.equal(parts.encoder.word_embeddings.weight, start)
+
+
+def test_a_run_on_two_ranks_evaluates_what_it_saves(tuple_shards: Path, docstrings: list[str], tmp_path: Path) -> None:
+    """Flat evaluation through the engine, ranks together, gives the scores of the saved folder by padded passes."""
+    rows = [
+        f"{index % 6}\t{' '.join(a.split()[:12])}\t{' '.join(b.split()[:12])}"
+        for index, (a, b) in enumerate(pairwise(docstrings[:42]))
+    ]
+    sts = tmp_path / "pairs.tsv"
+    sts.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    settings = {
+        "run.output": str(tmp_path / "run"),
+        "model.config": {"model_type": "static", "hidden_size": 48},
+        "model.ladder": LADDER,
+        "data.shards": [str(tuple_shards)],
+        "data.num_workers": 0,
+        "train.steps": 2,
+        "train.global_batch_size": 9,
+        "evaluation.sts": [str(sts)],
+        "evaluation.every_steps": 1,
+        "log.tensorboard": False,
+    }
+    arguments = ["--config", "launch/recipes/static_retrieval_english.toml"]
+    arguments += [f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in settings.items()]
+    (tmp_path / "cases.json").write_text(json.dumps([{"task": "contrastive", "arguments": arguments}]))
+    launch("tests.trainer.worker", "runs", str(tmp_path / "cases.json"), str(tmp_path), ranks=2)
+    folder = tmp_path / "run" / "model"
+    task, sizes = read_sts(sts), [Size(n, d) for n, d in LADDER]
+    sides = [
+        vectors_of(folder, [pair[side] for pair in task.pairs], sizes, flat=False, max_length=4096) for side in (0, 1)
+    ]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    scores = [value for line in lines for key, value in json.loads(line).items() if "1x48" in key and "spearman" in key]
+    assert len(scores) == 2 and scores[0] != scores[1]  # training moved it
+    full = Size(1, 48)
+    assert scores[-1] == pytest.approx(score_sts(task, cosine_of_pairs(sides[0][full], sides[1][full]))["spearman"])

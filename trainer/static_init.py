@@ -1,0 +1,137 @@
+"""Command: a token table to start a static embedding from, made of a trained encoder.
+
+    python -m trainer.static_init --model runs/x/model --output runs/static_start --from outputs --dim 256
+
+`--from tokens` takes the encoder's own token embeddings. `--from outputs` distils it: each token alone goes through
+the encoder, as a text of its own, and what comes out is its vector. Either is then rotated to its principal components,
+so that prefixes of columns hold most of what there is, and weighted by Zipf's law with smooth inverse frequency (SIF,
+Arora et al. 2017): tokenizers list frequent tokens first, so a token of rank r is taken to occur with probability
+p = (1/r) / Σ 1/r', and its vector is multiplied by a / (a + p). Frequent words then weigh little in a mean.
+Only WordPiece lists of BERT's kind are in that order for certain; `--sif 0` leaves the weighting out.
+The result is a folder for `model.source`, whose tokenizer is the encoder's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers.utils import logging as hf_logging
+
+from data.tokens import load_tokenizer
+from models.encoder import EmbeddingSettings, Encoder, load_encoder
+from models.sizes import Size
+from models.static_embedding import StaticConfig, StaticModel, special_ids_of
+from trainer.command import USER_MISTAKES
+from trainer.config import ConfigError
+
+log = logging.getLogger(__name__)
+
+TOKENS_PER_PASS = 1024
+
+
+@torch.no_grad()
+def token_outputs(encoder: Encoder, vocabulary_size: int, *, cls_id: int, sep_id: int) -> Tensor:
+    """The encoder's full-size embedding of each token as a text of its own: float32 [vocabulary_size, hidden]."""
+    full = Size(encoder.num_layers, encoder.hidden_size)
+    parts = []
+    for start in range(0, vocabulary_size, TOKENS_PER_PASS):
+        tokens = torch.arange(start, min(start + TOKENS_PER_PASS, vocabulary_size))
+        texts = torch.stack([torch.full_like(tokens, cls_id), tokens, torch.full_like(tokens, sep_id)], dim=1)
+        parts.append(encoder(texts, torch.ones_like(texts), (full,))[0].float())
+    return torch.cat(parts)
+
+
+def principal_components(vectors: Tensor, dim: int) -> Tensor:
+    """Rows [n, d] less their mean, in their `dim` strongest directions, strongest first: [n, dim]."""
+    centred = vectors.double() - vectors.double().mean(0)
+    _, directions = torch.linalg.eigh(centred.T @ centred)  # ascending
+    return (centred @ directions.flip(1)[:, :dim]).to(vectors.dtype)
+
+
+def sif_weights(count: int, *, sif: float) -> Tensor:
+    """a / (a + p) of the tokens in the order of their frequency, p by Zipf's law: float32 [count]."""
+    shares = 1.0 / torch.arange(1, count + 1, dtype=torch.float64)
+    return (sif / (sif + shares / shares.sum())).float()
+
+
+def table_of(vectors: Tensor, *, dim: int, sif: float, special_ids: Sequence[int]) -> Tensor:
+    """Token vectors [V, d] as a table [V, dim]; special tokens take no part in the components, and their rows are 0."""
+    if not 1 <= dim <= vectors.shape[1]:
+        raise ConfigError(
+            f"--dim {dim} is not among the {vectors.shape[1]} dimensions of the encoder; choose that or fewer"
+        )
+    texts = torch.ones(len(vectors), dtype=torch.bool)
+    texts[list(special_ids)] = False
+    table = torch.zeros(len(vectors), dim)
+    rotated = principal_components(vectors[texts], dim)
+    table[texts] = rotated * sif_weights(len(rotated), sif=sif)[:, None] if sif else rotated
+    return table
+
+
+def make_start(model: str, output: Path, *, source: str, dim: int, sif: float) -> Path:
+    """Write the folder; `source`: tokens | outputs. dim 0: the encoder's own."""
+    if output.exists() and any(output.iterdir()):
+        raise ConfigError(f"--output {output} is not empty; give a new folder")
+    if sif < 0:
+        raise ConfigError(f"--sif {sif} is below 0; give 0 for no weighting, or a number such as 1e-4")
+    encoder, tokenizer = load_encoder(model).eval(), load_tokenizer(model)
+    if encoder.is_static:
+        raise ConfigError(f"{model} is a static encoder already; name it in model.source as it is")
+    rows = len(tokenizer)
+    if source == "tokens":
+        vectors = encoder.word_embeddings.weight.detach()[:rows].float()
+    else:
+        cls_id = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
+        sep_id = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
+        vectors = token_outputs(encoder, rows, cls_id=cls_id, sep_id=sep_id)
+    special_ids = special_ids_of(tokenizer.all_special_ids, tokenizer.unk_token_id)
+    table = table_of(vectors, dim=dim or vectors.shape[1], sif=sif, special_ids=special_ids)
+    static = StaticModel(StaticConfig(vocab_size=rows, hidden_size=table.shape[1], special_ids=special_ids))
+    with torch.no_grad():
+        static.embedding.weight.copy_(table)
+    output.mkdir(parents=True, exist_ok=True)
+    static.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    own = EmbeddingSettings.load(model) if Path(model).is_dir() else None
+    lengths = {} if own is None else {k: getattr(own, k) for k in ("query_max_length", "passage_max_length")}
+    EmbeddingSettings(pooling="mean", ladder=((1, table.shape[1]),), **lengths).save(output)
+    log.info("a table of %d tokens × %d dimensions is in %s", *table.shape, output)
+    return output
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.static_init", description="Make a token table of a trained encoder, for model.source."
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="the encoder: a folder or a hub name")
+    add("--output", required=True, type=Path, help="a new folder")
+    add(
+        "--from",
+        dest="source",
+        choices=("tokens", "outputs"),
+        default="outputs",
+        help="tokens: its token embeddings; outputs: what it makes of each token alone (%(default)s)",
+    )
+    add("--dim", type=int, default=0, help="principal components kept (0: all)")
+    add("--sif", type=float, default=1e-4, help="a of the weight a / (a + p); 0: no weighting (%(default)s)")
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        make_start(args.model, args.output, source=args.source, dim=args.dim, sif=args.sif)
+    except USER_MISTAKES as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
