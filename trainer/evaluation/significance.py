@@ -23,7 +23,7 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class TestResult:
-    """`difference`: of the means, first minus second. `statistic`: t or z. `n`: queries, or sentence pairs of a side."""
+    """`difference`: of the means, first minus second. `statistic`: t or z. `n`: queries, or pairs of a side."""
 
     difference: float
     statistic: float
