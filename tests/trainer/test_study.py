@@ -17,8 +17,9 @@ from scipy import stats
 
 from models.encoder import build_masked_lm
 from models.sizes import Size
-from tests.trainer.support import LADDER, MODEL, float32_ds_config, recipe_values, run_process
+from tests.trainer.support import LADDER, MODEL, ROOT, float32_ds_config, recipe_values, run_process
 from trainer import study as command
+from trainer.command import run_command
 from trainer.config import ConfigError
 from trainer.evaluation.raw import RawResults, RawTask, read_raw, write_raw
 from trainer.evaluation.retrieval import RunScores
@@ -360,9 +361,11 @@ def test_the_whole_study(real_study: Path, capsys: pytest.CaptureFixture[str], m
     capsys.readouterr()
 
 
-def test_the_commands_mistakes(real_study: Path) -> None:
-    absent = run_process([sys.executable, "-m", "trainer.study", "absent.toml"], expect=2)
-    assert absent.stderr.strip().splitlines()[-1].startswith("error: study absent.toml does not exist")
+def test_the_commands_mistakes(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        run_command(lambda: command.main(["absent.toml"]))
+    assert end.value.code == 2
+    assert capfd.readouterr().err.startswith("error: study absent.toml does not exist")
 
 
 def test_other_recipes_in_a_used_folder_are_refused(study_file: Path, tmp_path: Path) -> None:
@@ -389,3 +392,21 @@ def test_other_recipes_in_a_used_folder_are_refused(study_file: Path, tmp_path: 
     other = load_study(changed(path.with_name("changed.toml"), "settings", **{"optim.lr": 0.5}))
     with pytest.raises(ConfigError, match=r"holds a run with optim.lr = 0.1, not 0.5"):
         command._check_files(other, runs_of(other))
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "launch" / "studies").glob("*.toml")))
+def test_shipped_studies_are_sound(name: str) -> None:
+    """Every recipe of every run resolves, and pre-training is compared from the same start for the same tokens."""
+    study = load_study(ROOT / "launch" / "studies" / name)
+    runs = {run.name: run for run in runs_of(study)}
+    assert len(runs) == 5 + len(study.seeds) * (len(study.arms) - 1 + len(study.ladder))
+    start, *others = (runs[f"pretrain/{backbone}"].recipe for backbone in study.backbones)
+    assert start.model.config and {each.model.source for each in others} == {
+        str(runs["pretrain/start"].folder / "model")
+    }
+    assert len({(each.train.steps, each.train.global_batch_size, each.run.seed) for each in others}) == 1
+    assert {(each.objective.sizes, each.objective.decoder) for each in others} == {
+        ("full", False), ("ladder", True), ("ladder", False), ("full", True),
+    }  # fmt: skip
+    tuned = [run.recipe for run in runs.values() if run.module == "trainer.finetune"]
+    assert len({(each.train.steps, each.train.global_batch_size, each.optim.lr) for each in tuned}) == 1
