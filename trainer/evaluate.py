@@ -55,6 +55,8 @@ from trainer.evaluation.retrieval import (
     score_run,
     write_run,
 )
+from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
+from trainer.evaluation.senteval import evaluate_transfer, read_task
 from trainer.evaluation.sts import read_sts
 
 log = logging.getLogger(__name__)
@@ -284,6 +286,74 @@ def _compare(args: argparse.Namespace) -> int:
     return 0
 
 
+def _transfer(args: argparse.Namespace) -> int:
+    if unknown := [name for name in args.tasks if name not in SENTEVAL_TASKS]:
+        raise ConfigError(f"SentEval task {unknown[0]!r} is unknown; choose from {', '.join(SENTEVAL_TASKS)}")
+    device = _device(args.device)
+    output = _output_folder(args.output)
+    tasks = [read_task(args.data, name) for name in args.tasks]
+    encoder, tokenizer, settings, sizes = _model(args)
+    methods = {"trained": encoder}
+    if args.random_init:
+        methods["untrained"] = untrained_encoder(encoder, seed=args.seed)
+    records: list[Record] = []
+    for method, model in methods.items():
+        encode_texts = partial(
+            encode,
+            encoder_forward(model.to(device).eval(), sizes),
+            tokenizer,
+            sizes=sizes,
+            similarity="dot",  # the classifier sees the embeddings as they are
+            max_length=max(settings.query_max_length, settings.passage_max_length),
+            prompt=settings.query_prompt,
+            device=device,
+            batch_tokens=args.batch_tokens,
+            progress=sys.stderr.isatty(),
+        )
+        records += evaluate_transfer(encode_texts, tasks, name_of=settings.sizes.name, method=method, seed=args.seed)
+    table = results_markdown(records)
+    sys.stdout.write(table)
+    if output:
+        (output / "table.md").write_text(table, encoding="utf-8")
+        plot_records(records, output / "figures")
+        content = {
+            "format": 1,
+            "model": str(args.model),
+            "sizes": [[size.layers, size.dim] for size in sizes],
+            "settings": dataclasses.asdict(settings),
+            "records": [record.as_json() for record in records],
+        }
+        _write_json(output / "results.json", content)
+    return 0
+
+
+def _mteb(args: argparse.Namespace) -> int:
+    try:
+        import mteb
+
+        from trainer.evaluation.mteb_model import load_mteb_model
+    except ImportError:
+        raise ConfigError("this needs the package mteb; install it with: pip install -e '.[mteb]'") from None
+    try:
+        tasks = list(mteb.get_tasks(tasks=args.tasks))
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"mteb does not know all of {', '.join(args.tasks)} ({error}); see mteb.get_tasks()"
+        ) from None
+    device = _device(args.device)
+    scores = {}
+    for name in args.sizes.split(","):
+        model = load_mteb_model(args.model, name.strip(), device=device)
+        for result in mteb.evaluate(model, tasks, cache=None, show_progress_bar=sys.stderr.isatty()).task_results:
+            scores.setdefault(result.task_name, {})[name.strip()] = float(result.get_score())
+    names = [name.strip() for name in args.sizes.split(",")]
+    rows = [[task, *(f"{by_size[name]:.4f}" for name in names)] for task, by_size in scores.items()]
+    sys.stdout.write(markdown_table(["task", *names], rows))
+    if args.json:
+        _write_json(args.json, {"format": 1, "model": str(args.model), "main_scores": scores})
+    return 0
+
+
 def _model(
     args: argparse.Namespace,
 ) -> tuple[Encoder, PreTrainedTokenizerBase, EmbeddingSettings, list[Size]]:
@@ -381,7 +451,7 @@ def _positive(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.evaluate", description="Evaluate embeddings and rankings.")
-    commands = parser.add_subparsers(required=True, metavar="{sizes,score,compare,latency,rerank}")
+    commands = parser.add_subparsers(required=True, metavar="{sizes,score,compare,latency,rerank,transfer,mteb}")
 
     sizes = commands.add_parser(
         "sizes",
@@ -481,6 +551,33 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-k", type=_positive, default=DEFAULT_TOP_K, help="documents searched for (%(default)s)")
     add("--queries", type=_positive, default=100, metavar="N", help="how many are timed (%(default)s)")
     add("--output", type=Path, metavar="FOLDER", help="write rerank.json, rerank.md and rerank.png here")
+
+    transfer = commands.add_parser(
+        "transfer",
+        help="SentEval's classification tasks on frozen embeddings, at every size",
+        description="Logistic regression on frozen embeddings: SentEval's transfer tasks, from its own files.",
+    )
+    transfer.set_defaults(command=_transfer)
+    _model_options(transfer)
+    add = transfer.add_argument
+    add("--data", required=True, type=Path, metavar="FOLDER", help="SentEval's data/downstream")
+    add("--tasks", nargs="+", default=list(SENTEVAL_TASKS), metavar="TASK", help=f"some of {' '.join(SENTEVAL_TASKS)}")
+    add("--random-init", action="store_true", help="score the same architecture with fresh weights too, as the control")
+    add("--seed", type=int, default=0, help="of the folds and of the fresh weights (%(default)s)")
+    add("--output", type=Path, metavar="FOLDER", help="write results.json, table.md and figures/ here")
+
+    foreign = commands.add_parser(
+        "mteb",
+        help="any task of the package mteb, NanoBEIR's among them (needs it, and its data sets)",
+        description="Run tasks of the package mteb with the model at some sizes and print each task's main score.",
+    )
+    foreign.set_defaults(command=_mteb)
+    add = foreign.add_argument
+    add("--model", required=True, help="a trained folder (Hugging Face files and barista.json)")
+    add("--tasks", nargs="+", required=True, metavar="NAME", help="mteb's names: STS12 NanoSciFactRetrieval")
+    add("--sizes", required=True, help="a list of sizes: demi,3x48")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write the scores to this file")
     return parser
 
 

@@ -27,8 +27,10 @@ METRIC_LABELS = {
     "spearman": "Spearman",
     "spearman_mean": "Spearman, mean of subsets",
     "pearson": "Pearson",
+    "accuracy": "accuracy",
+    "f1": "F1",
 }
-HEADLINE_METRICS = {"sts": "spearman", "retrieval": "ndcg_cut_10"}
+HEADLINE_METRICS = {"sts": "spearman", "retrieval": "ndcg_cut_10", "transfer": "accuracy"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Record:
 
     method: str
     task: str
-    kind: str  # "sts" | "retrieval"
+    kind: str  # "sts" | "retrieval" | "transfer"
     size: str  # the size's name in its ladder
     layers: int
     dim: int
