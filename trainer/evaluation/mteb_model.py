@@ -1,4 +1,4 @@
-"""One of our models, at one size, as an ordinary model of the package `mteb` (MTEB, NanoBEIR and whatever else it runs).
+"""One of our models, at one size, as an ordinary model of the package `mteb` (MTEB, NanoBEIR and all else it runs).
 
     import mteb
     model = load_mteb_model("runs/x/model", "tall")

@@ -2,8 +2,8 @@
 
 The classifier is L2-regularised logistic regression, solved to convergence by L-BFGS (scipy), its strength chosen from
 `STRENGTHS` without sight of the test data:
-- MR, CR, SUBJ, MPQA have no split: 10-fold cross-validation, in each fold the strength by an inner split of its training
-  part. The score is the mean accuracy of the folds.
+- MR, CR, SUBJ, MPQA have no split: 10-fold cross-validation, in each fold the strength by 5-fold cross-validation on
+  its training part. The score is the mean accuracy of the folds.
 - SST2 has a development set, TREC and MRPC choose by 5-fold cross-validation on their training data.
 - MRPC's features of a pair (u, v) are |u − v| and u · v, element by element; F1 of "equivalent" is given too.
 Folds are stratified and drawn from `seed`. Features are standardised by the training part's mean and deviation.
