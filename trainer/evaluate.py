@@ -341,7 +341,7 @@ def _mteb(args: argparse.Namespace) -> int:
             f"mteb does not know all of {', '.join(args.tasks)} ({error}); see mteb.get_tasks()"
         ) from None
     device = _device(args.device)
-    scores = {}
+    scores: dict[str, dict[str, float]] = {}
     for name in args.sizes.split(","):
         model = load_mteb_model(args.model, name.strip(), device=device)
         for result in mteb.evaluate(model, tasks, cache=None, show_progress_bar=sys.stderr.isatty()).task_results:

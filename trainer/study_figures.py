@@ -102,7 +102,11 @@ def _by_dimension(
     for arm, row in scores.items():
         deepest = {size: sample for size, sample in row.items() if size.layers == depth}
         on_ladder = {size: sample for size, sample in row.items() if size in study.ladder.sizes}
-        curves[arm] = _points(deepest if len(deepest) > 1 else on_ladder, lambda size: size.dim)
+        # Separate models have one size each, whose depth grows with the width.
+        whole = len(deepest) > 1 or not study.grid
+        curves[arm if whole else f"{arm} (its own depths)"] = _points(
+            deepest if len(deepest) > 1 else on_ladder, lambda size: size.dim
+        )
     what = f"dimensions, at {depth} layers" if study.grid else "dimensions, along the ladder"
     return plot_curves(curves, path, title=title, xlabel=what, ylabel=label, log_x=True)
 
