@@ -62,7 +62,7 @@ from trainer.evaluation.sts import read_sts
 log = logging.getLogger(__name__)
 
 BM25 = "BM25"
-_RESULT_FILES = ("results.json", "table.md", "figures", "runs", RAW_FILE)
+_RESULT_FILES = ("results.json", "table.md", "figures", "runs", RAW_FILE, f"{RAW_FILE}.partial")
 _RERANK_FILES = ("rerank.json", "rerank.md", "rerank.png")
 
 

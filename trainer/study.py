@@ -7,13 +7,15 @@
 Each run is the command that a user would type, in a process of its own: `trainer.pretrain` or `trainer.finetune` (under
 the deepspeed launcher where the study has more than one rank), then `trainer.evaluate`. What is done (<run>/DONE, and
 an evaluation made by the same command) is skipped, unless its recipe is no longer the study's, which is refused.
-Checkpoints of finished runs are removed. Output goes to <output>/logs. A SIGTERM, Ctrl-C or --stop-after-minutes lets
-the run in progress save and ends with code 75; the same command goes on.
+Checkpoints of finished runs are removed. Output goes to <output>/logs. SIGTERM, SIGUSR1, Ctrl-C, the file that
+BARISTA_STOP_FILE names, or --stop-after-minutes lets the run in progress save and ends with code 75; the same command
+goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import logging
 import os
@@ -37,7 +39,7 @@ from trainer.distributed import free_port
 from trainer.evaluation.raw import RAW_FILE
 from trainer.evaluation.retrieval import load_beir
 from trainer.evaluation.sts import read_sts
-from trainer.stopping import Stopped
+from trainer.stopping import STOP_FILE_VARIABLE, Stopped
 from trainer.study_plan import Result, Run, Study, load_study, results_of, runs_of
 from trainer.study_report import LATENCY_FILE, write_report
 
@@ -45,6 +47,7 @@ log = logging.getLogger(__name__)
 
 TIMINGS_FILE = "timings.jsonl"
 _LATENCY_QUERIES = 100
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class RunFailed(RuntimeError):
@@ -114,12 +117,16 @@ def is_done(run: Run) -> bool:
     return (run.folder / "DONE").is_file()
 
 
+def _finished(run: Run) -> int:
+    return (run.folder / "DONE").stat().st_mtime_ns
+
+
 def is_evaluated(study: Study, result: Result) -> bool:
-    """Whether the raw results there are of the command that would make them now."""
+    """Whether the raw results there are of this model, and of the command that would make them now."""
     receipt = _receipt(result)
-    if not (result.folder / RAW_FILE).is_file() or not receipt.is_file():
+    if not (result.folder / RAW_FILE).is_file() or not receipt.is_file() or not is_done(result.run):
         return False
-    return json.loads(receipt.read_text(encoding="utf-8")) == evaluation_command(study, result)
+    return json.loads(receipt.read_text(encoding="utf-8")) == _receipt_content(study, result)
 
 
 def evaluation_command(study: Study, result: Result) -> list[str]:
@@ -152,11 +159,19 @@ def _evaluate(study: Study, result: Result, work: _Work) -> None:
     command = evaluation_command(study, result)
     kind = f"evaluate {'grid' if ',' in result.sizes else 'sizes'}"
     work.call(f"evaluate {result.run.name}", kind, command)
-    write_atomically(_receipt(result), json.dumps(command, indent=1) + "\n")
+    write_atomically(_receipt(result), json.dumps(_receipt_content(study, result), indent=1) + "\n")
 
 
 def _receipt(result: Result) -> Path:
-    return result.folder.with_name(f"{result.folder.name}.command.json")
+    return result.folder.with_name(f"{result.folder.name}.receipt.json")
+
+
+def _receipt_content(study: Study, result: Result) -> dict[str, object]:
+    digest = hashlib.sha256()
+    for path in sorted((result.run.folder / "model").glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return {"command": evaluation_command(study, result), "weights_sha256": digest.hexdigest()}
 
 
 def _kind(run: Run) -> str:
@@ -169,8 +184,15 @@ def _check_files(study: Study, runs: Sequence[Run]) -> None:
         read_sts(path, subsets=study.evaluation.sts_subsets or None)
     for folder in study.evaluation.beir:
         load_beir(folder, split=study.evaluation.split)
+    by_model = {str(run.folder / "model"): run for run in runs}
     for run in runs:
         check_output_folder(run.recipe)
+        start = by_model.get(run.recipe.model.source)
+        if start is not None and is_done(run) and not (is_done(start) and _finished(start) <= _finished(run)):
+            raise ConfigError(
+                f"{run.folder} started from an earlier {start.folder}, which is gone or was trained again since; "
+                "remove it to train it again, or use --report-only"
+            )
         for shards in run.recipe.data.shards:
             if "://" not in shards and not (Path(shards) / "manifest.json").is_file():
                 raise ConfigError(
@@ -212,7 +234,7 @@ class _Work:
 
     @contextmanager
     def listening(self) -> Iterator[_Work]:
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, self._on_signal) for number in _STOP_SIGNALS}
         try:
             yield self
         finally:
@@ -235,9 +257,8 @@ class _Work:
         stopped: Callable[[], bool] | None = None,
     ) -> None:
         """Run one of our commands to its end. `done()`, `stopped()`: what it left, where exit codes do not say."""
-        left = self.minutes_left
-        if self._stopping or (left is not None and left <= 0):
-            raise Stopped(f"stopped ({self._stopping or 'its minutes are over'}); the same command goes on")
+        if reason := self._stopping or self._asked_to_stop():
+            raise Stopped(f"stopped before {name} ({reason}); the same command goes on")
         place = self._total - len(self._todo) + 1
         log.info("[%d/%d] %s%s", min(place, self._total), self._total, name, self._eta())
         module, *arguments = map(str, command)
@@ -275,6 +296,13 @@ class _Work:
         if code == MISTAKE_CODE and said:
             raise ConfigError(f"{name}: {said}")
         raise RunFailed(f"{name} ended with code {code} and is not complete; its own words are in {path}")
+
+    def _asked_to_stop(self) -> str:
+        """Why no further command should start; training in progress looks at the same two itself."""
+        stop_file = os.environ.get(STOP_FILE_VARIABLE)
+        if stop_file and Path(stop_file).exists():
+            return "stop file"
+        return "its minutes are over" if self.minutes_left is not None and self.minutes_left <= 0 else ""
 
     def _note(self, name: str, kind: str, *, seconds: float, complete: bool) -> None:
         line = {"name": name, "kind": kind, "seconds": round(seconds, 1), "complete": complete}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from trainer.config import ConfigError
 from trainer.evaluation.raw import RawResults, RawTask, read_raw, write_raw
 from trainer.evaluation.retrieval import RunScores
 from trainer.evaluation.sts import STSTask
+from trainer.stopping import Stopped
 from trainer.study_plan import load_study, results_of, runs_of
 from trainer.study_report import AVERAGE, collect, comparison_table, write_report
 
@@ -319,13 +321,16 @@ def real_study(
 def test_the_whole_study(real_study: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     output = real_study.parent / "out"
     words = [sys.executable, "-m", "trainer.study", str(real_study)]
-    # Stopped in the first run, which saves, then gone on with.
+    # Asked to stop: nothing starts. Out of time within the first run: it saves, and is gone on with.
     (real_study.parent / "stop").touch()
     with monkeypatch.context() as patch:
         patch.setenv("BARISTA_STOP_FILE", str(real_study.parent / "stop"))
-        stopped = run_process(words, expect=75)
+        with pytest.raises(Stopped, match="stop file"):
+            command.main([str(real_study)])
+    assert not (output / "runs").exists()
+    stopped = run_process([*words, "--stop-after-minutes", "0.05"], expect=75)
     assert "stopped in runs/start/full/seed_1" in stopped.stderr and not (output / "report").exists()
-    assert (output / "runs/start/full/seed_1/STOPPED").is_file()
+    assert json.loads((output / "runs/start/full/seed_1/STOPPED").read_text())["reason"] == "clock"
     done = run_process(words)
     assert done.stdout.strip().endswith("report.md"), done.stdout
     assert "[1/" in done.stderr and "left" in done.stderr
@@ -343,6 +348,17 @@ def test_the_whole_study(real_study: Path, capsys: pytest.CaptureFixture[str], m
     command.main([str(real_study)])
     assert before == {path: path.stat().st_mtime_ns for path in before}
     assert (output / "report" / "report.csv").read_bytes() == table
+
+    # A run that is trained again is evaluated again: the raw results are of the weights that are there.
+    study = load_study(real_study)
+    first = results_of(study)[0]
+    assert command.is_evaluated(study, first)
+    weights = first.run.folder / "model" / "model.safetensors"
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    assert not command.is_evaluated(study, first)
+    weights.write_bytes(kept)
+    assert command.is_evaluated(study, first)
 
     # The report comes from the raw results alone: without models and logs it is the same.
     for folder in ("runs", "logs"):
@@ -392,6 +408,32 @@ def test_other_recipes_in_a_used_folder_are_refused(study_file: Path, tmp_path: 
     other = load_study(changed(path.with_name("changed.toml"), "settings", **{"optim.lr": 0.5}))
     with pytest.raises(ConfigError, match=r"holds a run with optim.lr = 0.1, not 0.5"):
         command._check_files(other, runs_of(other))
+
+
+def test_runs_of_an_earlier_backbone_are_refused(study_file: Path, tmp_path: Path) -> None:
+    from trainer.config import as_toml
+
+    shards, docs = tmp_path / "shards", tmp_path / "docs"
+    (docs / "qrels").mkdir(parents=True)
+    shards.mkdir()
+    (shards / "manifest.json").write_text("{}")
+    (docs / "corpus.jsonl").write_text('{"_id": "d", "text": "x"}\n')
+    (docs / "queries.jsonl").write_text('{"_id": "q", "text": "x"}\n')
+    (docs / "qrels" / "test.tsv").write_text("q\td\t1\n")
+    write_toml(study_file.with_name("mlm.toml"), recipe_values(shards, objective={"name": "masked"}))
+    path = changed(study_file, "backbones", tiny={"recipe": "mlm.toml"})
+    path = changed(path, "evaluation", sts=[], beir=[str(docs)])
+    study = load_study(changed(path, "settings", **{"data.shards": [str(shards)]}))
+    runs = runs_of(study)
+    for age, run in ((20, runs[0]), (10, runs[1])):
+        run.folder.mkdir(parents=True)
+        (run.folder / "recipe.toml").write_text(as_toml(run.recipe))
+        (run.folder / "DONE").write_text("")
+        os.utime(run.folder / "DONE", (1e9 - age, 1e9 - age))
+    command._check_files(study, runs)
+    os.utime(runs[0].folder / "DONE", (1e9, 1e9))
+    with pytest.raises(ConfigError, match="trained again since"):
+        command._check_files(study, runs)
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "launch" / "studies").glob("*.toml")))
