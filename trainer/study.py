@@ -282,6 +282,8 @@ class _Work:
                 # A launcher does not pass signals on, so all its processes get them as one group.
                 start_new_session=True,
             )
+            if self._stopping:  # asked while it was being started
+                os.killpg(self._process.pid, signal.SIGTERM)
             code = self._process.wait()
             self._process = None
         complete = done() if done else code == 0

@@ -7,7 +7,9 @@ import io
 import json
 import os
 import shutil
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -375,6 +377,52 @@ def test_the_whole_study(real_study: Path, capsys: pytest.CaptureFixture[str], m
     command.main([str(real_study), "--report-only"])
     assert (output / "report" / "report.csv").read_bytes() != table
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_signals_reach_the_run_in_progress(tmp_path: Path, number: int) -> None:
+    work = command._Work(tmp_path, 0.0)
+    before = signal.getsignal(number)
+
+    def ask() -> None:
+        while work._process is None:
+            pass
+        os.kill(os.getpid(), number)
+
+    asking = threading.Thread(target=ask)
+    with work.listening():
+        asking.start()
+        with pytest.raises(Stopped, match=f"stopped in nap .{signal.Signals(number).name}"):
+            work.call("nap", "nap", ["timeit", "-n", "1", "-r", "1", "import time; time.sleep(600)"])
+        with pytest.raises(Stopped, match="stopped before next"):
+            work.call("next", "nap", ["timeit", "pass"])
+    asking.join()
+    assert signal.getsignal(number) is before
+    # Negative control: a command that nobody stops, and one that fails.
+    work = command._Work(tmp_path, 0.0)
+    work.call("short", "nap", ["timeit", "-n", "1", "pass"])
+    with pytest.raises(command.RunFailed, match=r"broken ended with code 1 .*broken.log"):
+        work.call("broken", "nap", ["timeit", "-n", "1", "1 / 0"])
+    lines = [json.loads(line) for line in (tmp_path / "timings.jsonl").read_text().splitlines()]
+    assert [(line["name"], line["complete"]) for line in lines] == [("nap", False), ("short", True), ("broken", False)]
+
+
+def test_time_left_is_what_the_same_kind_took(tmp_path: Path) -> None:
+    entries = [
+        ("runs/a/1", "runs/a", 100.0, False),
+        ("runs/a/1", "runs/a", 60.0, True),
+        ("x", "evaluate sizes", 9.0, True),
+    ]
+    lines = [json.dumps(dict(zip(("name", "kind", "seconds", "complete"), entry))) for entry in entries]
+    (tmp_path / "timings.jsonl").write_text("\n".join(lines) + "\n")
+    work = command._Work(tmp_path, 0.0)
+    work.plan([("runs/a/2", "runs/a"), ("runs/b/1", "runs/b"), ("y", "evaluate sizes")])
+    # Its own kind, then the same stage: 160 s each, interrupted tries counted.
+    assert work._eta() == ", about 5 min left"
+    work.plan([("pretrain/z", "pretrain/z"), ("y", "evaluate sizes")])
+    assert work._eta() == ", about 9 s left and 1 of unknown length"
+    work.plan([("pretrain/z", "pretrain/z")])
+    assert work._eta() == ""
 
 
 def test_the_commands_mistakes(capfd: pytest.CaptureFixture[str]) -> None:
