@@ -48,6 +48,7 @@ from trainer.evaluation.retrieval import (
     METRICS,
     RetrievalData,
     Run,
+    RunScores,
     bm25_run,
     load_beir,
     read_qrels,
@@ -57,6 +58,7 @@ from trainer.evaluation.retrieval import (
 )
 from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
 from trainer.evaluation.senteval import evaluate_transfer, read_task
+from trainer.evaluation.significance import TestResult, p_text, paired_t_test
 from trainer.evaluation.sts import read_sts
 
 log = logging.getLogger(__name__)
@@ -117,10 +119,37 @@ def _score(args: argparse.Namespace) -> int:
             lines += [f"{name:<22}\t{query}\t{values[name]:6.4f}" for name in METRICS]
     lines.append(f"{'num_q':<22}\tall\t{scores.num_queries}")
     lines += [f"{name:<22}\tall\t{scores.means[name]:6.4f}" for name in METRICS]
+    content: dict[str, Any] = {"num_q": scores.num_queries, **scores.means}
+    if args.baseline:
+        tests = _against_baseline(args, scores)
+        lines += [f"{name:<22}\tp\t{p_text(test.p)}\t{test.difference:+6.4f}" for name, test in tests.items()]
+        content["against_baseline"] = {name: dataclasses.asdict(test) for name, test in tests.items()}
     sys.stdout.write("\n".join(lines) + "\n")
     if args.json:
-        _write_json(args.json, {"num_q": scores.num_queries, **scores.means})
+        _write_json(args.json, content)
     return 0
+
+
+def _against_baseline(args: argparse.Namespace, scores: RunScores) -> dict[str, TestResult]:
+    """Metric -> paired t-test over the queries of the two runs."""
+    other = score_run(
+        read_run(args.baseline),
+        read_qrels(args.qrels),
+        relevance_level=args.relevance_level,
+        complete=args.complete,
+        max_documents=args.max_documents,
+    )
+    if other.per_query.keys() != scores.per_query.keys():
+        raise ConfigError(
+            f"{args.run} and {args.baseline} answer different queries; count missing ones 0 by --complete"
+        )
+    return {
+        name: paired_t_test(
+            [values[name] for values in scores.per_query.values()],
+            [values[name] for values in other.per_query.values()],
+        )
+        for name in METRICS
+    }
 
 
 def _sizes(args: argparse.Namespace) -> int:
@@ -505,6 +534,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("-c", "--complete", action="store_true", help="judged queries that the run lacks count 0 instead of nothing")
     add("-M", "--max-documents", type=_positive, metavar="N", help="cut rankings at N documents")
+    add("--baseline", type=Path, metavar="RUN", help="another run: p of the paired t-test and the difference, a metric")
     add("-q", "--per-query", action="store_true", help="print every query's values too")
     add("--json", type=Path, metavar="FILE", help="write the means, not rounded, as one flat JSON object")
 

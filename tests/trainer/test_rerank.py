@@ -182,3 +182,30 @@ def test_commands(make_model, beir_folder: Path, tmp_path: Path, capsys: pytest.
     ):
         assert evaluate.main([*command, *extra]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_scoring_a_run_against_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    qrels, first, second, short = (tmp_path / name for name in ("qrels", "first", "second", "short"))
+    qrels.write_text("".join(f"q{i} 0 d 1\n" for i in range(6)))
+    ranks = {first: [1, 1, 2, 1, 1, 3], second: [2, 1, 3, 2, 4, 3]}
+    for path, places in ranks.items():
+        path.write_text(
+            "".join(
+                f"q{query} Q0 {'d' if place == rank else f'x{place}'} 0 {-place} run\n"
+                for query, rank in enumerate(places)
+                for place in range(1, 6)
+            )
+        )
+    found = tmp_path / "scores.json"
+    command = ["score", "--qrels", str(qrels), "--run", str(first)]
+    assert evaluate.main([*command, "--baseline", str(second), "--json", str(found)]) == 0
+    a, b = (1 / np.array(ranks[path]) for path in (first, second))
+    expected = stats.ttest_rel(a, b)
+    test = json.loads(found.read_text())["against_baseline"]["recip_rank"]
+    assert (test["p"], test["statistic"]) == pytest.approx((expected.pvalue, expected.statistic), rel=1e-5)
+    assert test["difference"] == pytest.approx(a.mean() - b.mean()) and test["n"] == 6
+    assert f"recip_rank            \tp\t{expected.pvalue:.4f}" in capsys.readouterr().out
+    short.write_text("q0 Q0 d 0 1 run\n")
+    assert evaluate.main([*command, "--baseline", str(short)]) == 2
+    assert "count missing ones 0" in capsys.readouterr().err
+    assert evaluate.main([*command, "--baseline", str(short), "--complete"]) == 0
