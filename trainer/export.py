@@ -39,6 +39,7 @@ from models.encoder import EmbeddingSettings, load_encoder, truncate_layers
 from models.sizes import Ladder, Size
 from trainer.command import USER_MISTAKES
 from trainer.config import ConfigError
+from trainer.model_card import LIMITS, results_section, training_section
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +49,18 @@ _MODULES = "sentence_transformers.models"
 
 
 def export_sizes(
-    model_folder: str | Path, output: str | Path, *, sizes: Sequence[str | Size] | None = None
+    model_folder: str | Path,
+    output: str | Path,
+    *,
+    sizes: Sequence[str | Size] | None = None,
+    results: str | Path | None = None,
+    watts_per_rank: float | None = None,
 ) -> dict[str, Path]:
     """Write a folder per size and `encoder/` into `output`; returns size name -> folder.
 
     `model_folder`: a trained folder (Hugging Face files and barista.json). `sizes`: names of its ladder, or any
     LAYERSxDIM; None: the whole ladder. `output` appears whole or not at all; an earlier export there is replaced,
-    anything else refused.
+    anything else refused. `results`, `watts_per_rank`: for the model cards (trainer/model_card.py).
     """
     model_folder, output = Path(model_folder), Path(output)
     settings = EmbeddingSettings.load(model_folder)
@@ -71,6 +77,9 @@ def export_sizes(
                 "dimensions; choose a smaller one"
             )
 
+    results = Path(results) if results is not None else None
+    training = training_section(model_folder, watts_per_rank=watts_per_rank)
+    facts = {size: f"{training}\n{results_section(results, size)}\n{LIMITS}" for size in chosen.values()}
     tokenizer.model_max_length = max(settings.query_max_length, settings.passage_max_length)
     # A padded or truncated call leaves its settings in the tokenizer's file, where other programs obey them.
     tokenizer.backend_tokenizer.no_truncation()
@@ -88,6 +97,8 @@ def export_sizes(
                 continue
             truncate_layers(backbone, size.layers)
             _write_sentence_transformer(backbone, tokenizer, settings, name, size, partial / name)
+            with (partial / name / "README.md").open("a", encoding="utf-8") as card:
+                card.write(f"\n{facts[size]}")
         receipt = {"format": 1, "sizes": {name: [size.layers, size.dim] for name, size in chosen.items()}}
         (partial / RECEIPT_FILE).write_text(json.dumps(receipt, indent=2) + "\n", encoding="utf-8")
         partial.chmod(0o755)  # mkdtemp's folders are private
@@ -312,13 +323,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", required=True, type=Path, help="the model folder of a trained run")
     parser.add_argument("--output", required=True, type=Path, help="a new folder, or an earlier export to replace")
     parser.add_argument("--sizes", default="all", help='"all" of the ladder, or names: demi,short,3x48 (%(default)s)')
+    parser.add_argument("--results", type=Path, metavar="FILE", help="results.json of the model, for the model cards")
+    parser.add_argument(
+        "--watts-per-rank", type=float, metavar="W", help="for the cards' energy estimate (50 on a CPU, 500 on a GPU)"
+    )
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     sizes = None if args.sizes == "all" else [name.strip() for name in args.sizes.split(",") if name.strip()]
     try:
-        folders = export_sizes(args.model, args.output, sizes=sizes)
+        folders = export_sizes(
+            args.model, args.output, sizes=sizes, results=args.results, watts_per_rank=args.watts_per_rank
+        )
     except USER_MISTAKES as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import platform
+import subprocess
 import sys
 import typing
 from collections.abc import Sequence
@@ -269,6 +270,7 @@ def _write_run_folder(recipe: Recipe, world: World) -> None:
         packages = ("torch", "deepspeed", "transformers", "numpy", "tokenizers")
         environment = {
             "command": sys.argv,
+            "commit": _commit(),
             "world_size": world.size,
             "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor(),
             "python": platform.python_version(),
@@ -276,6 +278,15 @@ def _write_run_folder(recipe: Recipe, world: World) -> None:
         }
         write_atomically(output / "environment.json", json.dumps(environment, indent=2) + "\n")
     dist.barrier()
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with a mark where files differ from it; None outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _describe_keys() -> str:

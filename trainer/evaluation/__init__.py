@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from models.encoder import EmbeddingSettings
 from models.sizes import Size
 from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS, Forward, encode
+from trainer.evaluation.raw import RawResults
 from trainer.evaluation.report import Record
 from trainer.evaluation.retrieval import (
     DEFAULT_PASSAGES_PER_BLOCK,
@@ -42,12 +43,14 @@ def evaluate_tasks(
     world_size: int = 1,
     progress: bool = False,
     on_run: Callable[[str, Size, Run], None] | None = None,
+    raw: RawResults | None = None,
 ) -> list[Record]:
     """Every task at every size. All ranks call this alike; every rank gets the STS records, rank 0 the retrieval ones.
 
     `sizes`: those that `forward` returns, in its order. Similarity, lengths and prompts are the settings' own; STS
     texts take the query prompt and the longer of the two lengths. The caller puts the model into eval mode.
-    `flat`: what `forward` takes, see `encode`. `on_run(task name, size, run)` sees every ranking.
+    `flat`: what `forward` takes, see `encode`. `on_run(task name, size, run)` sees every ranking; `raw` collects every
+    query's and every pair's scores.
     """
     ladder = settings.sizes if settings.ladder else None
     encode_texts = partial(
@@ -72,7 +75,8 @@ def evaluate_tasks(
         longest = max(settings.query_max_length, settings.passage_max_length)
         # The similarity of STS is cosine whatever the model's, so vectors need not be normalised here.
         encode_sts = partial(encode_texts, similarity="dot", max_length=longest, prompt=settings.query_prompt)
-        for task, by_size in evaluate_sts(encode_sts, sts).items():
+        on_cosines = partial(raw.add_sts, method) if raw is not None else None
+        for task, by_size in evaluate_sts(encode_sts, sts, on_cosines=on_cosines).items():
             for size, metrics in by_size.items():
                 results += records(task, "sts", size, metrics)
     for data in retrieval:
@@ -100,7 +104,10 @@ def evaluate_tasks(
             on_run=partial(on_run, data.name) if on_run else None,
         )
         for size, of_size in scores.items():
-            results += records(data.name, "retrieval", size, known_metrics(of_size, data, top_k))
+            means = known_metrics(of_size, data, top_k)
+            results += records(data.name, "retrieval", size, means)
+            if raw is not None:
+                raw.add_retrieval(method, data.name, (size.layers, size.dim), of_size, list(means))
     return results
 
 

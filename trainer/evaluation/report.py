@@ -27,8 +27,10 @@ METRIC_LABELS = {
     "spearman": "Spearman",
     "spearman_mean": "Spearman, mean of subsets",
     "pearson": "Pearson",
+    "accuracy": "accuracy",
+    "f1": "F1",
 }
-HEADLINE_METRICS = {"sts": "spearman", "retrieval": "ndcg_cut_10"}
+HEADLINE_METRICS = {"sts": "spearman", "retrieval": "ndcg_cut_10", "transfer": "accuracy"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Record:
 
     method: str
     task: str
-    kind: str  # "sts" | "retrieval"
+    kind: str  # "sts" | "retrieval" | "transfer"
     size: str  # the size's name in its ladder
     layers: int
     dim: int
@@ -122,14 +124,14 @@ def plot_score_by_size(
     axes.spines[["top", "right"]].set_visible(False)
     if len(curves) + len(levels or {}) > 1:
         axes.legend(frameon=False)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_heat_map(
     values: Mapping[Size, float], path: str | Path, *, title: str, label: str, difference: bool = False
 ) -> Path:
     """`draw_heat_map` as a file."""
-    return _save(draw_heat_map(values, title=title, label=label, difference=difference), path)
+    return save_figure(draw_heat_map(values, title=title, label=label, difference=difference), path)
 
 
 def draw_heat_map(values: Mapping[Size, float], *, title: str, label: str, difference: bool = False) -> Any:
@@ -181,10 +183,10 @@ def plot_records(records: Sequence[Record], folder: str | Path) -> list[Path]:
         levels = {r.method: r.value for r in of_task if not r.layers and r.metric == metric}
         curves = {method: curve for method, curve in curves.items() if curve}
         names = {Size(r.layers, r.dim): r.size for r in of_task if r.layers}
-        stem = f"{_file_name(task)}_{metric}"
+        stem = f"{file_name(task)}_{metric}"
         if any(len(curve) > len({size.layers for size in curve}) for curve in curves.values()):
             for method, curve in curves.items():
-                path = folder / f"{stem}_{_file_name(method)}_grid.png"
+                path = folder / f"{stem}_{file_name(method)}_grid.png"
                 written.append(plot_heat_map(curve, path, title=f"{task}: {method}", label=label))
         else:
             path = folder / f"{stem}.png"
@@ -200,7 +202,8 @@ def _in_order(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
-def _file_name(text: str) -> str:
+def file_name(text: str) -> str:
+    """A text as part of a file's name."""
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in text)
 
 
@@ -213,7 +216,15 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _save(figure: Any, path: str | Path) -> Path:
+def new_axes() -> tuple[Any, Any]:
+    """A figure in the house's look and its axes; `save_figure` closes it."""
+    figure, axes = _pyplot().subplots(figsize=(6.0, 3.8), layout="constrained")
+    axes.grid(axis="y", linewidth=0.5, alpha=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def save_figure(figure: Any, path: str | Path) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -74,11 +74,17 @@ def read_sts(path: str | Path, *, name: str | None = None, subsets: str | Path |
     return STSTask(name, tuple(pairs), tuple(scores), _read_subsets(Path(subsets), name) if subsets else ())
 
 
-def evaluate_sts(encode_texts: EncodeTexts, tasks: Sequence[STSTask]) -> dict[str, dict[Size, dict[str, float]]]:
+def evaluate_sts(
+    encode_texts: EncodeTexts,
+    tasks: Sequence[STSTask],
+    *,
+    on_cosines: Callable[[STSTask, Size, np.ndarray], None] | None = None,
+) -> dict[str, dict[Size, dict[str, float]]]:
     """Task name -> size -> metrics, all tasks and all sizes from one pass.
 
     Metrics: `spearman` and `pearson` over all pairs; with subsets also `spearman/<subset>` and `spearman_mean`, the
     plain mean over subsets. A correlation that is not defined (all cosines equal) is NaN.
+    `on_cosines` sees the pairs' cosines, [pairs], of every task and size.
     """
     vectors = encode_texts([text for task in tasks for pair in task.pairs for text in pair])
     results: dict[str, dict[Size, dict[str, float]]] = {task.name: {} for task in tasks}
@@ -87,7 +93,10 @@ def evaluate_sts(encode_texts: EncodeTexts, tasks: Sequence[STSTask]) -> dict[st
         for task in tasks:
             rows = all_rows[start : start + 2 * len(task.pairs)]
             start += len(rows)
-            results[task.name][size] = score_sts(task, cosine_of_pairs(rows[0::2], rows[1::2]))
+            cosines = cosine_of_pairs(rows[0::2], rows[1::2])
+            if on_cosines is not None:
+                on_cosines(task, size, cosines)
+            results[task.name][size] = score_sts(task, cosines)
     return results
 
 

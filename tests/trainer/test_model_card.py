@@ -1,0 +1,85 @@
+"""Model cards: what they tell is what the run's files say, and what is not known is said to be unknown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from models.encoder import EmbeddingSettings, build_masked_lm
+from models.sizes import Size
+from tests.trainer.support import LADDER, MODEL, recipe_of, recipe_values
+from trainer.config import ConfigError, as_toml
+from trainer.export import export_sizes
+from trainer.model_card import read_compute, results_section, training_section
+
+
+@pytest.fixture
+def run(tmp_path: Path, tuple_shards: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "recipe.toml").write_text(as_toml(recipe_of(recipe_values(tuple_shards))))
+    environment = {"world_size": 2, "device": "some CPU", "versions": {"torch": "9.9"}, "commit": "abc1234"}
+    (folder / "environment.json").write_text(json.dumps(environment))
+    records = [
+        {"step": 10, "seconds": 3.0, "samples": 120},
+        {"step": 10, "evaluation/x": 1.0},
+        {"step": 30, "seconds": 0.6, "samples": 360},
+        {"step": 30, "checkpoint/seconds": 5.0},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def test_compute_by_hand(run: Path) -> None:
+    """10 steps of 3 s and 20 of 0.6 s: 42 s, on 2 ranks of 50 W 1.167 Wh."""
+    compute = read_compute(run, json.loads((run / "environment.json").read_text()))
+    assert compute is not None
+    assert (compute.steps, compute.samples, compute.ranks) == (30, 360, 2)
+    assert compute.hours == pytest.approx(42 / 3600)
+    assert compute.kilowatt_hours == pytest.approx(42 / 3600 * 2 * 0.05)
+    gpu = read_compute(run, {"device": "NVIDIA H100", "world_size": 2})
+    assert gpu is not None and gpu.kilowatt_hours == pytest.approx(10 * compute.kilowatt_hours)
+    stated = read_compute(run, {"device": "some CPU"}, watts_per_rank=7.0)
+    assert stated is not None and stated.watts_per_rank == 7.0
+
+
+def test_section_tells_what_is_known(run: Path, tuple_shards: Path) -> None:
+    text = training_section(run / "model")
+    for part in ("abc1234", "torch 9.9", "30 steps, 360 samples", "50 W a rank", str(tuple_shards), "lr = 0.1"):
+        assert part in text, part
+    (run / "environment.json").unlink()
+    (run / "metrics.jsonl").unlink()
+    text = training_section(run / "model")
+    assert "commit       | unknown" in text and "no metrics.jsonl" in text and "abc1234" not in text
+    assert "not inside the folder of a run" in training_section(run / "model" / "deeper")
+
+
+def test_results_are_the_sizes_own(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    records = [
+        {"method": method, "task": "docs", "metric": "ndcg_cut_10", "layers": n, "dim": 16 * n, "value": value}
+        for method, n, value in (("trained", 1, 0.25), ("trained", 3, 0.5), ("untrained", 1, 0.01))
+    ]
+    path.write_text(json.dumps({"format": 1, "records": records}))
+    text = results_section(path, Size(1, 16))
+    assert "0.2500" in text and "0.5000" in text and "0.0100" not in text
+    assert "none of the size 2x32" in results_section(path, Size(2, 32))
+    assert "None given" in results_section(None, Size(1, 16))
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match="no JSON object"):
+        results_section(path, Size(1, 16))
+
+
+def test_exports_carry_the_card(run: Path, tiny_tokenizer, tmp_path: Path) -> None:
+    model = build_masked_lm(dict(MODEL), vocab_size=len(tiny_tokenizer), pad_token_id=tiny_tokenizer.pad_token_id)
+    model.save_pretrained(run / "model")
+    tiny_tokenizer.save_pretrained(run / "model")
+    EmbeddingSettings(ladder=tuple((n, d) for n, d in LADDER), passage_max_length=64).save(run / "model")
+    folders = export_sizes(run / "model", tmp_path / "export")
+    assert len(folders) == len(LADDER)
+    for folder in folders.values():
+        card = (folder / "README.md").read_text()
+        assert all(title in card for title in ("## Training", "## Results", "## Limits", "SentenceTransformer("))
+        assert "abc1234" in card and "kWh" in card

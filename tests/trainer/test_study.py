@@ -1,0 +1,502 @@
+"""Studies: the file is checked, the real command trains and evaluates, and the report comes from raw results alone."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from models.encoder import build_masked_lm
+from models.sizes import Size
+from tests.trainer.support import LADDER, MODEL, ROOT, float32_ds_config, recipe_values, run_process
+from trainer import study as command
+from trainer.command import run_command
+from trainer.config import ConfigError
+from trainer.evaluation.raw import RawResults, RawTask, read_raw, write_raw
+from trainer.evaluation.retrieval import RunScores
+from trainer.evaluation.sts import STSTask
+from trainer.stopping import Stopped
+from trainer.study_plan import load_study, results_of, runs_of
+from trainer.study_report import AVERAGE, collect, comparison_table, write_report
+
+SIZES = [Size(n, d) for n, d in LADDER]
+
+
+def write_toml(path: Path, values: dict) -> Path:
+    import tomli_w
+
+    path.write_text(tomli_w.dumps(values))
+    return path
+
+
+@pytest.fixture
+def study_file(tmp_path: Path) -> Path:
+    """Two arms, a baseline of separate sizes among them; nothing that it names needs to exist."""
+    recipe = recipe_values("shards", data={"shards": ["shards"]})
+    recipe["model"] = {"source": "anything", "ladder": LADDER}
+    write_toml(tmp_path / "srl.toml", recipe)
+    values = {
+        "study": {
+            "output": str(tmp_path / "out"),
+            "seeds": [1, 2],
+            "ladder": LADDER,
+            "baseline": "tiny/separate",
+            "grid": True,
+        },
+        "evaluation": {"sts": ["pairs.tsv"], "beir": ["docs"]},
+        "backbones": {"tiny": {"source": "tiny"}},
+        "methods": {
+            "separate": {"recipe": "srl.toml", "each_size": True},
+            "srl": {"recipe": "srl.toml"},
+            "no_kl": {"recipe": "srl.toml", "settings": {"objective.kl": "none"}},
+        },
+        "ablations": [{"name": "KL", "with": "tiny/srl", "without": "tiny/no_kl"}],
+    }
+    return write_toml(tmp_path / "study.toml", values)
+
+
+def changed(path: Path, section: str, **values: object) -> Path:
+    import tomllib
+
+    content = tomllib.loads(path.read_text())
+    table = content
+    for part in section.split(".") if section else ():
+        table = table.setdefault(part, {})
+    table.update(values)
+    return write_toml(path.with_name("changed.toml"), content)
+
+
+def test_runs_are_the_product(study_file: Path) -> None:
+    study = load_study(study_file)
+    runs, results = runs_of(study), results_of(study)
+    assert len(runs) == len(results) == 2 * (len(LADDER) + 1 + 1)
+    assert len({run.folder for run in runs}) == len(runs)
+    assert [run.recipe.run.seed for run in runs] == [1] * 5 + [2] * 5
+    separate = {result.sizes: result.run.recipe.objective for result in results if result.arm == "tiny/separate"}
+    assert {text: objective.size for text, objective in separate.items()} == {str(s): str(s) for s in SIZES}
+    assert {objective.sizes for objective in separate.values()} == {"one"}
+    by_arm = {result.arm: result for result in results}
+    assert by_arm["tiny/no_kl"].run.recipe.objective.kl == "none" != by_arm["tiny/srl"].run.recipe.objective.kl
+    assert by_arm["tiny/srl"].sizes.count(",") == len(LADDER) ** 2 - 1
+
+
+def test_backbones_start_from_each_other(study_file: Path) -> None:
+    masked = recipe_values("shards", objective={"name": "masked"})
+    write_toml(study_file.with_name("mlm.toml"), masked)
+    path = changed(
+        study_file,
+        "backbones",
+        smae={"recipe": "mlm.toml", "from": "start"},
+        start={"recipe": "mlm.toml", "settings": {"train.steps": 2}},
+    )
+    runs = runs_of(load_study(path))
+    assert [run.name for run in runs[:2]] == ["pretrain/start", "pretrain/smae"]
+    start, smae = runs[0].recipe, runs[1].recipe
+    assert start.model.config and not start.model.source and start.train.steps == 2
+    assert smae.model.source == str(runs[0].folder / "model") and not smae.model.config
+    sources = {run.recipe.model.source for run in runs[2:]}
+    assert sources == {"tiny", str(runs[0].folder / "model"), str(runs[1].folder / "model")}
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("study", {"colour": "red"}, "unknown key study.colour"),
+        ("", {"colours": {}}, "unknown key colours"),
+        ("study", {"seeds": [1, 1]}, "study.seeds"),
+        ("study", {"seeds": "1"}, "must be a list"),
+        ("study", {"baseline": "tiny/none"}, "the arms are tiny/separate"),
+        ("study", {"ladder": [[2, 32], [1, 16]]}, "study.ladder: the ladder does not increase"),
+        ("study", {"ranks": 0}, "study.ranks"),
+        ("evaluation", {"sts": [], "beir": []}, "evaluates nothing"),
+        ("evaluation", {"sts": ["a/x.tsv", "b/x.tsv"]}, "two of the tasks are named 'x'"),
+        ("backbones", {"tiny": {}}, "either source"),
+        ("backbones", {"a b": {"source": "x"}}, "becomes a folder"),
+        ("backbones", {"a": {"recipe": "r", "from": "b"}, "b": {"recipe": "r", "from": "a"}}, "circle"),
+        ("backbones", {"a": {"recipe": "r", "from": "nobody"}}, "no backbone of this study"),
+        ("methods.srl", {"backbones": ["other"]}, "no backbone"),
+        ("methods.srl", {"settings": {"run.seed": 3}}, "decides itself"),
+        ("methods.srl", {"settings": {"objective.nothing": 3}}, "unknown key objective.nothing"),
+        ("methods.srl", {"settings": {"train.steps": "many"}}, "train.steps"),
+        ("methods.srl", {"recipe": "absent.toml"}, "absent.toml does not exist"),
+        ("methods.srl", {"settings": {"objective.name": "masked", "objective.kl": "none"}}, "needs a recipe with"),
+    ],
+)
+def test_mistakes_in_the_file(study_file: Path, section: str, values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("/", "/")):
+        runs_of(load_study(changed(study_file, section, **values)))
+    runs_of(load_study(study_file))  # negative control
+
+
+# Reports from made-up raw results
+
+
+QUERIES = [f"q{i}" for i in range(30)]
+
+
+def _fill(study_file: Path, *, gain: float = 0.2) -> dict[tuple[str, int, Size], dict[str, np.ndarray]]:
+    """Raw results of every run: SRL is `gain` above the rest in nDCG, and nothing else differs but by chance."""
+    study = load_study(study_file)
+    made = {}
+    rng = np.random.default_rng(0)
+    gold = tuple(float(i) for i in range(40))
+    hardness = rng.random(len(QUERIES)) * 0.5
+    for result in results_of(study):
+        raw = RawResults()
+        raw.tasks["pairs"] = RawTask("pairs", "sts", gold=gold)
+        sizes = [Size.parse(text) for text in result.sizes.split(",")]
+        for size in sizes:
+            ndcg = hardness + 0.02 * rng.random(len(QUERIES)) + (gain if result.arm == "tiny/srl" else 0.0)
+            cosines = np.array(gold) + 8 * rng.normal(size=len(gold))
+            raw.add_sts("trained", STSTask("pairs", (("", ""),) * 40, gold), size, cosines)
+            scores = {query: {"ndcg_cut_10": float(value)} for query, value in zip(QUERIES, ndcg)}
+            raw.add_retrieval("trained", "docs", (size.layers, size.dim), RunScores({}, scores, 30), ["ndcg_cut_10"])
+            made[result.arm, result.seed, size] = {"ndcg": ndcg, "cosine": cosines}
+        result.folder.mkdir(parents=True)
+        write_raw(raw, result.folder / "raw.jsonl.gz")
+    return made
+
+
+def test_report_has_the_numbers_of_the_raw_results(study_file: Path) -> None:
+    made = _fill(study_file)
+    study = load_study(study_file)
+    (study.output / "results" / "latency.json").write_text(
+        json.dumps({"sizes": {str(size): {"milliseconds": 1.5 + i} for i, size in enumerate(SIZES)}})
+    )
+    report = write_report(study)
+    rows = list(csv.DictReader(io.StringIO((report.parent / "report.csv").read_text())))
+    found = {(row["arm"], row["task"], row["metric"], row["size"]): row for row in rows}
+
+    # By hand, with scipy: retrieval at one size, seeds averaged within queries.
+    size = SIZES[0]
+    ours = np.mean([made["tiny/srl", seed, size]["ndcg"] for seed in (1, 2)], axis=0)
+    base = np.mean([made["tiny/separate", seed, size]["ndcg"] for seed in (1, 2)], axis=0)
+    row = found["tiny/srl", "docs", "ndcg_cut_10", str(size)]
+    assert float(row["mean"]) == pytest.approx(ours.mean())
+    assert float(row["p"]) == pytest.approx(stats.ttest_rel(ours, base).pvalue)
+    assert row["significant"] == "†" and row["n"] == "30" and row["seeds"] == "2"
+    low, high = stats.t.interval(
+        0.95,
+        1,
+        loc=ours.mean(),
+        scale=stats.sem([made["tiny/srl", seed, size]["ndcg"].mean() for seed in (1, 2)]),
+    )
+    assert (float(row["ci95_low"]), float(row["ci95_high"])) == pytest.approx((low, high))
+
+    # STS, by Fisher's formula.
+    def z(arm: str) -> float:
+        gold = np.arange(40.0)
+        return float(
+            np.mean([np.arctanh(stats.spearmanr(made[arm, s, size]["cosine"], gold).statistic) for s in (1, 2)])
+        )
+
+    statistic = (z("tiny/srl") - z("tiny/separate")) / np.sqrt(2 / 37)
+    row = found["tiny/srl", "pairs", "spearman", str(size)]
+    assert float(row["statistic"]) == pytest.approx(statistic)
+    assert float(row["p"]) == pytest.approx(2 * stats.norm.sf(abs(statistic)))
+
+    # The average over sizes is tested over queries too.
+    ours = np.mean([made["tiny/srl", seed, s]["ndcg"] for seed in (1, 2) for s in SIZES], axis=0)
+    base = np.mean([made["tiny/separate", seed, s]["ndcg"] for seed in (1, 2) for s in SIZES], axis=0)
+    row = found["tiny/srl", "docs", "ndcg_cut_10", AVERAGE]
+    assert float(row["p"]) == pytest.approx(stats.ttest_rel(ours, base).pvalue)
+    # The grid is in the table of numbers, where separate models have no place.
+    assert ("tiny/srl", "docs", "ndcg_cut_10", "1x48") in found
+    assert ("tiny/separate", "docs", "ndcg_cut_10", "1x48") not in found
+
+    text = report.read_text()
+    assert "Not complete" not in text and "† (<0.0001)" in text and "## Ablations" in text and "## Latency" in text
+    tex = (report.parent / "report.tex").read_text()
+    assert r"tiny/no\_kl" in tex and r"$^{\dagger}$" in tex and tex.count(r"\begin{tabular}") == 3
+    figures = {path.name for path in (report.parent / "figures").iterdir()}
+    assert {
+        "docs_by_size.png",
+        "docs_by_dimension.png",
+        "docs_by_latency.png",
+        "docs_delta_tiny_srl_minus_tiny_no_kl.png",
+        "ablation_KL.png",
+    } <= figures
+    assert all(f"figures/{name}" in text for name in figures)
+
+
+def test_chance_is_not_marked_and_holm_marks_less(study_file: Path) -> None:
+    """Negative control: with no gain, marks are as rare as chance has them, and Holm's p are never smaller."""
+    _fill(study_file, gain=0.0)
+    study = load_study(study_file)
+    table = comparison_table(study, collect(study), "docs", "ndcg_cut_10")
+    cells = [cell for arm, row in table.items() for cell in row.values() if cell.test]
+    assert len(cells) == 2 * (len(SIZES) + 1)
+    assert all(cell.p(corrected=True) >= cell.p(corrected=False) for cell in cells)
+    assert not any(cell.p(corrected=True) < 0.05 for cell in cells)
+    assert table["tiny/separate"][AVERAGE].test is None
+
+
+def test_missing_results_are_listed(study_file: Path) -> None:
+    _fill(study_file)
+    study = load_study(study_file)
+    gone = results_of(study)[-1].folder
+    shutil.rmtree(gone)
+    text = write_report(study).read_text()
+    assert "1 evaluations are missing: tiny/no_kl/seed_2" in text
+    shutil.rmtree(study.output / "results")
+    with pytest.raises(ConfigError, match="holds no result"):
+        write_report(study)
+
+
+def test_raw_results_read_back_as_written(tmp_path: Path) -> None:
+    raw = RawResults()
+    values = np.random.default_rng(1).random(7)
+    raw.add_sts("trained", STSTask("a", (("x", "y"),) * 7, tuple(range(7))), Size(1, 8), values)
+    scores = RunScores({}, {"q1": {"map": 0.1}, "q2": {"map": float("nan")}}, 2)
+    raw.add_retrieval("BM25", "b", (0, 0), scores, ["map"])
+    path = tmp_path / "raw.jsonl.gz"
+    write_raw(raw, path)
+    again = read_raw(path)
+    assert again.tasks == raw.tasks and list(again.values) == list(raw.values)
+    np.testing.assert_array_equal(again.values["a", "trained", 1, 8]["cosine"], values)
+    np.testing.assert_array_equal(again.values["b", "BM25", 0, 0]["map"], [0.1, np.nan])
+    first = path.read_bytes()
+    write_raw(again, path)
+    assert path.read_bytes() == first
+    path.write_bytes(first[:-20])
+    with pytest.raises(ConfigError, match="damaged"):
+        read_raw(path)
+
+
+# The real command
+
+
+@pytest.fixture(scope="module")
+def real_study(
+    tmp_path_factory: pytest.TempPathFactory, tuple_shards: Path, tiny_tokenizer, docstrings: list[str]
+) -> Iterator[Path]:
+    """Two methods × two seeds of a tiny model, three steps each."""
+    folder = tmp_path_factory.mktemp("study")
+    torch.manual_seed(0)
+    config = {"model_type": MODEL["model_type"], **MODEL}
+    model = build_masked_lm(config, vocab_size=len(tiny_tokenizer), pad_token_id=tiny_tokenizer.pad_token_id)
+    model.save_pretrained(folder / "start")
+    tiny_tokenizer.save_pretrained(folder / "start")
+    recipe = recipe_values(tuple_shards, train={"steps": 3, "global_batch_size": 4, "micro_batch_size": 4})
+    recipe["model"] = {"source": "set by the study", "ladder": LADDER, "pooling": "mean"}
+    recipe["engine"] = {"ds_config": str(float32_ds_config(folder, 0))}
+    write_toml(folder / "recipe.toml", recipe)
+    beir = folder / "docs"
+    (beir / "qrels").mkdir(parents=True)
+    texts = [text for text in docstrings if len(text.split()) > 12][:40]
+    corpus = [{"_id": f"d{i}", "text": text} for i, text in enumerate(texts)]
+    queries = [{"_id": f"q{i}", "text": " ".join(texts[i].split()[:8])} for i in range(15)]
+    (beir / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in corpus))
+    (beir / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in queries))
+    (beir / "qrels" / "test.tsv").write_text("q\td\tscore\n" + "".join(f"q{i}\td{i}\t1\n" for i in range(15)))
+    values = {
+        "study": {
+            "output": str(folder / "out"),
+            "seeds": [1, 2],
+            "ladder": LADDER,
+            "baseline": "start/full",
+            "grid": True,
+        },
+        "evaluation": {"beir": [str(beir)], "untrained": True},
+        "backbones": {"start": {"source": str(folder / "start")}},
+        "methods": {
+            "full": {"recipe": "recipe.toml", "settings": {"objective.sizes": "full", "objective.kl": "none"}},
+            "srl": {"recipe": "recipe.toml"},
+        },
+        "ablations": [{"name": "sizes", "with": "start/srl", "without": "start/full"}],
+    }
+    yield write_toml(folder / "study.toml", values)
+
+
+def test_the_whole_study(real_study: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    output = real_study.parent / "out"
+    words = [sys.executable, "-m", "trainer.study", str(real_study)]
+    # Asked to stop: nothing starts. Out of time within the first run: it saves, and is gone on with.
+    (real_study.parent / "stop").touch()
+    with monkeypatch.context() as patch:
+        patch.setenv("BARISTA_STOP_FILE", str(real_study.parent / "stop"))
+        with pytest.raises(Stopped, match="stop file"):
+            command.main([str(real_study)])
+    assert not (output / "runs").exists()
+    stopped = run_process([*words, "--stop-after-minutes", "0.05"], expect=75)
+    assert "stopped in runs/start/full/seed_1" in stopped.stderr and not (output / "report").exists()
+    assert json.loads((output / "runs/start/full/seed_1/STOPPED").read_text())["reason"] == "clock"
+    done = run_process(words)
+    assert done.stdout.strip().endswith("report.md"), done.stdout
+    assert "[1/" in done.stderr and "left" in done.stderr
+    runs = sorted(path.parent for path in output.glob("runs/**/DONE"))
+    assert [str(run.relative_to(output / "runs")) for run in runs] == [
+        f"start/{method}/seed_{seed}" for method in ("full", "srl") for seed in (1, 2)
+    ]
+    assert not list(output.glob("runs/**/checkpoints"))
+    report = (output / "report" / "report.md").read_text()
+    assert "Not complete" not in report and "untrained" in report and "## Latency" in report
+
+    # Nothing is done twice: a second start changes no run, no result and not one number.
+    before = {path: path.stat().st_mtime_ns for path in output.glob("r[ue]*s/**/*") if path.is_file()}
+    table = (output / "report" / "report.csv").read_bytes()
+    command.main([str(real_study)])
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    assert (output / "report" / "report.csv").read_bytes() == table
+
+    # A run that is trained again is evaluated again: the raw results are of the weights that are there.
+    study = load_study(real_study)
+    first = results_of(study)[0]
+    assert command.is_evaluated(study, first)
+    weights = first.run.folder / "model" / "model.safetensors"
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    assert not command.is_evaluated(study, first)
+    weights.write_bytes(kept)
+    assert command.is_evaluated(study, first)
+
+    # The report comes from the raw results alone: without models and logs it is the same.
+    for folder in ("runs", "logs"):
+        shutil.rmtree(output / folder)
+    shutil.rmtree(output / "report")
+    command.main([str(real_study), "--report-only"])
+    assert (output / "report" / "report.md").read_text() == report
+    assert (output / "report" / "report.csv").read_bytes() == table
+    # Negative control: another raw result, another report.
+    path = output / "results" / "start" / "srl" / "seed_1" / "raw.jsonl.gz"
+    raw = read_raw(path)
+    raw.values["docs", "trained", 3, 48]["ndcg_cut_10"][:] = 0.0
+    write_raw(raw, path)
+    command.main([str(real_study), "--report-only"])
+    assert (output / "report" / "report.csv").read_bytes() != table
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_signals_reach_the_run_in_progress(tmp_path: Path, number: int) -> None:
+    work = command._Work(tmp_path, 0.0)
+    before = signal.getsignal(number)
+
+    def ask() -> None:
+        while work._process is None:
+            pass
+        os.kill(os.getpid(), number)
+
+    asking = threading.Thread(target=ask)
+    with work.listening():
+        asking.start()
+        with pytest.raises(Stopped, match=f"stopped in nap .{signal.Signals(number).name}"):
+            work.call("nap", "nap", ["timeit", "-n", "1", "-r", "1", "import time; time.sleep(600)"])
+        with pytest.raises(Stopped, match="stopped before next"):
+            work.call("next", "nap", ["timeit", "pass"])
+    asking.join()
+    assert signal.getsignal(number) is before
+    # Negative control: a command that nobody stops, and one that fails.
+    work = command._Work(tmp_path, 0.0)
+    work.call("short", "nap", ["timeit", "-n", "1", "pass"])
+    with pytest.raises(command.RunFailed, match=r"broken ended with code 1 .*broken.log"):
+        work.call("broken", "nap", ["timeit", "-n", "1", "1 / 0"])
+    lines = [json.loads(line) for line in (tmp_path / "timings.jsonl").read_text().splitlines()]
+    assert [(line["name"], line["complete"]) for line in lines] == [("nap", False), ("short", True), ("broken", False)]
+
+
+def test_time_left_is_what_the_same_kind_took(tmp_path: Path) -> None:
+    entries = [
+        ("runs/a/1", "runs/a", 100.0, False),
+        ("runs/a/1", "runs/a", 60.0, True),
+        ("x", "evaluate sizes", 9.0, True),
+    ]
+    lines = [json.dumps(dict(zip(("name", "kind", "seconds", "complete"), entry))) for entry in entries]
+    (tmp_path / "timings.jsonl").write_text("\n".join(lines) + "\n")
+    work = command._Work(tmp_path, 0.0)
+    work.plan([("runs/a/2", "runs/a"), ("runs/b/1", "runs/b"), ("y", "evaluate sizes")])
+    # Its own kind, then the same stage: 160 s each, interrupted tries counted.
+    assert work._eta() == ", about 5 min left"
+    work.plan([("pretrain/z", "pretrain/z"), ("y", "evaluate sizes")])
+    assert work._eta() == ", about 9 s left and 1 of unknown length"
+    work.plan([("pretrain/z", "pretrain/z")])
+    assert work._eta() == ""
+
+
+def test_the_commands_mistakes(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        run_command(lambda: command.main(["absent.toml"]))
+    assert end.value.code == 2
+    assert capfd.readouterr().err.startswith("error: study absent.toml does not exist")
+
+
+def test_other_recipes_in_a_used_folder_are_refused(study_file: Path, tmp_path: Path) -> None:
+    """A finished run is skipped only while its recipe is the study's."""
+    from trainer.config import as_toml
+
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    (shards / "manifest.json").write_text("{}")
+    path = changed(study_file, "settings", **{"data.shards": [str(shards)]})
+    path = path.rename(path.with_name("first.toml"))
+    study = load_study(path)
+    run = runs_of(study)[0]
+    run.folder.mkdir(parents=True)
+    (run.folder / "recipe.toml").write_text(as_toml(run.recipe))
+    (run.folder / "DONE").write_text("")
+    docs = tmp_path / "docs"
+    (docs / "qrels").mkdir(parents=True)
+    (docs / "corpus.jsonl").write_text('{"_id": "d", "text": "x"}\n')
+    (docs / "queries.jsonl").write_text('{"_id": "q", "text": "x"}\n')
+    (docs / "qrels" / "test.tsv").write_text("q\td\t1\n")
+    same = load_study(changed(path, "evaluation", sts=[], beir=[str(docs)]))
+    command._check_files(same, runs_of(same))
+    other = load_study(changed(path.with_name("changed.toml"), "settings", **{"optim.lr": 0.5}))
+    with pytest.raises(ConfigError, match=r"holds a run with optim.lr = 0.1, not 0.5"):
+        command._check_files(other, runs_of(other))
+
+
+def test_runs_of_an_earlier_backbone_are_refused(study_file: Path, tmp_path: Path) -> None:
+    from trainer.config import as_toml
+
+    shards, docs = tmp_path / "shards", tmp_path / "docs"
+    (docs / "qrels").mkdir(parents=True)
+    shards.mkdir()
+    (shards / "manifest.json").write_text("{}")
+    (docs / "corpus.jsonl").write_text('{"_id": "d", "text": "x"}\n')
+    (docs / "queries.jsonl").write_text('{"_id": "q", "text": "x"}\n')
+    (docs / "qrels" / "test.tsv").write_text("q\td\t1\n")
+    write_toml(study_file.with_name("mlm.toml"), recipe_values(shards, objective={"name": "masked"}))
+    path = changed(study_file, "backbones", tiny={"recipe": "mlm.toml"})
+    path = changed(path, "evaluation", sts=[], beir=[str(docs)])
+    study = load_study(changed(path, "settings", **{"data.shards": [str(shards)]}))
+    runs = runs_of(study)
+    for age, run in ((20, runs[0]), (10, runs[1])):
+        run.folder.mkdir(parents=True)
+        (run.folder / "recipe.toml").write_text(as_toml(run.recipe))
+        (run.folder / "DONE").write_text("")
+        os.utime(run.folder / "DONE", (1e9 - age, 1e9 - age))
+    command._check_files(study, runs)
+    os.utime(runs[0].folder / "DONE", (1e9, 1e9))
+    with pytest.raises(ConfigError, match="trained again since"):
+        command._check_files(study, runs)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "launch" / "studies").glob("*.toml")))
+def test_shipped_studies_are_sound(name: str) -> None:
+    """Every recipe of every run resolves, and pre-training is compared from the same start for the same tokens."""
+    study = load_study(ROOT / "launch" / "studies" / name)
+    runs = {run.name: run for run in runs_of(study)}
+    assert len(runs) == 5 + len(study.seeds) * (len(study.arms) - 1 + len(study.ladder))
+    start, *others = (runs[f"pretrain/{backbone}"].recipe for backbone in study.backbones)
+    assert start.model.config and {each.model.source for each in others} == {
+        str(runs["pretrain/start"].folder / "model")
+    }
+    assert len({(each.train.steps, each.train.global_batch_size, each.run.seed) for each in others}) == 1
+    assert {(each.objective.sizes, each.objective.decoder) for each in others} == {
+        ("full", False), ("ladder", True), ("ladder", False), ("full", True),
+    }  # fmt: skip
+    tuned = [run.recipe for run in runs.values() if run.module == "trainer.finetune"]
+    assert len({(each.train.steps, each.train.global_batch_size, each.optim.lr) for each in tuned}) == 1

@@ -1,0 +1,119 @@
+"""One of our models, at one size, as an ordinary model of the package `mteb` (MTEB, NanoBEIR and all else it runs).
+
+    import mteb
+    model = load_mteb_model("runs/x/model", "tall")
+    mteb.evaluate(model, mteb.get_tasks(tasks=["NanoSciFactRetrieval"]))
+
+Queries and documents take the model's own prompts and lengths, all other texts those of STS here: the query prompt and
+the longer length. `mteb` is an optional dependency (`pip install -e ".[mteb]"`); this module is imported only for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mteb.models.model_meta import ModelMeta, ScoringFunction
+from mteb.types import PromptType
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from data.tokens import load_tokenizer
+from models.encoder import EmbeddingSettings, Encoder, load_encoder
+from models.sizes import Size
+from trainer.config import ConfigError
+from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS, encode, encoder_forward
+
+
+class MtebModel:
+    """mteb's EncoderProtocol."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: EmbeddingSettings,
+        size: Size,
+        *,
+        name: str,
+        device: torch.device | str = "cpu",
+        batch_tokens: int = DEFAULT_BATCH_TOKENS,
+    ) -> None:
+        self._encoder, self._tokenizer, self._settings = encoder.to(device).eval(), tokenizer, settings
+        self._size, self._device, self._batch_tokens = size, device, batch_tokens
+        self.mteb_model_meta = ModelMeta(
+            loader=None,
+            name=f"barista/{name}-{size}",  # mteb wants an organization
+            revision="local",
+            release_date=None,
+            languages=None,
+            n_parameters=None,
+            memory_usage_mb=None,
+            max_tokens=max(settings.query_max_length, settings.passage_max_length),
+            embed_dim=size.dim,
+            license=None,
+            open_weights=True,
+            public_training_code=None,
+            public_training_data=None,
+            framework=["PyTorch"],
+            similarity_fn_name=ScoringFunction.COSINE
+            if settings.similarity == "cosine"
+            else ScoringFunction.DOT_PRODUCT,
+            use_instructions=bool(settings.query_prompt or settings.passage_prompt),
+            training_datasets=None,
+        )
+
+    def encode(self, inputs: Any, *, prompt_type: PromptType | None = None, **_: Any) -> np.ndarray:
+        """inputs: mteb's loader of batches with "text"; the vectors are float32 [texts, size.dim]."""
+        texts = [text for batch in inputs for text in batch["text"]]
+        settings = self._settings
+        length, prompt = max(settings.query_max_length, settings.passage_max_length), settings.query_prompt
+        if prompt_type == PromptType.query:
+            length = settings.query_max_length
+        elif prompt_type == PromptType.document:
+            length, prompt = settings.passage_max_length, settings.passage_prompt
+        vectors = encode(
+            encoder_forward(self._encoder, [self._size]),
+            self._tokenizer,
+            texts,
+            [self._size],
+            similarity=settings.similarity,
+            max_length=length,
+            prompt=prompt,
+            device=self._device,
+            batch_tokens=self._batch_tokens,
+        )
+        return vectors[self._size]
+
+    def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
+        """[n, m], of the model's own similarity: cosine vectors are of unit length already."""
+        return _matrix(embeddings1) @ _matrix(embeddings2).T
+
+    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Tensor:
+        return (_matrix(embeddings1) * _matrix(embeddings2)).sum(-1)
+
+
+def load_mteb_model(
+    model_folder: str | Path, size: str = "", *, device: torch.device | str = "cpu", name: str = ""
+) -> MtebModel:
+    """A trained folder at one size: a name of its ladder, LAYERSxDIM, or the largest."""
+    settings = EmbeddingSettings.load(model_folder)
+    if settings is None or not settings.ladder:
+        raise ConfigError(f"{model_folder} has no barista.json with a ladder; give the model folder of a trained run")
+    encoder = load_encoder(model_folder)
+    chosen = settings.sizes.find(size) if size else settings.sizes.full
+    if chosen.layers > encoder.num_layers or chosen.dim > encoder.hidden_size:
+        raise ConfigError(
+            f"size {chosen} outgrows the encoder of {encoder.num_layers} layers and {encoder.hidden_size} dimensions; "
+            "choose a smaller one"
+        )
+    folder = Path(model_folder).resolve()
+    own_name = name or (folder.parent.name if folder.name == "model" else folder.name)
+    return MtebModel(encoder, load_tokenizer(model_folder), settings, chosen, name=own_name, device=device)
+
+
+def _matrix(embeddings: Any) -> Tensor:
+    tensor = torch.as_tensor(embeddings)
+    return tensor if tensor.ndim > 1 else tensor[None]

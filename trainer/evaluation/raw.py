@@ -1,0 +1,133 @@
+"""Raw results on disk: every query's scores and every sentence pair's cosine, from which all tables can be made again.
+
+One gzipped file of JSON lines. A task's own line comes first:
+    {"task", "kind": "retrieval", "queries": [id, …]}
+    {"task", "kind": "sts", "gold": [score, …], "subsets": [[name, first row, rows], …]}
+then a line a method and size: {"task", "method", "layers", "dim", "values": {name: [number, …]}}, where a retrieval
+task has a list for each of trec_eval's names, in the order of `queries`, and an STS task the list "cosine".
+Numbers are written so that reading gives the same float64. BM25 has layers 0 and dim 0.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models.sizes import Size
+from trainer.config import ConfigError
+from trainer.evaluation.retrieval import RunScores
+from trainer.evaluation.sts import STSTask, Subset, score_sts
+
+RAW_FILE = "raw.jsonl.gz"
+
+
+@dataclass(frozen=True)
+class RawTask:
+    """What all methods share. `items`: query ids; empty for STS, whose items are the rows of `gold`."""
+
+    name: str
+    kind: str  # "sts" | "retrieval"
+    items: tuple[str, ...] = ()
+    gold: tuple[float, ...] = ()
+    subsets: tuple[Subset, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        if self.kind == "retrieval":
+            return {"task": self.name, "kind": self.kind, "queries": self.items}
+        subsets = [[part.name, part.start, part.rows] for part in self.subsets]
+        return {"task": self.name, "kind": self.kind, "gold": self.gold, "subsets": subsets}
+
+
+Key = tuple[str, str, int, int]  # task, method, layers, dim
+
+
+@dataclass
+class RawResults:
+    """Tasks by name, and (task, method, layers, dim) -> name -> values, float64 [items]."""
+
+    tasks: dict[str, RawTask] = field(default_factory=dict)
+    values: dict[Key, dict[str, np.ndarray]] = field(default_factory=dict)
+
+    def add_sts(self, method: str, task: STSTask, size: Size, cosines: np.ndarray) -> None:
+        self.tasks[task.name] = RawTask(task.name, "sts", gold=task.scores, subsets=task.subsets)
+        self.values[task.name, method, size.layers, size.dim] = {"cosine": np.asarray(cosines, np.float64)}
+
+    def add_retrieval(
+        self, method: str, task: str, shape: tuple[int, int], scores: RunScores, names: Sequence[str]
+    ) -> None:
+        """`names`: which metrics are meaningful for this ranking's depth."""
+        self.tasks[task] = RawTask(task, "retrieval", tuple(scores.per_query))
+        columns = {name: np.array([values[name] for values in scores.per_query.values()]) for name in names}
+        self.values[task, method, *shape] = columns
+
+    def means(self, key: Key) -> dict[str, float]:
+        """The metrics of a table: means over queries, or an STS task's correlations."""
+        task = self.tasks[key[0]]
+        if task.kind == "retrieval":
+            return {name: float(column.mean()) for name, column in self.values[key].items()}
+        rows = STSTask(task.name, (("", ""),) * len(task.gold), task.gold, task.subsets)
+        return score_sts(rows, self.values[key]["cosine"])
+
+
+def write_raw(raw: RawResults, path: str | Path) -> None:
+    """The whole file at once, the same bytes for the same results."""
+    path = Path(path)
+    tmp = path.with_name(f"{path.name}.partial")
+    with tmp.open("wb") as file, gzip.GzipFile(fileobj=file, mode="wb", mtime=0, filename="") as lines:
+        for task in raw.tasks.values():
+            lines.write(_line(task.as_json()))
+        for (name, method, layers, dim), values in raw.values.items():
+            lists = {metric: [_nan_as_null(value) for value in column.tolist()] for metric, column in values.items()}
+            lines.write(_line({"task": name, "method": method, "layers": layers, "dim": dim, "values": lists}))
+    tmp.replace(path)
+
+
+def read_raw(path: str | Path) -> RawResults:
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} does not exist; make it by `python -m trainer.evaluate sizes … --output {path.parent}`"
+        )
+    raw = RawResults()
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                row = json.loads(line)
+                if "values" in row:
+                    _add_values(raw, row)
+                else:
+                    subsets = tuple(Subset(*part) for part in row.get("subsets", ()))
+                    raw.tasks[row["task"]] = RawTask(
+                        row["task"], row["kind"], tuple(row.get("queries", ())), tuple(row.get("gold", ())), subsets
+                    )
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged ({error}); remove it and evaluate again") from None
+    return raw
+
+
+def _add_values(raw: RawResults, row: Mapping[str, Any]) -> None:
+    task = raw.tasks[row["task"]]
+    count = len(task.items) if task.kind == "retrieval" else len(task.gold)
+    columns = {
+        name: np.array([math.nan if value is None else value for value in column], np.float64)
+        for name, column in row["values"].items()
+    }
+    for name, column in columns.items():
+        if len(column) != count:
+            raise ValueError(f"{task.name} has {count} items and {name} {len(column)} values")
+    raw.values[row["task"], row["method"], int(row["layers"]), int(row["dim"])] = columns
+
+
+def _nan_as_null(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _line(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, ensure_ascii=False) + "\n").encode()

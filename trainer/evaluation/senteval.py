@@ -1,0 +1,230 @@
+"""SentEval transfer: how well a linear classifier does on frozen embeddings (Conneau & Kiela, 2018, arXiv:1803.05449).
+
+The classifier is L2-regularised logistic regression, solved to convergence by L-BFGS (scipy), its strength chosen from
+`STRENGTHS` without sight of the test data:
+- MR, CR, SUBJ, MPQA have no split: 10-fold cross-validation, in each fold the strength by 5-fold cross-validation on
+  its training part. The score is the mean accuracy of the folds.
+- SST2 has a development set, TREC and MRPC choose by 5-fold cross-validation on their training data.
+- MRPC's features of a pair (u, v) are |u − v| and u · v, element by element; F1 of "equivalent" is given too.
+Folds are stratified and drawn from `seed`. Features are standardised by the training part's mean and deviation.
+
+Files are SentEval's own, as its download script leaves them (docs/evaluation.md lists the names).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from scipy.optimize import minimize
+from scipy.special import logsumexp
+
+from models.sizes import Size
+from trainer.config import ConfigError
+from trainer.evaluation.encode import EncodeTexts
+from trainer.evaluation.report import Record
+
+STRENGTHS = (0.001, 0.01, 0.1, 1.0)  # C: the inverse of the penalty, as in scikit-learn
+_BINARY = {
+    "MR": ("MR", "rt-polarity.neg", "rt-polarity.pos"),
+    "CR": ("CR", "custrev.neg", "custrev.pos"),
+    "SUBJ": ("SUBJ", "subj.subjective", "subj.objective"),
+    "MPQA": ("MPQA", "mpqa.neg", "mpqa.pos"),
+}
+TASKS = (*_BINARY, "SST2", "TREC", "MRPC")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Texts, or pairs of texts, with class numbers."""
+
+    first: tuple[str, ...]
+    labels: tuple[int, ...]
+    second: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TransferTask:
+    """`test` None: cross-validation over `train`. `dev` None: the strength by cross-validation on `train`."""
+
+    name: str
+    train: Part
+    dev: Part | None = None
+    test: Part | None = None
+
+
+def read_task(folder: str | Path, name: str) -> TransferTask:
+    """One of TASKS from SentEval's folder of downstream data."""
+    folder = Path(folder)
+    if name in _BINARY:
+        subfolder, negative, positive = _BINARY[name]
+        texts: list[str] = []
+        labels: list[int] = []
+        for label, file in enumerate((negative, positive)):
+            lines = _lines(folder / subfolder / file)
+            texts += lines
+            labels += [label] * len(lines)
+        return TransferTask(name, Part(tuple(texts), tuple(labels)))
+    if name == "SST2":
+        base = folder / "SST" / "binary"
+        parts = [_sst(base / f"sentiment-{part}") for part in ("train", "dev", "test")]
+        return TransferTask(name, *parts)
+    if name == "TREC":
+        train, test = (_trec(folder / "TREC" / file) for file in ("train_5500.label", "TREC_10.label"))
+        classes = {label: number for number, label in enumerate(sorted({label for label, _ in train}))}
+        if strange := {label for label, _ in test} - classes.keys():
+            raise ConfigError(f"{folder}/TREC/TREC_10.label has the class {min(strange)!r}, which training lacks")
+        both = [
+            Part(tuple(text for _, text in rows), tuple(classes[label] for label, _ in rows)) for rows in (train, test)
+        ]
+        return TransferTask(name, both[0], test=both[1])
+    if name == "MRPC":
+        parts = [_mrpc(folder / "MRPC" / f"msr_paraphrase_{part}.txt") for part in ("train", "test")]
+        return TransferTask(name, parts[0], test=parts[1])
+    raise ConfigError(f"SentEval task {name!r} is unknown; choose from {', '.join(TASKS)}")
+
+
+def evaluate_transfer(
+    encode_texts: EncodeTexts,
+    tasks: Sequence[TransferTask],
+    *,
+    name_of: Callable[[Size], str] = str,
+    method: str = "trained",
+    seed: int = 0,
+) -> list[Record]:
+    """Accuracy (and F1 for pairs) of every task at every size, all from one pass over the texts."""
+    parts = [part for task in tasks for part in (task.train, task.dev, task.test) if part]
+    vectors = encode_texts([text for part in parts for text in (*part.first, *part.second)])
+    records = []
+    for size, rows in vectors.items():
+        start = 0
+        features: dict[int, np.ndarray] = {}
+        for part in parts:
+            first = rows[start : start + len(part.first)].astype(np.float64)
+            start += len(part.first)
+            if part.second:
+                second = rows[start : start + len(part.second)].astype(np.float64)
+                start += len(part.second)
+                first = np.concatenate([np.abs(first - second), first * second], axis=1)
+            features[id(part)] = first
+        for task in tasks:
+            for metric, value in score_task(task, features, seed=seed).items():
+                records.append(
+                    Record(method, task.name, "transfer", name_of(size), size.layers, size.dim, metric, value)
+                )
+    return records
+
+
+def score_task(task: TransferTask, features: dict[int, np.ndarray], *, seed: int = 0) -> dict[str, float]:
+    """`features`: id of a part -> [texts, width]."""
+    x, y = features[id(task.train)], np.array(task.train.labels)
+    if task.test is None:
+        scores = []
+        for fold, held_out in enumerate(folds(y, 10, seed=seed)):
+            inside = ~held_out
+            strength = _best_strength(x[inside], y[inside], inner=5, seed=seed + fold + 1)
+            scores.append(float(np.mean(_fit_and_predict(x[inside], y[inside], x[held_out], strength) == y[held_out])))
+        return {"accuracy": float(np.mean(scores))}
+    if task.dev is not None:
+        dev_x, dev_y = features[id(task.dev)], np.array(task.dev.labels)
+        accuracies = [float(np.mean(_fit_and_predict(x, y, dev_x, strength) == dev_y)) for strength in STRENGTHS]
+        strength = STRENGTHS[int(np.argmax(accuracies))]
+    else:
+        strength = _best_strength(x, y, inner=5, seed=seed)
+    test_y = np.array(task.test.labels)
+    predicted = _fit_and_predict(x, y, features[id(task.test)], strength)
+    metrics = {"accuracy": float(np.mean(predicted == test_y))}
+    if task.train.second:
+        hits = int(np.sum((predicted == 1) & (test_y == 1)))
+        metrics["f1"] = 2 * hits / max(1, int(np.sum(predicted == 1)) + int(np.sum(test_y == 1)))
+    return metrics
+
+
+def logistic_regression(x: np.ndarray, y: np.ndarray, *, strength: float) -> tuple[np.ndarray, np.ndarray]:
+    """Weights [classes, width] and biases [classes] that minimise C Σ cross-entropy + ½ |W|².
+
+    x: [n, width]; y: class numbers from 0. The bias is not penalised, as in scikit-learn.
+    """
+    classes, width = int(y.max()) + 1, x.shape[1]
+    targets = np.eye(classes)[y]
+
+    def loss(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        weights = flat.reshape(classes, width + 1)
+        logits = x @ weights[:, :-1].T + weights[:, -1]
+        total = logsumexp(logits, axis=1)
+        value = strength * float(np.sum(total - np.sum(logits * targets, axis=1)))
+        error = strength * (np.exp(logits - total[:, None]) - targets)
+        gradient = np.concatenate([error.T @ x + weights[:, :-1], error.sum(0)[:, None]], axis=1)
+        return value + 0.5 * float(np.sum(weights[:, :-1] ** 2)), gradient.ravel()
+
+    found = minimize(loss, np.zeros(classes * (width + 1)), jac=True, method="L-BFGS-B", options={"maxiter": 1000})
+    weights = found.x.reshape(classes, width + 1)
+    return weights[:, :-1], weights[:, -1]
+
+
+def folds(labels: np.ndarray, count: int, *, seed: int) -> list[np.ndarray]:
+    """Stratified folds as masks of the held-out rows: each class is dealt out evenly."""
+    if min(np.bincount(labels)[np.unique(labels)]) < count:
+        raise ConfigError(f"a class has fewer than {count} texts, too few for {count}-fold cross-validation")
+    rng = np.random.default_rng(seed)
+    places = np.empty(len(labels), np.int64)
+    for label in np.unique(labels):
+        rows = rng.permutation(np.flatnonzero(labels == label))
+        places[rows] = np.arange(len(rows)) % count
+    return [places == fold for fold in range(count)]
+
+
+def _best_strength(x: np.ndarray, y: np.ndarray, *, inner: int, seed: int) -> float:
+    held_outs = folds(y, inner, seed=seed)
+    accuracies = [
+        np.mean([np.mean(_fit_and_predict(x[~held], y[~held], x[held], strength) == y[held]) for held in held_outs])
+        for strength in STRENGTHS
+    ]
+    return STRENGTHS[int(np.argmax(accuracies))]
+
+
+def _fit_and_predict(x: np.ndarray, y: np.ndarray, new: np.ndarray, strength: float) -> np.ndarray:
+    mean, deviation = x.mean(0), x.std(0)
+    deviation = np.where(deviation > 0, deviation, 1.0)
+    weights, biases = logistic_regression((x - mean) / deviation, y, strength=strength)
+    return np.argmax((new - mean) / deviation @ weights.T + biases, axis=1)
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; give SentEval's folder of downstream data")
+    data = path.read_bytes()
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        text = data.decode("latin-1")  # MR, CR and SUBJ as they were published
+    return [line.strip() for line in text.split("\n") if line.strip()]
+
+
+def _sst(path: Path) -> Part:
+    rows = [line.rsplit("\t", 1) for line in _lines(path)]
+    for number, row in enumerate(rows, 1):
+        if len(row) != 2 or row[1] not in ("0", "1"):
+            raise ConfigError(f"{path} line {number} is not sentence, tab, 0 or 1; mend or remove it")
+    return Part(tuple(row[0] for row in rows), tuple(int(row[1]) for row in rows))
+
+
+def _trec(path: Path) -> list[tuple[str, str]]:
+    rows = []
+    for number, line in enumerate(_lines(path), 1):
+        label, space, question = line.partition(" ")
+        coarse, colon, _ = label.partition(":")
+        if not (space and colon):
+            raise ConfigError(f"{path} line {number} is not CLASS:fine question; mend or remove it")
+        rows.append((coarse, question))
+    return rows
+
+
+def _mrpc(path: Path) -> Part:
+    rows = [line.split("\t") for line in _lines(path)[1:]]
+    for number, row in enumerate(rows, 2):
+        if len(row) != 5 or row[0] not in ("0", "1"):
+            raise ConfigError(f"{path} line {number} is not Quality, two ids and two sentences; mend or remove it")
+    return Part(tuple(r[3] for r in rows), tuple(int(r[0]) for r in rows), tuple(r[4] for r in rows))

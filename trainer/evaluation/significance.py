@@ -1,0 +1,117 @@
+"""Is one method better than another, or is it chance? The tests that SPEC.md names, as pure functions.
+
+- Retrieval: the two-tailed paired t-test over queries, `paired_t_test`. Queries are the sample; the documents and the
+  models are taken as given.
+- STS: Fisher's r→z and its z statistic, `fisher_z_test`. It treats the two correlations as if they came from different
+  sentence pairs. They come from the same, and agree, so that its p is too large: what it marks is marked safely.
+- Several comparisons at once: Holm's step-down correction, `holm`.
+- Seeds: Student's t interval of the mean, `confidence_interval`. It speaks of the next seed's training run, the two
+  tests of the next query or sentence pair; neither replaces the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+LEVEL = 0.05
+
+
+@dataclass(frozen=True)
+class TestResult:
+    """`difference`: of the means, first minus second. `statistic`: t or z. `n`: queries, or pairs of a side."""
+
+    difference: float
+    statistic: float
+    p: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and the interval around it; both ends NaN where one value says nothing about the spread."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def half_width(self) -> float:
+        return (self.high - self.low) / 2
+
+
+def paired_t_test(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> TestResult:
+    """Two-tailed paired t-test; row i of both is the same query.
+
+    Equal everywhere gives p = 1; a difference that is everywhere the same, and not 0, gives p = 0.
+    """
+    a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    if a.shape != b.shape or a.ndim != 1:
+        raise ValueError(f"paired values have the shapes {a.shape} and {b.shape}; give the same queries twice")
+    if len(a) < 2:
+        raise ValueError(f"a t-test over {len(a)} queries is not defined; it needs two at least")
+    differences = a - b
+    mean = float(differences.mean())
+    if np.ptp(differences) == 0:
+        return TestResult(mean, math.copysign(math.inf, mean) if mean else 0.0, 0.0 if mean else 1.0, len(a))
+    t = mean / (float(differences.std(ddof=1)) / math.sqrt(len(a)))
+    return TestResult(mean, t, float(2 * stats.t.sf(abs(t), len(a) - 1)), len(a))
+
+
+def fisher_z_test(first: float, second: float, *, n: int) -> TestResult:
+    """Two-tailed test of two correlations over n pairs each: z = (atanh r1 − atanh r2) / √(2 / (n − 3))."""
+    return z_test(fisher_z(first), fisher_z(second), n=n, difference=first - second)
+
+
+def z_test(first: float, second: float, *, n: int, difference: float) -> TestResult:
+    """`fisher_z_test` of what has been through `fisher_z` already, a mean over seeds for example."""
+    if n < 4:
+        raise ValueError(f"Fisher's z of {n} pairs is not defined; it needs four at least")
+    if math.isnan(first) or math.isnan(second):
+        return TestResult(math.nan, math.nan, math.nan, n)
+    # Both infinite alike: two perfect correlations do not differ.
+    z = 0.0 if first == second else (first - second) / math.sqrt(2 / (n - 3))
+    return TestResult(difference, z, math.erfc(abs(z) / math.sqrt(2)), n)
+
+
+def fisher_z(correlation: float) -> float:
+    """atanh r; infinite at ±1."""
+    if abs(correlation) > 1:
+        raise ValueError(f"{correlation} is no correlation; it must lie between -1 and 1")
+    return math.copysign(math.inf, correlation) if abs(correlation) == 1 else math.atanh(correlation)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p values, in the order given; NaN stays NaN and is not counted.
+
+    The k-th smallest of m is multiplied by m − k + 1, and no adjusted value is below one before it.
+    """
+    known = [i for i, p in enumerate(p_values) if not math.isnan(p)]
+    adjusted = [math.nan] * len(p_values)
+    largest = 0.0
+    for rank, i in enumerate(sorted(known, key=lambda i: p_values[i])):
+        largest = max(largest, min(1.0, (len(known) - rank) * p_values[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
+def confidence_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval:
+    """Mean over seeds with Student's t interval: mean ± t(n − 1) · s / √n."""
+    if not values:
+        raise ValueError("no values; give one a seed")
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return Interval(mean, math.nan, math.nan)
+    half = float(stats.t.ppf((1 + confidence) / 2, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values)))
+    return Interval(mean, mean - half, mean + half)
+
+
+def p_text(p: float) -> str:
+    """A p value as tables show it."""
+    if math.isnan(p):
+        return "–"
+    return "<0.0001" if p < 0.0001 else f"{p:.4f}"

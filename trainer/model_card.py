@@ -1,0 +1,150 @@
+"""What a model card tells of the run behind a model: data, recipe, commit, compute, energy, results, limits.
+
+Everything is read from the run folder (<run>/model's parent: recipe.toml, environment.json, metrics.jsonl) and, where
+they are given, an evaluation's results.json. What is not known there is said to be unknown, never guessed.
+Energy is an estimate: hours of training steps × ranks × an assumed power of one rank, which the card names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from models.sizes import Size
+from trainer.config import ConfigError, as_toml, build_recipe, read_toml
+from trainer.evaluation.report import METRIC_LABELS, markdown_table
+
+# One rank's share of a machine under load: a data-centre GPU with its host, or half of a small CPU server.
+WATTS_PER_RANK = {"cuda": 500.0, "cpu": 50.0}
+_SHOWN_METRICS = ("spearman", "ndcg_cut_10", "recip_rank_10", "recall_100")
+
+
+@dataclass(frozen=True)
+class Compute:
+    steps: int
+    samples: int
+    hours: float  # of the logged steps, their waiting for data included; not start-up, evaluation and saving
+    ranks: int
+    device: str
+    watts_per_rank: float
+
+    @property
+    def kilowatt_hours(self) -> float:
+        return self.hours * self.ranks * self.watts_per_rank / 1000
+
+
+def training_section(model_folder: Path, *, watts_per_rank: float | None = None) -> str:
+    """Markdown about the run that made a model; says so where the folder is not a run's."""
+    run = model_folder.resolve().parent
+    if not (run / "recipe.toml").is_file():
+        return "## Training\n\nUnknown: the model folder is not inside the folder of a run.\n"
+    recipe = build_recipe(read_toml(run / "recipe.toml"))
+    environment = _json(run / "environment.json")
+    rows = [
+        ["objective", f"{recipe.objective.name}, sizes: {recipe.objective.sizes}"],
+        ["started from", recipe.model.source or f"random weights ({recipe.model.config.get('model_type')})"],
+        ["data", "; ".join(_data(Path(folder)) for folder in recipe.data.shards)],
+        ["seed", str(recipe.run.seed)],
+        ["commit", str(environment.get("commit") or "unknown")],
+    ]
+    if versions := environment.get("versions"):
+        rows.append(["software", ", ".join(f"{name} {version}" for name, version in versions.items())])
+    compute = read_compute(run, environment, watts_per_rank=watts_per_rank)
+    if compute is None:
+        rows.append(["compute", "unknown: the run has no metrics.jsonl"])
+    else:
+        rows += [
+            ["compute", f"{compute.steps:,} steps, {compute.samples:,} samples, {compute.hours:.3g} h"],
+            ["device", f"{compute.ranks} × {compute.device}"],
+            [
+                "energy, estimated",
+                f"{compute.kilowatt_hours:.2g} kWh, on the assumption of {compute.watts_per_rank:g} W a rank",
+            ],
+        ]
+    table = markdown_table(["", ""], rows, text_columns=2)
+    return (
+        f"## Training\n\n{table}\n<details><summary>The resolved recipe</summary>\n\n"
+        f"```toml\n{as_toml(recipe).strip()}\n```\n\n</details>\n"
+    )
+
+
+def read_compute(run: Path, environment: Mapping[str, Any], *, watts_per_rank: float | None = None) -> Compute | None:
+    """From the metrics of a run: `seconds` is the mean of a step over the steps since the record before."""
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        return None
+    seconds, step, samples = 0.0, 0, 0
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if "seconds" in record and "step" in record:
+            seconds += record["seconds"] * (record["step"] - step)
+            step, samples = int(record["step"]), int(record.get("samples", samples))
+    device = str(environment.get("device") or "unknown CPU")
+    # The name of a CUDA device; the CPU's is that of platform.processor().
+    kind = "cuda" if any(word in device for word in ("NVIDIA", "Tesla", "GeForce", "AMD Instinct")) else "cpu"
+    return Compute(
+        step, samples, seconds / 3600, int(environment.get("world_size", 1)), device,
+        watts_per_rank if watts_per_rank is not None else WATTS_PER_RANK[kind],
+    )  # fmt: skip
+
+
+def results_section(results: Path | None, size: Size) -> str:
+    """Markdown: the scores of one size from the results.json of `trainer.evaluate sizes`."""
+    if results is None:
+        return "## Results\n\nNone given; `python -m trainer.export --results results.json` puts them here.\n"
+    content = _json(results)
+    if content.get("format") != 1 or "records" not in content:
+        raise ConfigError(f"{results} is no results.json of `python -m trainer.evaluate sizes`; give such a file")
+    records = [r for r in content["records"] if r["method"] == "trained" and r["metric"] in _SHOWN_METRICS]
+    mine = [r for r in records if (r["layers"], r["dim"]) == (size.layers, size.dim)]
+    if not mine:
+        return f"## Results\n\n{results.name} has none of the size {size}.\n"
+    others = list(dict.fromkeys((r["layers"], r["dim"]) for r in records))
+    full = max(others)
+    best = {(r["task"], r["metric"]): r["value"] for r in records if (r["layers"], r["dim"]) == full}
+    rows = [
+        [r["task"], METRIC_LABELS[r["metric"]], _number(r["value"]), _number(best.get((r["task"], r["metric"])))]
+        for r in mine
+    ]
+    return (
+        f"## Results\n\n{markdown_table(['task', 'metric', str(size), f'{full[0]}x{full[1]}'], rows, text_columns=2)}"
+    )
+
+
+LIMITS = """## Limits
+
+- Trained for the languages and kinds of text in its data; elsewhere it has not been measured.
+- Texts are cut at the length above; what follows is not seen.
+- Similar does not mean true or safe: embeddings carry the biases of their data.
+- Smaller sizes lose quality; compare them on your own data before choosing.
+"""
+
+
+def _data(folder: Path) -> str:
+    manifest = folder / "manifest.json"
+    if not manifest.is_file():
+        return f"{folder} (not on this machine)"
+    totals = _json(manifest).get("totals", {})
+    counts = [f"{totals[key]:,} {key}" for key in ("samples", "tokens") if isinstance(totals.get(key), int)]
+    return f"{folder}" + (f" ({', '.join(counts)})" if counts else "")
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        if path.name == "environment.json":
+            return {}
+        raise ConfigError(f"{path} does not exist; give a file that is there")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON ({error}); make it again") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds no JSON object; make it again")
+    return content

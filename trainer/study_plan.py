@@ -1,0 +1,394 @@
+"""What a study is: a TOML file of backbones × methods × seeds, and the runs that come of it.
+
+    [study]        name, output, seeds, ladder; baseline (an arm), ranks, grid, holm
+    [settings]     recipe keys laid over every run: "engine.ds_config" = "…"
+    [evaluation]   sts, sts_subsets, beir, split, bm25, untrained
+    [backbones.B]  source (a folder or hub name), or recipe (pre-trained here) with settings and from (another backbone)
+    [methods.M]    recipe, settings, backbones (default: all), each_size (one run a size, evaluated at that size)
+    [[ablations]]  name, with, without (two arms)
+
+An **arm** is a backbone and a method, written B/M. Backbones are pre-trained once; every arm is fine-tuned once a seed.
+Recipes are named relative to the study file, all other paths to the working directory, as in recipes. Everything is
+checked before anything runs: every run's recipe is resolved here by `trainer.config`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from models.sizes import Ladder, ModelError, Size
+from trainer.config import ConfigError, Recipe, load_recipe
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+# What the study itself decides for every run.
+_OWN_KEYS = ("run.output", "run.seed", "run.resume", "model.source", "model.config", "model.ladder", "objective.size")
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    sts: tuple[str, ...] = ()
+    sts_subsets: str = ""
+    beir: tuple[str, ...] = ()
+    split: str = "test"
+    bm25: bool = False
+    untrained: bool = False  # the same architecture with fresh weights, once a backbone
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        return (*(Path(path).name.split(".")[0] for path in self.sts), *(Path(path).name for path in self.beir))
+
+
+@dataclass(frozen=True)
+class Backbone:
+    name: str
+    source: str = ""
+    recipe: Path | None = None
+    start: str = ""  # the backbone that it starts from
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Method:
+    name: str
+    recipe: Path
+    backbones: tuple[str, ...]
+    each_size: bool
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Ablation:
+    name: str
+    with_arm: str
+    without_arm: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: a folder, the command that fills it, and its resolved recipe."""
+
+    name: str  # its folder below the study's
+    module: str
+    recipe_file: Path
+    overrides: tuple[str, ...]
+    folder: Path
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
+class Result:
+    """One evaluation of one finished run; `folder` holds raw.jsonl.gz."""
+
+    arm: str
+    seed: int
+    run: Run
+    folder: Path
+    sizes: str  # as `trainer.evaluate sizes --sizes` takes them
+    untrained: bool = False
+    bm25: bool = False
+
+
+@dataclass(frozen=True)
+class Study:
+    path: Path
+    name: str
+    output: Path
+    seeds: tuple[int, ...]
+    ladder: Ladder
+    baseline: str
+    ranks: int
+    grid: bool
+    holm: bool
+    settings: Mapping[str, Any]
+    evaluation: EvaluationPlan
+    backbones: Mapping[str, Backbone]
+    methods: Mapping[str, Method]
+    ablations: tuple[Ablation, ...]
+
+    @property
+    def arms(self) -> dict[str, Method]:
+        """ "backbone/method" -> method, in the order of the file."""
+        return {f"{name}/{method.name}": method for method in self.methods.values() for name in method.backbones}
+
+
+def load_study(path: str | Path) -> Study:
+    """Read and check a study file. Raises ConfigError with one sentence for whatever is not right."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"study {path} does not exist; shipped studies are in launch/studies")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"study {path} is not valid TOML ({error}); mend that line") from None
+    top = _Table(values, "")
+    head, tests = top.table("study"), top.table("evaluation")
+    settings = _settings(top, "")
+    backbones = {name: _backbone(name, table, path) for name, table in top.tables("backbones")}
+    methods = {name: _method(name, table, path, tuple(backbones)) for name, table in top.tables("methods")}
+    ablations = tuple(
+        Ablation(table.text("name", needed=True), table.text("with", needed=True), table.text("without", needed=True))
+        for table in top.list_of_tables("ablations")
+    )
+    top.refuse_rest()
+    evaluation = EvaluationPlan(
+        tuple(tests.list_of("sts", str)),
+        tests.text("sts_subsets"),
+        tuple(tests.list_of("beir", str)),
+        tests.text("split") or "test",
+        tests.flag("bm25"),
+        tests.flag("untrained"),
+    )
+    tests.refuse_rest()
+    ranks = head.number("ranks", 1)
+    study = Study(
+        path,
+        head.text("name") or path.stem,
+        Path(head.text("output", needed=True)),
+        tuple(head.list_of("seeds", int)),
+        _ladder(head),
+        head.text("baseline", needed=True),
+        ranks,
+        head.flag("grid"),
+        head.flag("holm"),
+        settings,
+        evaluation,
+        backbones,
+        methods,
+        ablations,
+    )
+    head.refuse_rest()
+    _check(study)
+    return study
+
+
+def runs_of(study: Study) -> list[Run]:
+    """Every training run in an order in which each finds what it starts from. Resolves and checks all recipes."""
+    trained = (_pretraining(study, backbone) for backbone in _in_starting_order(study.backbones))
+    return [*(run for run in trained if run is not None), *(result.run for result in results_of(study))]
+
+
+def results_of(study: Study) -> list[Result]:
+    """Every evaluation, in the order seeds, then arms, so that an early look at the report is a whole comparison."""
+    results: list[Result] = []
+    grid = ",".join(f"{a.layers}x{b.dim}" for a in study.ladder for b in study.ladder)
+    controlled: set[str] = set()
+    for seed in study.seeds:
+        for arm, method in study.arms.items():
+            backbone = arm.split("/")[0]
+            for size in study.ladder if method.each_size else (None,):
+                name = f"{arm}/seed_{seed}" + (f"/{size}" if size else "")
+                # Once a backbone, with a method that has all sizes: the control does not depend on the method.
+                untrained = study.evaluation.untrained and not size and backbone not in controlled
+                if untrained:
+                    controlled.add(backbone)
+                results.append(
+                    Result(
+                        arm,
+                        seed,
+                        _finetuning(study, method, backbone, seed=seed, size=size, name=name),
+                        study.output / "results" / name,
+                        str(size) if size else (grid if study.grid else "ladder"),
+                        untrained=untrained,
+                        bm25=study.evaluation.bm25 and not results,
+                    )
+                )
+    return results
+
+
+def _pretraining(study: Study, backbone: Backbone) -> Run | None:
+    if backbone.recipe is None:
+        return None
+    own: dict[str, Any] = {"model.ladder": _pairs(study.ladder)}
+    if backbone.start:
+        own |= {"model.source": _source(study, backbone.start), "model.config": {}}
+    return _run(study, f"pretrain/{backbone.name}", "trainer.pretrain", backbone.recipe, backbone.settings, own)
+
+
+def _finetuning(study: Study, method: Method, backbone: str, *, seed: int, size: Size | None, name: str) -> Run:
+    own: dict[str, Any] = {
+        "run.seed": seed,
+        "model.ladder": _pairs(study.ladder),
+        "model.source": _source(study, backbone),
+        "model.config": {},
+    }
+    if size is not None:
+        own |= {"objective.sizes": "one", "objective.size": str(size)}
+    return _run(study, f"runs/{name}", "trainer.finetune", method.recipe, method.settings, own)
+
+
+def _run(
+    study: Study, name: str, module: str, recipe: Path, settings: Mapping[str, Any], own: Mapping[str, Any]
+) -> Run:
+    folder = study.output / name
+    values = {**study.settings, **settings, **own, "run.output": str(folder), "run.resume": "auto"}
+    overrides = tuple(f"{key}={_text(value)}" for key, value in values.items())
+    try:
+        resolved = load_recipe(recipe, overrides)
+    except ConfigError as error:
+        raise ConfigError(f"{study.path}, run {name}: {error}") from None
+    expected = "masked" if module == "trainer.pretrain" else "contrastive"
+    if resolved.objective.name != expected:
+        raise ConfigError(
+            f"{study.path}, run {name}: {recipe} has objective.name = {resolved.objective.name!r}; "
+            f"this run needs a recipe with {expected!r}"
+        )
+    return Run(name, module, recipe, overrides, folder, resolved)
+
+
+def _source(study: Study, backbone: str) -> str:
+    chosen = study.backbones[backbone]
+    return chosen.source or str(study.output / "pretrain" / backbone / "model")
+
+
+def _in_starting_order(backbones: Mapping[str, Backbone]) -> list[Backbone]:
+    ordered: dict[str, Backbone] = {}
+    for backbone in backbones.values():
+        chain = [backbone]
+        while chain[-1].start:
+            chain.append(backbones[chain[-1].start])
+            if len(chain) > len(backbones):
+                raise ConfigError(f"backbones.{backbone.name}.from leads back to itself; remove the circle")
+        ordered |= {each.name: each for each in reversed(chain) if each.name not in ordered}
+    return list(ordered.values())
+
+
+def _backbone(name: str, table: _Table, path: Path) -> Backbone:
+    source, recipe, start = table.text("source"), table.text("recipe"), table.text("from")
+    if bool(source) == bool(recipe):
+        raise ConfigError(f"{table.where} needs either source (a trained encoder) or recipe (to pre-train one)")
+    settings = _settings(table, table.where)
+    if source and (start or settings):
+        raise ConfigError(f"{table.where} has a source and is not trained; remove from and settings")
+    table.refuse_rest()
+    return Backbone(name, source, path.parent / recipe if recipe else None, start, settings)
+
+
+def _method(name: str, table: _Table, path: Path, all_backbones: tuple[str, ...]) -> Method:
+    recipe = path.parent / table.text("recipe", needed=True)
+    backbones = tuple(table.list_of("backbones", str)) or all_backbones
+    method = Method(name, recipe, backbones, table.flag("each_size"), _settings(table, table.where))
+    table.refuse_rest()
+    return method
+
+
+def _settings(table: _Table, where: str) -> dict[str, Any]:
+    settings = table.take("settings", dict, {})
+    for key in settings:
+        if key in _OWN_KEYS:
+            raise ConfigError(f"{where or 'the study'} sets {key}, which the study decides itself; remove it")
+        if key.count(".") != 1:
+            raise ConfigError(f'{where or "the study"}: settings has the key {key!r}; write "section.key" = value')
+    return dict(settings)
+
+
+def _ladder(head: _Table) -> Ladder:
+    pairs = head.list_of("ladder", list)
+    try:
+        return Ladder.of(pairs)
+    except (ModelError, ValueError, TypeError) as error:
+        raise ConfigError(f"study.ladder: {error}") from None
+
+
+def _check(study: Study) -> None:
+    if not study.seeds or len(set(study.seeds)) < len(study.seeds) or min(study.seeds) < 0:
+        raise ConfigError(f"study.seeds = {list(study.seeds)} must be different whole numbers, at least one")
+    if study.ranks < 1:
+        raise ConfigError(f"study.ranks = {study.ranks} is too small; 1 trains without a launcher")
+    if not study.backbones or not study.methods:
+        raise ConfigError(f"{study.path} needs at least one [backbones.NAME] and one [methods.NAME]")
+    for backbone in study.backbones.values():
+        if backbone.start and backbone.start not in study.backbones:
+            raise ConfigError(f"backbones.{backbone.name}.from = {backbone.start!r} is no backbone of this study")
+    for method in study.methods.values():
+        if unknown := [name for name in method.backbones if name not in study.backbones]:
+            raise ConfigError(f"methods.{method.name}.backbones names {unknown[0]!r}, which is no backbone")
+    if study.baseline not in study.arms:
+        raise ConfigError(f"study.baseline = {study.baseline!r} is no arm; the arms are {', '.join(study.arms)}")
+    for ablation in study.ablations:
+        for arm in (ablation.with_arm, ablation.without_arm):
+            if arm not in study.arms:
+                raise ConfigError(f"ablation {ablation.name!r} names {arm!r}; the arms are {', '.join(study.arms)}")
+    names = study.evaluation.task_names
+    if not names:
+        raise ConfigError(f"{study.path} evaluates nothing; give evaluation.sts or evaluation.beir")
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two of the tasks are named {name!r}; rename one of the files or folders")
+    _in_starting_order(study.backbones)
+
+
+def _pairs(ladder: Ladder) -> list[list[int]]:
+    return [[size.layers, size.dim] for size in ladder]
+
+
+def _text(value: Any) -> str:
+    """A value as `--section.key=` takes it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+class _Table:
+    """A TOML table that knows where it stands and which of its keys have been asked for."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.where = where
+        self._values = dict(values)
+        self._known: list[str] = []
+
+    def take(self, key: str, kind: type, default: Any) -> Any:
+        self._known.append(key)
+        value = self._values.pop(key, default)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            names = {str: "a text", bool: "true or false", int: "a whole number", list: "a list", dict: "a table"}
+            raise ConfigError(f"{self._path(key)} = {value!r} must be {names[kind]}")
+        return value
+
+    def text(self, key: str, *, needed: bool = False) -> str:
+        value = self.take(key, str, "")
+        if needed and not value:
+            raise ConfigError(f"{self._path(key)} is missing; give a text")
+        return str(value)
+
+    def flag(self, key: str) -> bool:
+        return bool(self.take(key, bool, False))
+
+    def number(self, key: str, default: int) -> int:
+        return int(self.take(key, int, default))
+
+    def list_of(self, key: str, kind: type) -> list[Any]:
+        values: list[Any] = self.take(key, list, [])
+        for value in values:
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ConfigError(f"{self._path(key)} holds {value!r}, which is not of the kind it needs")
+        return values
+
+    def table(self, key: str) -> _Table:
+        return _Table(self.take(key, dict, {}), self._path(key))
+
+    def tables(self, key: str) -> list[tuple[str, _Table]]:
+        found = []
+        for name, values in self.take(key, dict, {}).items():
+            where = f"{self._path(key)}.{name}"
+            if not isinstance(values, dict):
+                raise ConfigError(f"{where} = {values!r} must be a table [{where}]")
+            if not _NAME.fullmatch(name):
+                raise ConfigError(f"{where}: the name becomes a folder; use letters, digits and _ . + -")
+            found.append((name, _Table(values, where)))
+        return found
+
+    def list_of_tables(self, key: str) -> list[_Table]:
+        tables = [_Table(values, f"{self._path(key)}[{i}]") for i, values in enumerate(self.list_of(key, dict))]
+        return tables
+
+    def refuse_rest(self) -> None:
+        for key in self._values:
+            known = ", ".join(self._known)
+            raise ConfigError(f"unknown key {self._path(key)}; known here are {known}")
+
+    def _path(self, key: str) -> str:
+        return f"{self.where}.{key}" if self.where else key
