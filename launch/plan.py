@@ -168,6 +168,11 @@ def _shape_of(recipe: Recipe, given: str, vocabulary: int) -> tuple[Shape, int]:
         if not isinstance(values, dict):
             raise ConfigError(f"{path} must hold a JSON object; give a model's config.json")
         said = str(path)
+    if "static" in (values.get("model_type"), recipe.model.config.get("model_type")):
+        raise ConfigError(
+            f"{said} is a static embedding, a table without matrix products: what is predicted here are transformer "
+            "encoders; docs/static.md has measured rates and memory"
+        )
     values["vocab_size"] = vocabulary or values.get("vocab_size", 0)
     hidden = _number(values, said, "hidden_size", "dim", default=recipe.ladder.full.dim)
     layers = _number(values, said, "num_hidden_layers", "n_layers", default=recipe.ladder.full.layers)

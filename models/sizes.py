@@ -51,8 +51,9 @@ class Ladder:
     def __post_init__(self) -> None:
         if not self.sizes:
             raise ModelError("the ladder is empty; give at least one [layers, dim] pair")
+        one_layer = all(size.layers == 1 for size in self.sizes)
         for small, large in zip(self.sizes, self.sizes[1:]):
-            if not ((small.layers < large.layers or self.full.layers == 1) and small.dim < large.dim):
+            if not ((small.layers < large.layers or one_layer) and small.dim < large.dim):
                 raise ModelError(
                     f"the ladder does not increase: {small} is followed by {large}; "
                     "both layers and dimensions must grow from one size to the next"
