@@ -195,8 +195,8 @@ def _seconds_a_step(steps: Sequence[Record]) -> float:
 
 
 def _checkpoint_seconds(records: Sequence[Record], recipe: Mapping[str, Any], step: int, total: int) -> float:
-    """What the checkpoints still to be written will take."""
-    known = [record["checkpoint/seconds"] for record in records if "checkpoint/seconds" in record]
+    """For how long the checkpoints still to be written will hold training up."""
+    known = [record["checkpoint/still_seconds"] for record in records if "checkpoint/still_seconds" in record]
     every = recipe.get("checkpoint", {}).get("every_steps", 0)
     if not known or not every:
         return 0.0

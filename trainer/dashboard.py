@@ -196,7 +196,7 @@ def layout_of(recipe: Recipe) -> Layout:
             ],
             "memory, MiB": ["^speed/memory_mib$"],
             "seconds a step": ["^speed/seconds$"],
-            "seconds a checkpoint": ["^speed/checkpoint_seconds$"],
+            "seconds a checkpoint, and of them standing still": ["^speed/checkpoint_(still_)?seconds$"],
         },
     }
 

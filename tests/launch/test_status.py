@@ -76,7 +76,7 @@ def checkpoint(folder: Path, number: int) -> None:
 
 
 def test_a_running_one(tmp_path: Path) -> None:
-    saved = {"step": 40, "checkpoint/seconds": 3.0, "checkpoint/mib": 10.0}
+    saved = {"step": 40, "checkpoint/seconds": 9.0, "checkpoint/still_seconds": 3.0, "checkpoint/mib": 10.0}
     run = plant(tmp_path / "run", [*(step(n) for n in range(10, 51, 10)), saved, evaluation(40)])
     for number in (20, 40):
         checkpoint(run, number)
