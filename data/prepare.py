@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import fcntl
 import functools
 import hashlib
@@ -64,6 +63,7 @@ from data.encoding import TextEncoder
 from data.errors import DataError
 from data.masking import draws, sample_keys
 from data.order import check_seed
+from data.parent_death import signal_at_parents_death
 from data.shards import (
     CHUNK_SAMPLES,
     MANIFEST,
@@ -300,7 +300,8 @@ def _give(connection: Connection, waiting: list[Job]) -> Job | None:
 
 def _work(connection: Connection, parent: int) -> None:
     """A worker process: jobs in, progress and None (finished) or the failure out."""
-    _die_with(parent)
+    # Where the kernel does not tell, the broken pipe must do.
+    signal_at_parents_death(signal.SIGKILL, parent=parent)
     while True:
         try:
             job = connection.recv()
@@ -315,15 +316,6 @@ def _work(connection: Connection, parent: int) -> None:
             connection.send(error)
         except Exception:
             connection.send(traceback.format_exc())
-
-
-def _die_with(parent: int) -> None:
-    """Ask Linux to kill this process when its parent goes, however it goes; elsewhere the broken pipe must do."""
-    if sys.platform == "linux":
-        parent_death_signal = 1
-        ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ DataLoader hands them out in turn. Every random draw about a sample is keyed by 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from data.duplicates import separate
 from data.errors import DataError
 from data.order import EpochOrder, Mixture, check_seed, integer_weights, rank_share, sample_rng, tempered_weights
+from data.parent_death import signal_at_parents_death
 from data.shards import ShardFolder
 
 __all__ = ["Sample", "Stream", "sample_rng"]
@@ -45,7 +45,6 @@ PREFETCHED_STEPS_PER_WORKER = 4
 WINDOW_BATCHES = 16
 # Samples hashed at once, so that a window of any size fits in memory.
 HASHED_SAMPLES = 4096
-_PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal to get when the parent dies
 
 Batches = Literal["mixed", "one_dataset"]
 # The hashes of the texts that each sample brings to its batch: (int64 [t], offsets int64 [n + 1]).
@@ -420,6 +419,4 @@ def _leave_signals_to_the_trainer(_: int) -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):
-        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    signal_at_parents_death(signal.SIGKILL)

@@ -17,7 +17,6 @@ agrees on a reason by the small sum over ranks that it takes in every step anywa
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -30,6 +29,7 @@ from typing import Self
 
 import psutil
 
+from data.parent_death import signal_at_parents_death
 from trainer.processes import Process
 
 STOPPED_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
@@ -40,7 +40,6 @@ REASONS = ("SIGTERM", "SIGUSR1", "stop file", "clock", "launcher gone")
 _SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
 _PARENT_DIED = signal.SIGUSR2
 _LOOK_SECONDS = 0.5
-_PR_SET_PDEATHSIG = 1
 _GONE = Process(os.getpid(), 0.0)  # none was created then
 
 
@@ -69,7 +68,7 @@ class StopRequests:
         self._handlers = {number: signal.signal(number, lambda *_: None) for number in handled}
         self._launchers = _launchers()
         if self._launchers:
-            _tell_when_the_parent_dies(_PARENT_DIED)
+            signal_at_parents_death(_PARENT_DIED)
         threads = [self._read_signals, self._watch_launchers]
         self._threads = [threading.Thread(target=target, daemon=True) for target in threads]
         for thread in self._threads:
@@ -82,7 +81,7 @@ class StopRequests:
         self._closed.set()
         signal.set_wakeup_fd(self._wakeup)
         if self._launchers:
-            _tell_when_the_parent_dies(0)
+            signal_at_parents_death(0)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         with contextlib.suppress(OSError):
@@ -148,11 +147,3 @@ def _died_before(launch: psutil.Process | None) -> bool:
     above = launch.parent()
     # A process lives in its parent's session unless it began one, or its parent died and another took it in.
     return above is not None and os.getsid(launch.pid) not in (launch.pid, os.getsid(above.pid))
-
-
-def _tell_when_the_parent_dies(number: int) -> None:
-    """Have the kernel send this signal then; 0: none. Linux only, elsewhere `_watch_launchers` is all there is."""
-    parent = os.getppid()
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl") and libc.prctl(_PR_SET_PDEATHSIG, number) == 0 and number and os.getppid() != parent:
-        os.kill(os.getpid(), number)
