@@ -87,7 +87,8 @@ class _Chunked(torch.autograd.Function):
                 if not (needs_rows or needs_weight or needs_bias):
                     continue
                 # d CE / d logits = softmax − one-hot. The row's weight scales rows, which are narrower than logits.
-                errors.scatter_add_(1, target, torch.full_like(target, -1, dtype=dtype))
+                # Not scatter_add_, which copies all of a bf16 matrix on the CPU.
+                errors[torch.arange(len(chunk), device=rows.device), target[:, 0]] = (likelihood - 1).to(dtype)
                 scale = row_weights[part, None]
                 if grad_rows is not None:
                     grad_rows[part] = ((errors @ table).float() * scale).to(grad_rows.dtype)
