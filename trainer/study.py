@@ -1,6 +1,7 @@
 """Command: backbones × methods × seeds, trained, evaluated and reported, from one file.
 
     python -m trainer.study STUDY.toml                  go on where it stopped; at the end <output>/report
+    python -m trainer.study STUDY.toml --jobs 2         two runs at a time
     python -m trainer.study STUDY.toml --list           the runs and which are done
     python -m trainer.study STUDY.toml --report-only    the report again, from the raw results alone
 
@@ -8,7 +9,7 @@ Each run is the command that a user would type, in a process of its own: `traine
 the deepspeed launcher where the study has more than one rank), then `trainer.evaluate`. What is done (<run>/DONE, and
 an evaluation made by the same command) is skipped, unless its recipe is no longer the study's, which is refused.
 Checkpoints of finished runs are removed. Output goes to <output>/logs. SIGTERM, SIGUSR1, Ctrl-C, the file that
-BARISTA_STOP_FILE names, or --stop-after-minutes lets the run in progress save and ends with code 75; the same command
+BARISTA_STOP_FILE names, or --stop-after-minutes lets the runs in progress save and ends with code 75; the same command
 goes on.
 """
 
@@ -19,39 +20,27 @@ import hashlib
 import json
 import logging
 import os
-import shlex
 import shutil
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
+
+import torch
 
 from data.files import write_atomically
 from trainer.checkpoint import check_output_folder
-from trainer.command import MISTAKE_CODE, run_command
+from trainer.command import run_command
 from trainer.config import ConfigError
-from trainer.distributed import free_port
 from trainer.evaluation.raw import RAW_FILE
 from trainer.evaluation.retrieval import load_beir
 from trainer.evaluation.sts import read_sts
-from trainer.stopping import STOP_FILE_VARIABLE, Stopped
 from trainer.study_plan import Result, Run, Study, load_study, results_of, runs_of
 from trainer.study_report import LATENCY_FILE, write_report
+from trainer.study_work import Job, RunFailed, Work
 
 log = logging.getLogger(__name__)
 
-TIMINGS_FILE = "timings.jsonl"
 _LATENCY_QUERIES = 100
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-
-class RunFailed(RuntimeError):
-    """A run that ended without DONE, neither by a mistake of the user's nor by a wish to stop."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -64,7 +53,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--stop-after-minutes", type=float, default=0.0, metavar="M", help="let the run in progress save, exit with 75"
     )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="runs at a time, sharing the cores or GPUs (%(default)s)"
+    )
     args = parser.parse_args(argv)
+    if args.jobs < 1:
+        raise ConfigError(f"--jobs {args.jobs} is below 1, one run at a time")
     study = load_study(args.study)
     if args.report_only:
         sys.stdout.write(f"{write_report(study)}\n")
@@ -75,42 +69,48 @@ def main(argv: Sequence[str] | None = None) -> None:
         _list(runs, results)
         return
     _check_files(study, runs)
+    work = Work(study.output, args.stop_after_minutes, args.jobs, _gpus(args.jobs, study.ranks))
+    jobs = _jobs(study, runs, results, work)
+    log.info("%s: %d runs, %d evaluations, %d left to do", study.name, len(runs), len(results), len(jobs))
     try:
-        with _Work(study.output, args.stop_after_minutes).listening() as work:
-            _carry_out(study, runs, results, work)
+        with work.listening():
+            work.carry_out(jobs)
     except RunFailed as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(1)
     sys.stdout.write(f"{write_report(study)}\n")
 
 
-def _carry_out(study: Study, runs: Sequence[Run], results: Sequence[Result], work: _Work) -> None:
+def _jobs(study: Study, runs: Sequence[Run], results: Sequence[Result], work: Work) -> list[Job]:
+    """What is left to do, in order: each run before its evaluation, a backbone before what starts from it."""
     by_run = {result.run.name: result for result in results}
-    todo: list[tuple[str, str]] = []  # name, kind
+    makers = {str(run.folder / "model"): run.name for run in runs}
+    jobs: list[Job] = []
     for run in runs:
-        if not is_done(run):
-            todo.append((run.name, _kind(run)))
+        to_train = not is_done(run)
+        if to_train:
+            maker = makers.get(run.recipe.model.source)
+            jobs.append(_training(study, run, work, needs=frozenset({maker} if maker else ())))
         result = by_run.get(run.name)
-        if result is not None and not is_evaluated(study, result):
-            todo.append((f"evaluate {run.name}", f"evaluate {'grid' if ',' in result.sizes else 'sizes'}"))
-    work.plan(todo)
-    log.info("%s: %d runs, %d evaluations, %d left to do", study.name, len(runs), len(results), len(todo))
-    for run in runs:
-        if not is_done(run):
-            _train(study, run, work)
-        result = by_run.get(run.name)
-        if result is not None and not is_evaluated(study, result):
-            _evaluate(study, result, work)
+        if result is not None and (to_train or not is_evaluated(study, result)):
+            jobs.append(_evaluation(study, result))
     latency = study.output / "results" / LATENCY_FILE
     whole = next((result for result in results if result.sizes not in map(str, study.ladder)), None)
     if whole is not None and not latency.is_file():
         command = ["trainer.evaluate", "latency", "--model", whole.run.folder / "model", "--json", latency]
         texts = ["--sts", study.evaluation.sts[0]] if study.evaluation.sts else ["--beir", study.evaluation.beir[0]]
-        work.call(
-            "latency",
-            "latency",
-            [*command, *texts, "--split", study.evaluation.split, "--queries", str(_LATENCY_QUERIES)],
-        )
+        command += [*texts, "--split", study.evaluation.split, "--queries", str(_LATENCY_QUERIES)]
+        # Last and alone, so that nothing else disturbs the clock.
+        jobs.append(Job("latency", "latency", lambda: command, frozenset(job.name for job in jobs)))
+    return jobs
+
+
+def _gpus(jobs: int, ranks: int) -> list[str]:
+    """The GPUs to share out, as CUDA_VISIBLE_DEVICES names them; none on a machine of cores alone."""
+    count = torch.cuda.device_count()
+    if count and jobs > 1 and jobs * ranks > count:
+        raise ConfigError(f"--jobs {jobs} of {ranks} ranks need {jobs * ranks} GPUs, there are {count}; lower --jobs")
+    return (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
 
 
 def is_done(run: Run) -> bool:
@@ -136,30 +136,46 @@ def evaluation_command(study: Study, result: Result) -> list[str]:
     command += ["--sts-subsets", tests.sts_subsets] if tests.sts_subsets else []
     command += ["--beir", *tests.beir, "--split", tests.split] if tests.beir else []
     command += ["--random-init"] if result.untrained else []
+    command += ["--dtype", tests.dtype] if tests.dtype else []
     command += ["--bm25"] if result.bm25 and tests.beir else []
     return [*command, "--output", str(result.folder)]
 
 
-def _train(study: Study, run: Run, work: _Work) -> None:
-    settings = [f"--{override}" for override in run.overrides]
-    if work.minutes_left is not None:
-        settings.append(f"--train.stop_after_minutes={max(0.02, work.minutes_left):.3f}")
-    command = [run.module, "--config", run.recipe_file, *settings]
+def _training(study: Study, run: Run, work: Work, *, needs: frozenset[str]) -> Job:
     stopped = run.folder / "STOPPED"
-    stopped.unlink(missing_ok=True)
-    work.call(
-        run.name, _kind(run), command, ranks=study.ranks, done=lambda: is_done(run), stopped=lambda: stopped.is_file()
+
+    def command() -> list[str]:
+        settings = [f"--{override}" for override in run.overrides]
+        if work.minutes_left is not None:
+            settings.append(f"--train.stop_after_minutes={max(0.02, work.minutes_left):.3f}")
+        return [run.module, "--config", str(run.recipe_file), *settings]
+
+    return Job(
+        run.name,
+        _kind(run),
+        command,
+        needs,
+        study.ranks,
+        before=lambda: stopped.unlink(missing_ok=True),
+        # Only a stopped run needs them again.
+        after=lambda: shutil.rmtree(run.folder / "checkpoints", ignore_errors=True),
+        done=lambda: is_done(run),
+        stopped=stopped.is_file,
     )
-    # Only a stopped run needs them again.
-    shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
 
 
-def _evaluate(study: Study, result: Result, work: _Work) -> None:
-    _receipt(result).unlink(missing_ok=True)
-    command = evaluation_command(study, result)
-    kind = f"evaluate {'grid' if ',' in result.sizes else 'sizes'}"
-    work.call(f"evaluate {result.run.name}", kind, command)
-    write_atomically(_receipt(result), json.dumps(_receipt_content(study, result), indent=1) + "\n")
+def _evaluation(study: Study, result: Result) -> Job:
+    def write_receipt() -> None:
+        write_atomically(_receipt(result), json.dumps(_receipt_content(study, result), indent=1) + "\n")
+
+    return Job(
+        f"evaluate {result.run.name}",
+        f"evaluate {'grid' if ',' in result.sizes else 'sizes'}",
+        lambda: evaluation_command(study, result),
+        frozenset({result.run.name}),
+        before=lambda: _receipt(result).unlink(missing_ok=True),
+        after=write_receipt,
+    )
 
 
 def _receipt(result: Result) -> Path:
@@ -208,146 +224,6 @@ def _list(runs: Sequence[Run], results: Sequence[Result]) -> None:
         if run.name in evaluated and is_done(run):
             state += ", evaluated" if evaluated[run.name] else ", not evaluated"
         sys.stdout.write(f"{run.name}\t{state}\n")
-
-
-@dataclass
-class _Work:
-    """Starts the commands one after another, keeps their times, and passes on a wish to stop."""
-
-    output: Path
-    stop_after_minutes: float
-    _begin: float = field(default_factory=time.monotonic)
-    _process: subprocess.Popen[bytes] | None = None
-    _stopping: str = ""
-    _todo: list[tuple[str, str]] = field(default_factory=list)
-    _total: int = 0
-
-    def plan(self, todo: Sequence[tuple[str, str]]) -> None:
-        self._todo, self._total = list(todo), len(todo)
-
-    @property
-    def minutes_left(self) -> float | None:
-        """Before this process should stop; None: no limit."""
-        if not self.stop_after_minutes:
-            return None
-        return self.stop_after_minutes - (time.monotonic() - self._begin) / 60
-
-    @contextmanager
-    def listening(self) -> Iterator[_Work]:
-        before = {number: signal.signal(number, self._on_signal) for number in _STOP_SIGNALS}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._stopping = signal.Signals(number).name
-        if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGTERM)
-
-    def call(
-        self,
-        name: str,
-        kind: str,
-        command: Sequence[object],
-        *,
-        ranks: int = 1,
-        done: Callable[[], bool] | None = None,
-        stopped: Callable[[], bool] | None = None,
-    ) -> None:
-        """Run one of our commands to its end. `done()`, `stopped()`: what it left, where exit codes do not say."""
-        if reason := self._stopping or self._asked_to_stop():
-            raise Stopped(f"stopped before {name} ({reason}); the same command goes on")
-        place = self._total - len(self._todo) + 1
-        log.info("[%d/%d] %s%s", min(place, self._total), self._total, name, self._eta())
-        module, *arguments = map(str, command)
-        words = [sys.executable, "-m", module, *arguments]
-        if ranks > 1:
-            launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
-            words = [*launcher, "--master_port", str(free_port()), "--module", module, *arguments]
-        accelerator = {} if shutil.which("nvidia-smi") else {"DS_ACCELERATOR": "cpu"}
-        path = self.output / "logs" / f"{name.replace('/', '_').replace(' ', '_')}.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        begin = time.monotonic()
-        with path.open("ab") as file:
-            file.write(f"$ {shlex.join(words)}\n".encode())
-            file.flush()
-            self._process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **accelerator},
-                # A launcher does not pass signals on, so all its processes get them as one group.
-                start_new_session=True,
-            )
-            if self._stopping:  # asked while it was being started
-                os.killpg(self._process.pid, signal.SIGTERM)
-            code = self._process.wait()
-            self._process = None
-        complete = done() if done else code == 0
-        self._note(name, kind, seconds=time.monotonic() - begin, complete=complete)
-        if complete:
-            self._todo = [entry for entry in self._todo if entry[0] != name]
-            return
-        if self._stopping or (stopped is not None and stopped()):
-            reason = self._stopping or "the run was asked to stop"
-            raise Stopped(f"stopped in {name} ({reason}); the same command goes on")
-        said = _last_error(path)
-        if code == MISTAKE_CODE and said:
-            raise ConfigError(f"{name}: {said}")
-        raise RunFailed(f"{name} ended with code {code} and is not complete; its own words are in {path}")
-
-    def _asked_to_stop(self) -> str:
-        """Why no further command should start; training in progress looks at the same two itself."""
-        stop_file = os.environ.get(STOP_FILE_VARIABLE)
-        if stop_file and Path(stop_file).exists():
-            return "stop file"
-        return "its minutes are over" if self.minutes_left is not None and self.minutes_left <= 0 else ""
-
-    def _note(self, name: str, kind: str, *, seconds: float, complete: bool) -> None:
-        line = {"name": name, "kind": kind, "seconds": round(seconds, 1), "complete": complete}
-        with (self.output / TIMINGS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-    def _eta(self) -> str:
-        """From what the same kind took, or else the same stage; nothing before the first of a stage has ended."""
-        path = self.output / TIMINGS_FILE
-        if not path.is_file() or not self._todo:
-            return ""
-        seconds: dict[str, dict[str, float]] = {}  # kind -> name -> seconds, interrupted tries included
-        complete = set()
-        for line in path.read_text(encoding="utf-8").splitlines():
-            entry = json.loads(line)
-            of_kind = seconds.setdefault(entry["kind"], {})
-            of_kind[entry["name"]] = of_kind.get(entry["name"], 0.0) + entry["seconds"]
-            complete |= {entry["name"]} if entry["complete"] else set()
-        whole = {kind: [s for name, s in named.items() if name in complete] for kind, named in seconds.items()}
-        total, unknown = 0.0, 0
-        for _, kind in self._todo:
-            times = whole.get(kind) or [
-                s for other, values in whole.items() if other.split("/")[0] == kind.split("/")[0] for s in values
-            ]
-            total += sum(times) / len(times) if times else 0.0
-            unknown += not times
-        open_end = f" and {unknown} of unknown length" if unknown else ""
-        return f", about {_duration(total)} left{open_end}" if total else ""
-
-
-def _duration(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
-
-
-def _last_error(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
 
 
 if __name__ == "__main__":

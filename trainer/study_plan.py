@@ -2,7 +2,7 @@
 
     [study]        name, output, seeds, ladder; baseline (an arm), ranks, grid, holm
     [settings]     recipe keys laid over every run: "engine.ds_config" = "…"
-    [evaluation]   sts, sts_subsets, beir, split, bm25, untrained
+    [evaluation]   sts, sts_subsets, beir, split, dtype (float32 or bfloat16), bm25, untrained
     [backbones.B]  source (a folder or hub name), or recipe (pre-trained here) with settings and from (another backbone)
     [methods.M]    recipe, settings, backbones (default: all), each_size (one run a size, evaluated at that size)
     [[ablations]]  name, with, without (two arms)
@@ -36,6 +36,7 @@ class EvaluationPlan:
     sts_subsets: str = ""
     beir: tuple[str, ...] = ()
     split: str = "test"
+    dtype: str = ""  # of the encoder's products; empty: float32
     bm25: bool = False
     untrained: bool = False  # the same architecture with fresh weights, once a backbone
 
@@ -141,6 +142,7 @@ def load_study(path: str | Path) -> Study:
         tests.text("sts_subsets"),
         tuple(tests.list_of("beir", str)),
         tests.text("split") or "test",
+        tests.text("dtype"),
         tests.flag("bm25"),
         tests.flag("untrained"),
     )
@@ -314,6 +316,8 @@ def _check(study: Study) -> None:
         for arm in (ablation.with_arm, ablation.without_arm):
             if arm not in study.arms:
                 raise ConfigError(f"ablation {ablation.name!r} names {arm!r}; the arms are {', '.join(study.arms)}")
+    if study.evaluation.dtype not in ("", "float32", "bfloat16"):
+        raise ConfigError(f"evaluation.dtype = {study.evaluation.dtype!r} is unknown; use float32 or bfloat16")
     names = study.evaluation.task_names
     if not names:
         raise ConfigError(f"{study.path} evaluates nothing; give evaluation.sts or evaluation.beir")

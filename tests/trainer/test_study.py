@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from trainer.evaluation.sts import STSTask
 from trainer.stopping import Stopped
 from trainer.study_plan import load_study, results_of, runs_of
 from trainer.study_report import AVERAGE, collect, comparison_table, write_report
+from trainer.study_work import Job, RunFailed, Work
 
 SIZES = [Size(n, d) for n, d in LADDER]
 
@@ -121,6 +123,7 @@ def test_backbones_start_from_each_other(study_file: Path) -> None:
         ("study", {"ladder": [[2, 32], [1, 16]]}, "study.ladder: the ladder does not increase"),
         ("study", {"ranks": 0}, "study.ranks"),
         ("evaluation", {"sts": [], "beir": []}, "evaluates nothing"),
+        ("evaluation", {"dtype": "float8"}, "evaluation.dtype"),
         ("evaluation", {"sts": ["a/x.tsv", "b/x.tsv"]}, "two of the tasks are named 'x'"),
         ("backbones", {"tiny": {}}, "either source"),
         ("backbones", {"a b": {"source": "x"}}, "becomes a folder"),
@@ -379,32 +382,83 @@ def test_the_whole_study(real_study: Path, capsys: pytest.CaptureFixture[str], m
     capsys.readouterr()
 
 
+def nap(name: str, statement: str, **options: Any) -> Job:
+    return Job(name, "nap", lambda: ["timeit", "-n", "1", "-r", "1", statement], **options)
+
+
+FOREVER = "import time; time.sleep(600)"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_signals_reach_the_run_in_progress(tmp_path: Path, number: int) -> None:
-    work = command._Work(tmp_path, 0.0)
+def test_signals_reach_the_runs_in_progress(tmp_path: Path, number: int) -> None:
+    work = Work(tmp_path, places=2)
     before = signal.getsignal(number)
 
     def ask() -> None:
-        while work._process is None:
+        while len(work._processes) < 2:
             pass
         os.kill(os.getpid(), number)
 
     asking = threading.Thread(target=ask)
     with work.listening():
         asking.start()
-        with pytest.raises(Stopped, match=f"stopped in nap .{signal.Signals(number).name}"):
-            work.call("nap", "nap", ["timeit", "-n", "1", "-r", "1", "import time; time.sleep(600)"])
+        with pytest.raises(Stopped, match=f"stopped in (a|b) .{signal.Signals(number).name}"):
+            work.carry_out([nap("a", FOREVER), nap("b", FOREVER), nap("c", "pass")])
         with pytest.raises(Stopped, match="stopped before next"):
-            work.call("next", "nap", ["timeit", "pass"])
+            work.carry_out([nap("next", "pass")])
     asking.join()
     assert signal.getsignal(number) is before
-    # Negative control: a command that nobody stops, and one that fails.
-    work = command._Work(tmp_path, 0.0)
-    work.call("short", "nap", ["timeit", "-n", "1", "pass"])
-    with pytest.raises(command.RunFailed, match=r"broken ended with code 1 .*broken.log"):
-        work.call("broken", "nap", ["timeit", "-n", "1", "1 / 0"])
-    lines = [json.loads(line) for line in (tmp_path / "timings.jsonl").read_text().splitlines()]
-    assert [(line["name"], line["complete"]) for line in lines] == [("nap", False), ("short", True), ("broken", False)]
+    assert sorted(timings(tmp_path)) == [("a", False), ("b", False)]
+
+
+def timings(output: Path) -> list[tuple[str, bool]]:
+    lines = [json.loads(line) for line in (output / "timings.jsonl").read_text().splitlines()]
+    return [(line["name"], line["complete"]) for line in lines]
+
+
+def test_jobs_wait_for_what_they_need_and_share_the_cores(tmp_path: Path) -> None:
+    """Two places: `late` needs `first`; `first` and `beside` run together, for each waits for the other's file."""
+
+    def meet(mine: str, other: str) -> str:
+        return (
+            "import os, pathlib\n"
+            f"pathlib.Path({str(tmp_path / mine)!r}).write_text(os.environ['OMP_NUM_THREADS'])\n"
+            f"while not pathlib.Path({str(tmp_path / other)!r}).exists(): pass"
+        )
+
+    done: list[str] = []
+    jobs = [
+        nap("first", meet("a", "b"), after=lambda: done.append("first")),
+        nap("late", "pass", needs=frozenset({"first", "made long ago"}), before=lambda: done.append("late begins")),
+        nap("beside", meet("b", "a"), needs=frozenset()),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        Work(tmp_path, places=2).carry_out(jobs)
+    assert done == ["first", "late begins"]
+    cores = len(os.sched_getaffinity(0))
+    assert [(tmp_path / name).read_text() for name in "ab"] == [str(max(1, cores // 2))] * 2
+    assert sorted(timings(tmp_path)) == [("beside", True), ("first", True), ("late", True)]
+
+
+def test_a_failure_stops_the_others_and_is_what_is_said(tmp_path: Path) -> None:
+    work = Work(tmp_path, places=2)
+    with pytest.raises(RunFailed, match=r"broken ended with code 1 .*broken.log"):
+        work.carry_out([nap("long", FOREVER), nap("broken", "1 / 0"), nap("never", "pass")])
+    assert sorted(timings(tmp_path)) == [("broken", False), ("long", False)]
+    Work(tmp_path).carry_out([nap("short", "pass")])  # negative control
+
+
+def test_places_share_the_gpus_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/" + name)  # as where there is an nvidia-smi
+    work = Work(tmp_path, places=2, gpus=["4", "5", "6", "7"])
+    assert [work._environment(place, 1) for place in (0, 1)] == [
+        {"CUDA_VISIBLE_DEVICES": "4"},
+        {"CUDA_VISIBLE_DEVICES": "5"},
+    ]
+    assert work._environment(1, 2) == {}
+    assert work._launched_on(1, 2) == ["--include", "localhost:6,7"]
+    assert Work(tmp_path)._launched_on(0, 2) == ["--num_gpus", "2"]
 
 
 def test_time_left_is_what_the_same_kind_took(tmp_path: Path) -> None:
@@ -415,13 +469,16 @@ def test_time_left_is_what_the_same_kind_took(tmp_path: Path) -> None:
     ]
     lines = [json.dumps(dict(zip(("name", "kind", "seconds", "complete"), entry))) for entry in entries]
     (tmp_path / "timings.jsonl").write_text("\n".join(lines) + "\n")
-    work = command._Work(tmp_path, 0.0)
-    work.plan([("runs/a/2", "runs/a"), ("runs/b/1", "runs/b"), ("y", "evaluate sizes")])
+    work = Work(tmp_path)
+    work._todo = {"runs/a/2": "runs/a", "runs/b/1": "runs/b", "y": "evaluate sizes"}
     # Its own kind, then the same stage: 160 s each, interrupted tries counted.
     assert work._eta() == ", about 5 min left"
-    work.plan([("pretrain/z", "pretrain/z"), ("y", "evaluate sizes")])
+    work.places = 2
+    assert work._eta() == ", about 3 min left"
+    work.places = 1
+    work._todo = {"pretrain/z": "pretrain/z", "y": "evaluate sizes"}
     assert work._eta() == ", about 9 s left and 1 of unknown length"
-    work.plan([("pretrain/z", "pretrain/z")])
+    work._todo = {"pretrain/z": "pretrain/z"}
     assert work._eta() == ""
 
 
