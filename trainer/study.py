@@ -2,6 +2,7 @@
 
     python -m trainer.study STUDY.toml                  go on where it stopped; at the end <output>/report
     python -m trainer.study STUDY.toml --jobs 2         two runs at a time
+    python -m trainer.study STUDY.toml --arms mlm/srl   these arms first; the report says what is missing
     python -m trainer.study STUDY.toml --list           the runs and which are done
     python -m trainer.study STUDY.toml --report-only    the report again, from the raw results alone
 
@@ -56,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="runs at a time, sharing the cores or GPUs (%(default)s)"
     )
+    parser.add_argument("--arms", nargs="+", metavar="B/M", help="only these arms for now, and what they start from")
     args = parser.parse_args(argv)
     if args.jobs < 1:
         raise ConfigError(f"--jobs {args.jobs} is below 1, one run at a time")
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.write(f"{write_report(study)}\n")
         return
     # All recipes are resolved and all evaluation files read before anything starts.
-    runs, results = runs_of(study), results_of(study)
+    runs, results = _chosen(study, args.arms)
     if args.list:
         _list(runs, results)
         return
@@ -79,6 +81,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(1)
     sys.stdout.write(f"{write_report(study)}\n")
+
+
+def _chosen(study: Study, arms: Sequence[str] | None) -> tuple[list[Run], list[Result]]:
+    """The runs and results of these arms, and the backbones that their runs start from; None: of all."""
+    runs, results = runs_of(study), results_of(study)
+    if arms is None:
+        return runs, results
+    if unknown := [arm for arm in arms if arm not in study.arms]:
+        raise ConfigError(f"--arms names {unknown[0]!r}; the arms of {study.path} are {', '.join(study.arms)}")
+    results = [result for result in results if result.arm in arms]
+    makers = {str(run.folder / "model"): run for run in runs}
+    wanted, open_ends = set[str](), [result.run for result in results]
+    while open_ends:
+        run = open_ends.pop()
+        wanted.add(run.name)
+        if (maker := makers.get(run.recipe.model.source)) is not None:
+            open_ends.append(maker)
+    return [run for run in runs if run.name in wanted], results
 
 
 def _jobs(study: Study, runs: Sequence[Run], results: Sequence[Result], work: Work) -> list[Job]:

@@ -112,6 +112,25 @@ def test_backbones_start_from_each_other(study_file: Path) -> None:
     assert sources == {"tiny", str(runs[0].folder / "model"), str(runs[1].folder / "model")}
 
 
+def test_chosen_arms_bring_what_they_start_from(study_file: Path) -> None:
+    write_toml(study_file.with_name("mlm.toml"), recipe_values("shards", objective={"name": "masked"}))
+    path = changed(
+        study_file,
+        "backbones",
+        start={"recipe": "mlm.toml"},
+        smae={"recipe": "mlm.toml", "from": "start"},
+        other={"recipe": "mlm.toml", "from": "start"},
+    )
+    study = load_study(path)
+    runs, results = command._chosen(study, ["smae/srl"])
+    assert [run.name for run in runs] == ["pretrain/start", "pretrain/smae"] + [r.run.name for r in results]
+    assert [result.run.name for result in results] == ["runs/smae/srl/seed_1", "runs/smae/srl/seed_2"]
+    everything = command._chosen(study, None)
+    assert len(everything[0]) == len(runs_of(study)) and len(everything[1]) == len(results_of(study))
+    with pytest.raises(ConfigError, match=r"the arms of .* are tiny/separate"):
+        command._chosen(study, ["smae/none"])
+
+
 @pytest.mark.parametrize(
     ("section", "values", "message"),
     [
