@@ -129,7 +129,10 @@ def build_model(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
             f"the shards in {sources[0].path} hold ids up to {vocabulary.size - 1}, beyond the {rows} of the model "
             f"{source!r}; prepare the data with the model's own tokenizer"
         )
-    recipe.ladder.check_against(num_layers=encoder.num_layers, hidden_size=encoder.hidden_size)
+    width = recipe.model.output_dim or encoder.hidden_size
+    if width > encoder.hidden_size:
+        raise ConfigError(f"model.output_dim = {width} is more than the encoder's {encoder.hidden_size}; lower it")
+    recipe.ladder.check_against(num_layers=encoder.num_layers, hidden_size=width)
     if encoder.is_static:
         _check_static(recipe)
         return ModelParts(encoder, encoder, encoder.backbone, tokenizer)

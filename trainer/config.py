@@ -50,6 +50,7 @@ class ModelConfig:
     ladder: list[list[int]] = field(
         default_factory=lambda: [[2, 32], [4, 64], [6, 128], [8, 256], [10, 512], [12, 768]]
     )
+    output_dim: int = 0  # a reduced-dimension model: the ladder ends at so many dimensions; 0: at the encoder's own
     frozen_layers: int = 0  # k > 0: the embeddings and the first k layers do not train
     lora_rank: int = 0  # 0: the weights train; above: adapters of this rank alone (contrastive; needs peft)
     lora_alpha: float = 16.0  # an adapter's product is multiplied by lora_alpha / lora_rank
@@ -228,6 +229,7 @@ _CHOICES = {
 }
 _AT_LEAST = {
     "run.seed": 0,
+    "model.output_dim": 0,
     "model.frozen_layers": 0,
     "model.lora_rank": 0,
     "data.mixture_temperature": 1,

@@ -4,7 +4,8 @@
     [settings]     recipe keys laid over every run: "engine.ds_config" = "…"
     [evaluation]   sts, sts_subsets, beir, split, dtype (float32 or bfloat16), bm25, untrained
     [backbones.B]  source (a folder or hub name), or recipe (pre-trained here) with settings and from (another backbone)
-    [methods.M]    recipe, settings, backbones (default: all), each_size (one run a size, evaluated at that size)
+    [methods.M]    recipe, settings, backbones (default: all), each_size (one run a size, evaluated at that size),
+                   ladder (default: the study's; a reduced-dimension model has a shorter one)
     [[ablations]]  name, with, without (two arms)
 
 An **arm** is a backbone and a method, written B/M. Backbones are pre-trained once; every arm is fine-tuned once a seed.
@@ -61,6 +62,7 @@ class Method:
     backbones: tuple[str, ...]
     each_size: bool
     settings: Mapping[str, Any]
+    ladder: Ladder | None = None  # None: the study's
 
 
 @dataclass(frozen=True)
@@ -178,12 +180,13 @@ def runs_of(study: Study) -> list[Run]:
 def results_of(study: Study) -> list[Result]:
     """Every evaluation, in the order seeds, then arms, so that an early look at the report is a whole comparison."""
     results: list[Result] = []
-    grid = ",".join(f"{a.layers}x{b.dim}" for a in study.ladder for b in study.ladder)
     controlled: set[str] = set()
     for seed in study.seeds:
         for arm, method in study.arms.items():
             backbone = arm.split("/")[0]
-            for size in study.ladder if method.each_size else (None,):
+            ladder = method.ladder or study.ladder
+            grid = ",".join(f"{a.layers}x{b.dim}" for a in ladder for b in ladder)
+            for size in ladder if method.each_size else (None,):
                 name = f"{arm}/seed_{seed}" + (f"/{size}" if size else "")
                 # Once a backbone, with a method that has all sizes: the control does not depend on the method.
                 untrained = study.evaluation.untrained and not size and backbone not in controlled
@@ -215,7 +218,7 @@ def _pretraining(study: Study, backbone: Backbone) -> Run | None:
 def _finetuning(study: Study, method: Method, backbone: str, *, seed: int, size: Size | None, name: str) -> Run:
     own: dict[str, Any] = {
         "run.seed": seed,
-        "model.ladder": _pairs(study.ladder),
+        "model.ladder": _pairs(method.ladder or study.ladder),
         "model.source": _source(study, backbone),
         "model.config": {},
     }
@@ -274,7 +277,8 @@ def _backbone(name: str, table: _Table, path: Path) -> Backbone:
 def _method(name: str, table: _Table, path: Path, all_backbones: tuple[str, ...]) -> Method:
     recipe = path.parent / table.text("recipe", needed=True)
     backbones = tuple(table.list_of("backbones", str)) or all_backbones
-    method = Method(name, recipe, backbones, table.flag("each_size"), _settings(table, table.where))
+    ladder = _ladder(table) if table.has("ladder") else None
+    method = Method(name, recipe, backbones, table.flag("each_size"), _settings(table, table.where), ladder)
     table.refuse_rest()
     return method
 
@@ -289,12 +293,12 @@ def _settings(table: _Table, where: str) -> dict[str, Any]:
     return dict(settings)
 
 
-def _ladder(head: _Table) -> Ladder:
-    pairs = head.list_of("ladder", list)
+def _ladder(table: _Table) -> Ladder:
+    pairs = table.list_of("ladder", list)
     try:
         return Ladder.of(pairs)
     except (ModelError, ValueError, TypeError) as error:
-        raise ConfigError(f"study.ladder: {error}") from None
+        raise ConfigError(f"{table.where}.ladder: {error}") from None
 
 
 def _check(study: Study) -> None:
@@ -343,6 +347,9 @@ class _Table:
         self.where = where
         self._values = dict(values)
         self._known: list[str] = []
+
+    def has(self, key: str) -> bool:
+        return key in self._values
 
     def take(self, key: str, kind: type, default: Any) -> Any:
         self._known.append(key)

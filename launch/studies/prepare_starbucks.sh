@@ -1,6 +1,6 @@
 #!/bin/sh
-# The data of starbucks_small.toml and starbucks_smoke.toml, from the data sets beside the checkout and the documentation
-# of the installed packages. Run from the root of the checkout; what is done already is skipped, an unfinished part goes on.
+# The data of the studies in this folder, from the data sets beside the checkout and the documentation of the installed
+# packages. Run from the root of the checkout; what is done already is skipped, an unfinished part goes on.
 #   sh launch/studies/prepare_starbucks.sh
 set -eu
 python=${PYTHON:-.venv/bin/python}
@@ -28,3 +28,5 @@ done
 "$python" -m data.prepare tuples "$data/retrieval/xquad-en" --split test \
     --tokenizer "$out/tokenizer" --output "$out/shards/xquad"
 "$python" -m data.prepare tuples "$out/docs/pairs.jsonl" --tokenizer "$out/tokenizer" --output "$out/shards/docs"
+# For matryoshka.toml.
+"$python" -m data.prepare tuples "$data/sts/stsb_train.tsv" --format sts --tokenizer "$out/tokenizer" --output "$out/shards/stsb"

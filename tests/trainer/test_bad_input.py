@@ -127,6 +127,8 @@ RECIPE_MISTAKES = [
     ("model.ladder", [[0, 16], [3, 48]], ["model.ladder", "0x16"]),
     ("model.ladder", [[1, 16], [4, 64]], ["4x64", "outgrows", "[3, 48]"]),
     ("model.ladder", [[1, 16], [2, 32]], ["2x32", "stops short", "[3, 48]"]),
+    ("model.output_dim", 32, ["outgrows", "[3, 32]"]),
+    ("model.output_dim", 64, ["model.output_dim = 64", "encoder's 48"]),
     ("model.config", {}, ["model.source", "model.config"]),
     ("model.config", {**MODEL, "model_type": "brett"}, ["brett"]),
     ("model.config", {k: v for k, v in MODEL.items() if k != "model_type"}, ["model_type"]),

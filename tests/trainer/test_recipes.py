@@ -16,6 +16,7 @@ from trainer.presets import preset_settings
 RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.toml"))
 CONTRASTIVE = [path for path in RECIPES if load_recipe(path).objective.name == "contrastive"]
 LADDER = [[1, 8], [2, 16], [3, 24], [4, 32], [5, 40], [6, 48]]
+REDUCED_LADDER = [[1, 8], [3, 16], [6, 24]]
 STATIC_LADDER = [[1, dim] for _, dim in LADDER]
 
 
@@ -51,6 +52,8 @@ def trained(tmp_path_factory, document_shards, tuple_shards, graded_shards, tiny
             "train.micro_batch_size": 2,
             "log.every_steps": 1,
         }
+        if "output_dim" in values["model"]:
+            overrides |= {"model.ladder": REDUCED_LADDER, "model.output_dim": REDUCED_LADDER[-1][1]}
         # A recipe from scratch keeps doing so, at a smaller width.
         if static:
             overrides["model.config"] = {**values["model"]["config"], "hidden_size": shape["hidden_size"]}
