@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +42,7 @@ from typing import Any
 
 from launch.job import Job, evaluate_job, prepare_job, training_job
 from launch.options import job_options
-from trainer.config import ConfigError, Recipe, load_recipe
+from trainer.config import ConfigError, Recipe, load_recipe, parse_toml
 
 _STAGE_KEYS: dict[str, dict[str, type]] = {
     "prepare": {"corpora": list},
@@ -68,12 +67,7 @@ def read_chain(path: Path, given: Mapping[str, Any], *, resume: bool, chdir: Pat
 
     `given`: options of the command line, which win over the chain's; a stage's own win over both.
     """
-    if not path.is_file():
-        raise ConfigError(f"chain {path} does not exist; launch/chain.py shows what one looks like")
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chain {path} is not valid TOML ({error}); mend that line") from None
+    values = parse_toml(path, "chain", hint="launch/chain.py shows what one looks like")
     _check_keys(values, {"output": str, "options": dict, "stages": list}, str(path))
     if not values.get("output") or not values.get("stages"):
         raise ConfigError(f"{path}: a chain needs output, a folder for its records, and at least one of [[stages]]")

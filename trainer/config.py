@@ -291,16 +291,21 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
     return recipe
 
 
+def parse_toml(path: Path, what: str, *, hint: str) -> dict[str, Any]:
+    """A TOML file's values. `what` it is and a `hint` to where such files are, for the sentence if there is none."""
+    if not path.is_file():
+        raise ConfigError(f"{what} {path} does not exist; {hint}")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what} {path} is not valid TOML ({error}); mend that line") from None
+
+
 def read_toml(path: Path, _seen: tuple[Path, ...] = ()) -> dict[str, dict[str, Any]]:
     """A recipe file merged over its `base`, which is named relative to it."""
-    if not path.is_file():
-        raise ConfigError(f"recipe {path} does not exist; shipped recipes are in launch/recipes")
+    values = parse_toml(path, "recipe", hint="shipped recipes are in launch/recipes")
     if path.resolve() in _seen:
         raise ConfigError(f"recipe {path} is its own base; remove the circle")
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"recipe {path} is not valid TOML ({error}); mend that line") from None
     base = values.pop("base", None)
     if base is None:
         return values

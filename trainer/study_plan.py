@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from models.sizes import Ladder, ModelError, Size
-from trainer.config import ConfigError, Recipe, load_recipe
+from trainer.config import ConfigError, Recipe, load_recipe, parse_toml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 # What the study itself decides for every run.
@@ -123,12 +122,7 @@ class Study:
 def load_study(path: str | Path) -> Study:
     """Read and check a study file. Raises ConfigError with one sentence for whatever is not right."""
     path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"study {path} does not exist; shipped studies are in launch/studies")
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"study {path} is not valid TOML ({error}); mend that line") from None
+    values = parse_toml(path, "study", hint="shipped studies are in launch/studies")
     top = _Table(values, "")
     head, tests = top.table("study"), top.table("evaluation")
     settings = _settings(top, "")
