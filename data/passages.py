@@ -2,7 +2,7 @@
 
 What is decided here:
 - Texts lie in one file each for queries and passages, in the order in which they were read; memory holds 8 bytes a
-  query and some 40 a mention of a passage, never a text.
+  query and some 50 a mention of a passage, never a text.
 - Two passages are one where they differ in white space and case alone (64-bit hashes, so a chance of n² / 2^65 that two
   others are taken for one).
 - A query's known positives are those of all rows with its text, and nothing that equals the query itself is a negative.
