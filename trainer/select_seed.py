@@ -195,9 +195,7 @@ def _rest(plan: Plan, seed: int, work: Work) -> Job:
     return _training(plan, seed, work, "the best", (), done=(plan.run(seed) / "DONE").is_file)
 
 
-def _training(
-    plan: Plan, seed: int, work: Work, name: str, more: Sequence[str], *, done: Callable[[], bool]
-) -> Job:
+def _training(plan: Plan, seed: int, work: Work, name: str, more: Sequence[str], *, done: Callable[[], bool]) -> Job:
     run = plan.run(seed)
 
     def command() -> list[str]:
