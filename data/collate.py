@@ -12,6 +12,7 @@ What is decided here:
   which the trainer draws on the device what each position sees (models/visibility.py).
 - All draws are keyed by (seed, epoch, source, sample), see `data.masking`: a sample's batch entry does not depend on
   the batch it is in, and what a sample would bring to a batch is known before there is one (`drawn_texts`).
+- A curriculum of hard negatives is by the sample's position in the stream, which ranks, workers and resumes share.
 """
 
 from __future__ import annotations
@@ -236,12 +237,14 @@ class PairCollator:
     graded: bool = False  # every pair has a score
     query_prompts: Sequence[np.ndarray] = ()  # ids, one prompt a source; empty: none
     passage_prompts: Sequence[np.ndarray] = ()
+    negatives_from: Sequence[int] = ()  # positions in the stream from which the 1st, 2nd, ... negative is drawn
 
     def __post_init__(self) -> None:
         _check_length("query_max_length", self.query_max_length, self.query_prompts)
         _check_length("passage_max_length", self.passage_max_length, self.passage_prompts)
         if self.num_negatives < 0:
             raise DataError(f"num_negatives is {self.num_negatives}; give 0 or more")
+        assert len(self.negatives_from) in (0, self.num_negatives)
 
     def __call__(self, samples: Sequence[Sample]) -> PairBatch:
         drawn = self._draw(samples)
@@ -265,19 +268,31 @@ class PairCollator:
         )
 
     def drawn_texts(self, samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
-        """Hashes of all that each sample brings to its batch, whichever that is: (int64 [t], offsets int64 [n + 1])."""
-        drawn = self._draw(samples)
+        """Hashes of all that each sample brings to its batch, whichever that is: (int64 [t], offsets int64 [n + 1]).
+
+        Where the position decides how many negatives are drawn, of as many as there may be: fewer are some of them.
+        """
+        drawn = self._draw(samples, at_most=np.full(len(samples), self.num_negatives))
         hashes = text_hashes([text for item in drawn for text in (item.query, *item.passages)])
         return hashes, _offsets([1 + len(item.passages) for item in drawn])
 
-    def _draw(self, samples: Sequence[Sample]) -> list[_Drawn]:
+    def _negatives_now(self, samples: Sequence[Sample]) -> np.ndarray:
+        """How many negatives each sample may draw where it stands, int64 [n]."""
+        if not self.negatives_from:
+            return np.full(len(samples), self.num_negatives)
+        positions = [sample.position for sample in samples]
+        return np.searchsorted(np.asarray(self.negatives_from), positions, side="right")
+
+    def _draw(self, samples: Sequence[Sample], *, at_most: np.ndarray | None = None) -> list[_Drawn]:
         keys = _keys(samples, self.seed)  # [n]
+        if at_most is None:
+            at_most = self._negatives_now(samples)
         tuples: list[Tuple] = [sample.payload for sample in samples]
         num_positives = np.asarray([item.num_positives for item in tuples], dtype=np.int64)
         num_passages = np.asarray([len(item.passages) for item in tuples], dtype=np.int64)
         bits = draws(purpose_keys(keys, Purpose.POSITIVE), np.zeros(len(samples), dtype=np.uint64))
         choices = integers(bits, num_positives).tolist()
-        negatives = self._draw_negatives(keys, num_passages - num_positives)
+        negatives = self._draw_negatives(keys, num_passages - num_positives, at_most)
         drawn = []
         for sample, item, choice, chosen in zip(samples, tuples, choices, negatives):
             query_room = self.query_max_length - 2 - _prompt_length(self.query_prompts, sample.source)
@@ -287,16 +302,19 @@ class PairCollator:
             drawn.append(_Drawn(item.query[:query_room], [positives[choice], *others], positives))
         return drawn
 
-    def _draw_negatives(self, keys: np.ndarray, num_available: np.ndarray) -> list[list[int]]:
-        """Which of each query's negatives are taken, without replacement: those with the smallest draws."""
+    def _draw_negatives(self, keys: np.ndarray, num_available: np.ndarray, at_most: np.ndarray) -> list[list[int]]:
+        """Which of each query's negatives are taken, without replacement: those with the smallest draws.
+
+        So the fewer are among the more.
+        """
         streams = purpose_keys(keys, Purpose.NEGATIVES)
         chosen = []
-        for index, available in enumerate(num_available.tolist()):
-            if available <= self.num_negatives:
+        for index, (available, wanted) in enumerate(zip(num_available.tolist(), at_most.tolist())):
+            if available <= wanted:
                 chosen.append(list(range(available)))
             else:
                 order = np.argsort(draws(streams[index : index + 1], np.arange(available)), kind="stable")
-                chosen.append(order[: self.num_negatives].tolist())
+                chosen.append(order[:wanted].tolist())
         return chosen
 
     def _with_prompts(

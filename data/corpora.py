@@ -861,6 +861,24 @@ def read_beir_texts(path: Path) -> dict[str, str]:
     return dict(TextIndex._parse(path, at, line) for at, line in _lines(path, 0, None, Tally()) if line.strip())
 
 
+def corpus_texts(path: Path, tally: Tally | None = None) -> Iterator[str]:
+    """Every text of a corpus.jsonl or an id-tab-text .tsv that is not empty, titles put before texts."""
+    if not path.is_file():
+        raise DataError(f"file {path} does not exist; give a corpus.jsonl or a collection.tsv")
+    for position, line in _lines(path, 0, None, tally or Tally()):
+        if line.strip():
+            _, text = TextIndex._parse(path, position, line)
+            if text.strip():
+                yield text
+
+
+def corpus_of(name: str, *, format: str = "auto") -> Path | None:
+    """The file that holds all passages of an MS MARCO or BEIR folder; None for any other input."""
+    found = format if format != "auto" else _folder_format(Path(name))
+    files = {"msmarco": "collection.tsv", "beir": "corpus.jsonl"}
+    return Path(name) / files[found] if found in files else None
+
+
 def _folder_format(folder: Path) -> str:
     if (folder / "collection.tsv").is_file():
         return "msmarco"

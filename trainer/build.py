@@ -80,7 +80,7 @@ def open_shards(recipe: Recipe) -> list[ShardFolder]:
 
 
 def open_stream(recipe: Recipe, sources: Sequence[ShardFolder], *, rank: int, world_size: int) -> Stream:
-    data, samples_per_epoch = recipe.data, sum(source.num_samples for source in sources)
+    data = recipe.data
     collate = collator(recipe, sources)
     if rank == 0 and max(len(set(data.query_prompts)), len(set(data.passage_prompts))) > 1:
         log.warning("the folders' prompts differ, so barista.json will name none; write the one to embed with into it")
@@ -95,7 +95,7 @@ def open_stream(recipe: Recipe, sources: Sequence[ShardFolder], *, rank: int, wo
         mixture_temperature=data.mixture_temperature,
         batches=cast(Batches, data.batches),
         distinct_texts=collate.drawn_texts if data.no_duplicates and isinstance(collate, PairCollator) else None,
-        total_samples=None if recipe.train.steps else max(1, round(recipe.train.epochs * samples_per_epoch)),
+        total_samples=None if recipe.train.steps else _total_samples(recipe, sources),
         num_workers=data.num_workers,
         shuffle=data.shuffle,
     )
@@ -286,7 +286,20 @@ def _pair_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> PairCollat
         graded=sources[0].graded,
         query_prompts=_prompt_ids("query_prompts", recipe.data.query_prompts, sources),
         passage_prompts=_prompt_ids("passage_prompts", recipe.data.passage_prompts, sources),
+        negatives_from=_negatives_from(recipe, sources),
     )
+
+
+def _negatives_from(recipe: Recipe, sources: Sequence[ShardFolder]) -> list[int]:
+    """The position in the stream from which each negative is drawn: that of a whole step."""
+    shares, batch = recipe.data.negatives_from, recipe.train.global_batch_size
+    steps = recipe.train.steps or -(-_total_samples(recipe, sources) // batch)
+    return [round(share * steps) * batch for share in shares] * (recipe.data.num_negatives if len(shares) == 1 else 1)
+
+
+def _total_samples(recipe: Recipe, sources: Sequence[ShardFolder]) -> int:
+    """Of a run by epochs."""
+    return max(1, round(recipe.train.epochs * sum(source.num_samples for source in sources)))
 
 
 def _prompt_ids(name: str, prompts: Sequence[str], sources: Sequence[ShardFolder]) -> list[np.ndarray]:

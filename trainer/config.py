@@ -71,6 +71,7 @@ class DataConfig:
     query_prompts: list[str] = field(default_factory=list)  # before the text: none, one for all folders, or one each
     passage_prompts: list[str] = field(default_factory=list)
     num_negatives: int = 0  # hard negatives a query, drawn from those in the shards
+    negatives_from: list[float] = field(default_factory=list)  # share of training at which each joins; empty: at once
     num_workers: int = 1  # loader processes a rank
     shuffle: bool = True
     cache_dir: str = ""  # where remote shards and marks of verified ones are kept; empty: in the temporary folder
@@ -492,6 +493,19 @@ def _check_feed(recipe: Recipe) -> None:
             raise ConfigError(
                 f"data.{name} has {len(prompts)} entries for {len(data.shards)} folders in data.shards; "
                 "give one a folder, one for all, or none"
+            )
+    if data.negatives_from:
+        if len(data.negatives_from) not in (1, data.num_negatives) or recipe.reads_documents:
+            raise ConfigError(
+                f"data.negatives_from has {len(data.negatives_from)} entries for data.num_negatives = "
+                f"{data.num_negatives} of tuples; give one for all of them, one each, or none"
+            )
+        if data.negatives_from != sorted(data.negatives_from) or data.negatives_from[0] < 0:
+            raise ConfigError(f"data.negatives_from = {data.negatives_from} must be shares from 0 that do not fall")
+        if data.negatives_from[-1] >= 1 or not data.num_negatives:
+            raise ConfigError(
+                f"data.negatives_from = {data.negatives_from} leaves negatives that no step would see; give shares "
+                "below 1, and data.num_negatives above 0"
             )
     if data.no_duplicates and masked:
         raise ConfigError("data.no_duplicates = true is for fine-tuning, where a batch's other texts are negatives")

@@ -1,0 +1,235 @@
+"""Command: start a recipe from several seeds, go on with the one that is best on a development set.
+
+    python -m trainer.select_seed RECIPE.toml --seeds 1 2 3 --share 0.1 --sts stsb_dev.tsv --output runs/x
+
+Each seed trains up to the same step, `--share` of all, on the schedule of the whole run, and is evaluated there at
+every size of the ladder; the one with the highest mean of Spearman (STS) and nDCG@10 (BEIR folders) then trains to its
+end, from its checkpoint. It is the run that its seed alone would have given; what is chosen on is no test set any more.
+
+<output>/selection.json says every seed's scores, which was taken and why; <output>/seed_S are ordinary runs, of which
+the others' checkpoints are removed at the end. Runs are the commands that a user would type. SIGTERM, SIGUSR1, Ctrl-C,
+the file that BARISTA_STOP_FILE names, or --stop-after-minutes lets the run in progress save and ends with code 75; the
+same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import math
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.files import write_atomically
+from trainer.build import open_shards
+from trainer.command import run_command
+from trainer.config import ConfigError, Recipe, as_toml, load_recipe
+from trainer.evaluation.retrieval import load_beir
+from trainer.evaluation.sts import read_sts
+from trainer.study_work import Job, RunFailed, Work
+
+log = logging.getLogger(__name__)
+
+SELECTION = "selection.json"
+_METRICS = ("spearman", "ndcg_cut_10")
+_OWN = ("run.seed", "run.output", "run.resume", "train.stop_at_step", "evaluation.every_steps")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one command does: `overrides` are the user's, `step` that of the comparison."""
+
+    recipe_file: Path
+    overrides: tuple[str, ...]
+    seeds: tuple[int, ...]
+    step: int
+    output: Path
+    ranks: int
+    identity: Mapping[str, Any]
+    module: str
+
+    def run(self, seed: int) -> Path:
+        return self.output / f"seed_{seed}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.select_seed",
+        description="Train several seeds a part of the way, and the best on a development set to the end. Settings of "
+        "the recipe are given as --section.key=value.",
+    )
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE.toml")
+    add("--seeds", type=int, nargs="+", required=True, metavar="N", help="two or more")
+    add("--share", type=float, default=0.1, help="of the steps, before the comparison (%(default)s)")
+    add("--sts", nargs="+", default=[], metavar="FILE", help="development sets; none here: the recipe's [evaluation]")
+    add("--beir", nargs="+", default=[], metavar="FOLDER")
+    add("--split", default="", help="of the BEIR folders (the recipe's)")
+    add("--output", required=True, metavar="FOLDER", help="where the runs go")
+    add("--ranks", type=int, default=1, help="processes a run, under the deepspeed launcher if more than 1")
+    add("--stop-after-minutes", type=float, default=0.0, metavar="M", help="let the run save, exit with 75")
+    args, settings = parser.parse_known_args(argv)
+    plan = make_plan(args, settings)
+    try:
+        with Work(plan.output, args.stop_after_minutes).listening() as work:
+            found = carry_out(plan, work)
+    except RunFailed as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(1)
+    sys.stdout.write(selection_text(found))
+
+
+def make_plan(args: argparse.Namespace, settings: Sequence[str]) -> Plan:
+    """Everything that can be wrong is found here, before anything is written."""
+    if len(set(args.seeds)) < 2 or len(set(args.seeds)) < len(args.seeds) or min(args.seeds) < 0:
+        raise ConfigError(f"--seeds {args.seeds} must be two or more different numbers from 0")
+    if not 0 < args.share < 1:
+        raise ConfigError(f"--share {args.share} must lie between 0 and 1")
+    if args.ranks < 1:
+        raise ConfigError(f"--ranks {args.ranks} must be at least 1")
+    for text in settings:
+        if not (text.startswith("--") and "=" in text):
+            raise ConfigError(f"{text!r} is not understood; settings are given as --section.key=value")
+        if text[2:].partition("=")[0] in _OWN:
+            raise ConfigError(f"{text!r} is what this command decides itself; leave it out")
+    overrides = [text[2:] for text in settings]
+    for key in ("sts", "beir"):
+        if args.sts or args.beir:
+            overrides.append(f"evaluation.{key}={json.dumps(getattr(args, key))}")
+    overrides += [f"evaluation.split={args.split}"] if args.split else []
+    recipe = load_recipe(args.recipe, overrides)
+    if not recipe.evaluation.sts and not recipe.evaluation.beir:
+        raise ConfigError("nothing to compare seeds on; give a development set with --sts or --beir")
+    for path in recipe.evaluation.sts:
+        read_sts(path)
+    for folder in recipe.evaluation.beir:
+        load_beir(folder, split=recipe.evaluation.split)
+    step = round(args.share * _total_steps(recipe))
+    if not 1 <= step < _total_steps(recipe):
+        raise ConfigError(
+            f"--share {args.share} of {_total_steps(recipe)} steps is step {step}, which leaves nothing to compare or "
+            "to go on with; give another share or more steps"
+        )
+    output = Path(args.output)
+    identity = {"recipe": as_toml(recipe), "seeds": args.seeds, "step": step, "ranks": args.ranks}
+    saved = output / SELECTION
+    if saved.is_file() and json.loads(saved.read_text("utf-8"))["identity"] != identity:
+        raise ConfigError(
+            f"{output} holds a selection by another recipe, other seeds or steps; choose another --output"
+        )
+    if not saved.is_file() and output.is_dir() and any(output.iterdir()):
+        raise ConfigError(f"--output {output} holds other files; choose a new or empty folder")
+    module = f"trainer.{'pretrain' if recipe.objective.name == 'masked' else 'finetune'}"
+    return Plan(
+        Path(args.recipe), tuple(overrides), tuple(args.seeds), step, output, args.ranks, identity, module
+    )  # fmt: skip
+
+
+def carry_out(plan: Plan, work: Work) -> dict[str, Any]:
+    """Train what is not trained yet; returns what selection.json holds."""
+    saved = plan.output / SELECTION
+    found: dict[str, Any] = {"identity": dict(plan.identity), "scores": {}}
+    if saved.is_file():
+        found = json.loads(saved.read_text("utf-8"))
+    else:
+        plan.output.mkdir(parents=True, exist_ok=True)
+        _write(saved, found)
+
+    def note_scores(seed: int) -> None:
+        found["scores"][str(seed)] = scores_at(plan.run(seed), plan.step)
+        _write(saved, found)
+
+    work.carry_out([_start(plan, seed, work, note_scores) for seed in plan.seeds if str(seed) not in found["scores"]])
+    if "best" not in found:
+        found |= select(found["scores"], plan.step)
+        _write(saved, found)
+        log.info("%s", found["why"])
+    if not (plan.run(found["best"]) / "DONE").is_file():
+        work.carry_out([_rest(plan, found["best"], work)])
+    for seed in plan.seeds:
+        shutil.rmtree(plan.run(seed) / "checkpoints", ignore_errors=True)
+    found["model"] = str(plan.run(found["best"]) / "model")
+    _write(saved, found)
+    return found
+
+
+def select(scores: Mapping[str, Mapping[str, float]], step: int) -> dict[str, Any]:
+    """The seed with the highest mean, the first of equals; seeds whose scores are not numbers come last."""
+    means = {seed: sum(values.values()) / len(values) for seed, values in scores.items()}
+    best = max(means, key=lambda seed: -math.inf if math.isnan(means[seed]) else means[seed])
+    others = ", ".join(f"{mean:.4f} with seed {seed}" for seed, mean in means.items() if seed != best)
+    why = f"seed {best} has the highest mean at step {step}: {means[best]:.4f}, against {others}"
+    return {"means": means, "best": int(best), "why": why}
+
+
+def scores_at(run: Path, step: int) -> dict[str, float]:
+    """task/metric/size -> score of the run's evaluation at a step; empty where there is none."""
+    path = run / "metrics.jsonl"
+    found: dict[str, float] = {}
+    for line in path.read_text("utf-8").splitlines() if path.is_file() else []:
+        entry = json.loads(line)
+        if entry["step"] == step:
+            scores = {name.removeprefix("evaluation/"): value for name, value in entry.items() if "/" in name}
+            found |= {name: value for name, value in scores.items() if name.split("/")[-2] in _METRICS}
+    return found
+
+
+def selection_text(found: Mapping[str, Any]) -> str:
+    lines = [f"seed {seed}: {mean:.4f}" for seed, mean in found["means"].items()]
+    return "\n".join([*lines, found["why"], f"its model: {found['model']}"]) + "\n"
+
+
+def _start(plan: Plan, seed: int, work: Work, note_scores: Callable[[int], None]) -> Job:
+    more = (f"train.stop_at_step={plan.step}", f"evaluation.every_steps={plan.step}")
+    job = _training(plan, seed, work, f"seed_{seed}", more, done=lambda: _has_come_to(plan.run(seed), plan.step))
+    return dataclasses.replace(job, after=lambda: note_scores(seed))
+
+
+def _rest(plan: Plan, seed: int, work: Work) -> Job:
+    return _training(plan, seed, work, "the best", (), done=(plan.run(seed) / "DONE").is_file)
+
+
+def _training(plan: Plan, seed: int, work: Work, name: str, more: Sequence[str], *, done: Callable[[], bool]) -> Job:
+    run = plan.run(seed)
+
+    def command() -> list[str]:
+        settings = [*plan.overrides, *more, f"run.seed={seed}", f"run.output={run}", "run.resume=auto"]
+        if work.minutes_left is not None:
+            settings.append(f"train.stop_after_minutes={max(0.02, work.minutes_left):.3f}")
+        return [plan.module, "--config", str(plan.recipe_file), *(f"--{each}" for each in settings)]
+
+    return Job(
+        name,
+        "start" if more else "rest",
+        command,
+        ranks=plan.ranks,
+        before=lambda: (run / "STOPPED").unlink(missing_ok=True),
+        done=done,
+        stopped=(run / "STOPPED").is_file,
+    )
+
+
+def _has_come_to(run: Path, step: int) -> bool:
+    saved = (run / "checkpoints" / f"step_{step:08d}").is_dir()
+    return saved and bool(scores_at(run, step)) and not (run / "STOPPED").is_file()
+
+
+def _total_steps(recipe: Recipe) -> int:
+    if recipe.train.steps:
+        return recipe.train.steps
+    samples = sum(source.num_samples for source in open_shards(recipe))
+    return -(-max(1, round(recipe.train.epochs * samples)) // recipe.train.global_batch_size)
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run_command(main)
