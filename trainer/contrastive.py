@@ -1,0 +1,286 @@
+"""The contrastive objective: a global batch's queries against all its passages, at the sizes of the step's plan.
+
+Embeddings and their gradients cross ranks here, and nowhere else: passages are gathered, gradients sent home. What is
+computed of them is in trainer/losses.py and, for sizes that are prefixes of one vector, trainer/prefix_contrastive.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data.collate import PairBatch, Texts
+from trainer.backward import Passes, StepReport, grad_cache, hand_over, micro_batches
+from trainer.config import Recipe
+from trainer.distributed import derive_seed, gather_counts, gather_rows, scatter_gradients, sum_over_ranks
+from trainer.flops import FORWARD_AND_BACKWARD, Shape, encoder_flops
+from trainer.losses import (
+    ContrastiveTerms,
+    add_contrastive_gradients,
+    coordinate_divergence,
+    cosent,
+    false_negatives,
+    normalize_,
+    unnormalized_gradient_,
+)
+from trainer.prefix_contrastive import PrefixTerms, prefix_contrastive_
+from trainer.size_schedules import Schedule, SizePlan
+
+
+@dataclass(frozen=True)
+class ContrastiveObjective:
+    """SRL and its relatives (Starbucks §3.1): InfoNCE or CoSENT at the plan's sizes, KL to the full one."""
+
+    schedule: Schedule
+    shape: Shape
+    token_budget: int
+    packed: bool
+    pad_id: int
+    loss: str
+    similarity: str
+    temperature: float
+    kl: str
+    kl_weight: float
+    kl_temperature: float
+    detach_teacher: bool
+    mask_false_negatives: bool
+    false_negative_margin: float | None
+    cached: bool
+    score_memory_mib: float
+    seed: int
+    static: bool = False  # a token table, see _through_a_table
+
+    def forward_backward(self, engine: Passes, batch: PairBatch, step: int) -> StepReport:
+        plan = self.schedule(step)
+        texts = _concatenate(batch.queries, batch.passages)
+        if self.static:
+            return self._through_a_table(engine, batch, texts, plan)
+        lengths = texts.lengths
+        if self.cached:
+            chunks = micro_batches(lengths, token_budget=self.token_budget, packed=self.packed)
+        else:
+            chunks = [lengths.argsort(descending=True, stable=True)] if len(texts) else []
+        padded = int(lengths.sum() if self.packed else sum(len(rows) * int(lengths[rows].max()) for rows in chunks))
+
+        def embed(rows: Tensor) -> tuple[Tensor, ...]:
+            if len(rows):
+                input_ids, attention_mask = texts.pad(rows, pad_id=self.pad_id)
+            else:
+                input_ids, attention_mask = torch.tensor([[self.pad_id]]), torch.tensor([[1]])
+            return engine(input_ids.to(engine.device), attention_mask.to(engine.device), sizes=plan.sizes)
+
+        losses = grad_cache(
+            engine,
+            chunks,
+            embed=embed,
+            loss_and_gradients=lambda embeddings: self.loss_and_gradients(embeddings, batch, plan, engine.world.rank),
+            seed=derive_seed(self.seed, step, engine.world.rank),
+            cached=self.cached,
+        )
+        flops = FORWARD_AND_BACKWARD * encoder_flops(self.shape, lengths)
+        return StepReport(losses, batch.num_tokens, padded, flops)
+
+    def _through_a_table(self, engine: Passes, batch: PairBatch, texts: Texts, plan: SizePlan) -> StepReport:
+        """All texts in one pass and one graph, which keeps their ids and nothing else.
+
+        So caching would only look everything up twice, and every micro-batch's backward would write a gradient of the
+        whole table. What grows with the batch are the vectors, once, and half as much for the passages' gradient.
+        """
+        full = plan.sizes[plan.full]
+        tokens, offsets = (texts.tokens, texts.offsets) if len(texts) else _FILLER
+        (output,) = engine(tokens.to(engine.device), None, sizes=(full,), offsets=offsets.to(engine.device))
+        vectors = output.detach().float()  # the same memory where the output is float32: nobody reads it again
+        own = vectors[: len(texts)]
+        if self.loss == "infonce" and not (self.kl != "none" and self.kl_weight) and self.false_negative_margin is None:
+            losses = self._prefix_infonce_(own, batch, plan, engine.world.rank)
+        else:
+            embeddings = [own[:, : size.dim].clone() for size in plan.sizes]
+            losses, gradients = self.loss_and_gradients(embeddings, batch, plan, engine.world.rank)
+            own.zero_()
+            for size, gradient in zip(plan.sizes, gradients):
+                own[:, : size.dim] += gradient
+        if not len(texts):
+            vectors.zero_()
+        with engine.accumulation():
+            engine.backward(hand_over(output, vectors.to(output.dtype)))
+        count = batch.num_tokens
+        return StepReport(losses, count, count, FORWARD_AND_BACKWARD * float(count * self.shape.hidden))
+
+    def _prefix_infonce_(self, vectors: Tensor, batch: PairBatch, plan: SizePlan, rank: int) -> dict[str, Tensor]:
+        """Sizes that are prefixes of one vector: `vectors` [queries + passages, d] become their gradients."""
+        device, num_queries = vectors.device, len(batch.queries)
+        counts = gather_counts(len(batch.passages), device)
+        passages = vectors[num_queries:] if len(counts) == 1 else gather_rows(vectors[num_queries:], counts)
+        gradient = torch.zeros_like(passages)
+        targets = batch.targets.to(device) + sum(counts[:rank])
+        loss, nce = prefix_contrastive_(
+            vectors[:num_queries],
+            passages,
+            gradient,
+            targets=targets,
+            excluded=_known_false_negatives(batch, targets, counts) if self.mask_false_negatives else None,
+            terms=PrefixTerms(
+                tuple(size.dim for size in plan.sizes),
+                plan.loss_weights,
+                self.similarity == "cosine",
+                self.temperature,
+                int(sum_over_ranks([float(num_queries)], device)[0]),
+                self.score_memory_mib,
+            ),
+        )
+        vectors[num_queries:] = gradient if len(counts) == 1 else scatter_gradients(gradient, counts)
+        return {"loss": loss} | {f"loss/{name}": value for name, value in zip(plan.names, nce)}
+
+    def loss_and_gradients(
+        self, embeddings: list[Tensor], batch: PairBatch, plan: SizePlan, rank: int
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """The global batch's loss (this rank's part) and its gradient with respect to this rank's embeddings.
+
+        embeddings: a size's [queries + passages, d], queries first. They are normalised in place: a large batch has
+        room for them and for their gradients, and for nothing else of their size.
+        """
+        on_coordinates = self.kl == "coordinates" and self.kl_weight > 0
+        divergence, more = self._coordinate_kl(embeddings, plan) if on_coordinates else ({}, [])
+        lengths = [normalize_(each) for each in embeddings] if self.similarity == "cosine" else []
+        gradients = [torch.zeros_like(each) for each in embeddings]
+        inner = self._cosent if self.loss == "cosent" else self._infonce
+        losses = inner(embeddings, gradients, batch, plan, rank)
+        for gradient, unit, length in zip(gradients, embeddings, lengths):
+            unnormalized_gradient_(gradient, unit, length)
+        for gradient, extra in zip(gradients, more):
+            gradient += extra
+        if on_coordinates:
+            losses["loss"] = losses["loss"] + divergence.pop("loss")
+        return losses | divergence, gradients
+
+    def _infonce(
+        self, vectors: list[Tensor], gradients: list[Tensor], batch: PairBatch, plan: SizePlan, rank: int
+    ) -> dict[str, Tensor]:
+        device = vectors[0].device
+        num_queries = len(batch.queries)
+        widths = [each.shape[1] for each in vectors]
+        counts = gather_counts(len(batch.passages), device)
+        passages = [each[num_queries:] for each in vectors]
+        passage_gradients = [each[num_queries:] for each in gradients]
+        alone = len(counts) == 1
+        if not alone:
+            # One gather of all widths side by side: every rank's passages, [M, sum of widths].
+            everyone = gather_rows(torch.cat(passages, dim=1), counts)
+            returned = torch.zeros_like(everyone)
+            passages, passage_gradients = list(everyone.split(widths, dim=1)), list(returned.split(widths, dim=1))
+        targets = batch.targets.to(device) + sum(counts[:rank])
+        total = int(sum_over_ranks([float(num_queries)], device)[0])
+        kl = self.kl_weight if self.kl == "scores" else 0.0
+        loss, nce, divergence = add_contrastive_gradients(
+            [each[:num_queries] for each in vectors],
+            passages,
+            terms=ContrastiveTerms(
+                plan.loss_weights,
+                tuple(weight * kl for weight in plan.kl_weights),
+                self.temperature,
+                total,
+                self.false_negative_margin,
+                self.detach_teacher,
+                self.score_memory_mib,
+            ),
+            targets=targets,
+            excluded=_known_false_negatives(batch, targets, counts) if self.mask_false_negatives else None,
+            gradients=[*(each[:num_queries] for each in gradients), *passage_gradients],
+        )
+        if not alone:
+            # Each passage's gradient, summed over all ranks' queries, goes home.
+            for gradient, part in zip(gradients, scatter_gradients(returned, counts).split(widths, dim=1)):
+                gradient[num_queries:] += part
+        losses = {"loss": loss} | {f"loss/{name}": value for name, value in zip(plan.names, nce)}
+        if kl:
+            used = [(name, value) for name, value, w in zip(plan.names, divergence, plan.kl_weights) if w]
+            losses |= {f"kl/{name}": value for name, value in used}
+        return losses
+
+    def _cosent(
+        self, vectors: list[Tensor], gradients: list[Tensor], batch: PairBatch, plan: SizePlan, rank: int
+    ) -> dict[str, Tensor]:
+        assert batch.scores is not None
+        device = vectors[0].device
+        num_pairs = len(batch.queries)
+        partner = batch.targets.to(device) + num_pairs
+        local = torch.stack([torch.linalg.vecdot(each[:num_pairs], each[partner]) for each in vectors], dim=1)  # [n, K]
+        counts = gather_counts(num_pairs, device)
+        start = sum(counts[:rank])
+        similarities = gather_rows(local, counts).requires_grad_()
+        gold = gather_rows(batch.scores.to(device), counts)
+        per_size = torch.stack([cosent(each, gold, temperature=self.temperature) for each in similarities.unbind(1)])
+        loss = (per_size * per_size.new_tensor(plan.loss_weights)).sum()
+        loss.backward()
+        assert similarities.grad is not None
+        # Every rank computed the whole loss, so its own rows' gradient is complete; the value is shared out.
+        own = similarities.grad[start : start + num_pairs, :, None]  # [n, K, 1]
+        for size, (each, gradient) in enumerate(zip(vectors, gradients)):
+            gradient[:num_pairs] += own[:, size] * each[partner]
+            gradient.index_add_(0, partner, own[:, size] * each[:num_pairs])
+        share = 1.0 / len(counts)
+        losses = {"loss": loss.detach() * share}
+        return losses | {f"loss/{name}": value.detach() * share for name, value in zip(plan.names, per_size)}
+
+    def _coordinate_kl(self, embeddings: list[Tensor], plan: SizePlan) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """KL over coordinates: its metrics, "loss" being what it adds, and its gradients."""
+        leaves = [each.clone().requires_grad_() for each in embeddings]
+        teacher = leaves[plan.full].detach() if self.detach_teacher else leaves[plan.full]
+        total = sum_over_ranks([float(teacher.shape[0])], teacher.device)[0].to(teacher.dtype)
+        losses = {"loss": torch.zeros((), device=teacher.device)}
+        for name, leaf, weight in zip(plan.names, leaves, plan.kl_weights):
+            if weight:
+                value = coordinate_divergence(leaf, teacher, temperature=self.kl_temperature) / total
+                (value * weight * self.kl_weight).backward()
+                losses[f"kl/{name}"] = value.detach()
+                losses["loss"] = losses["loss"] + value.detach() * weight * self.kl_weight
+        return losses, [torch.zeros_like(each) if each.grad is None else each.grad for each in leaves]
+
+
+_FILLER = torch.zeros(1, dtype=torch.int32), torch.tensor([0, 1])  # a rank without texts makes its pass too
+
+
+def _known_false_negatives(batch: PairBatch, targets: Tensor, counts: list[int]) -> Tensor:
+    """Pairs of a query here and a passage of the global batch that is no negative of it, by their hashes.
+
+    targets: places in the global batch. counts: every rank's number of passages.
+    """
+    device = targets.device
+    known = torch.stack([batch.query_hashes.repeat_interleave(batch.known_offsets.diff()), batch.known_hashes], dim=1)
+    known = gather_rows(known.to(device), gather_counts(len(known), device)).T.contiguous()  # [2, t]
+    passage_hashes = gather_rows(batch.passage_hashes.to(device), counts)
+    return false_negatives(batch.query_hashes.to(device), targets, passage_hashes, known[0], known[1])
+
+
+def _concatenate(first: Texts, second: Texts) -> Texts:
+    offsets = torch.cat([first.offsets, second.offsets[1:] + first.offsets[-1]])
+    return Texts(torch.cat([first.tokens, second.tokens]), offsets)
+
+
+def contrastive(
+    recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int, packed: bool, static: bool = False
+) -> ContrastiveObjective:
+    chosen = recipe.objective
+    longest = max(recipe.data.query_max_length, recipe.data.passage_max_length)
+    return ContrastiveObjective(
+        schedule,
+        shape,
+        token_budget=recipe.train.micro_batch_size * longest,
+        packed=packed,
+        pad_id=pad_id,
+        loss=chosen.loss,
+        similarity=chosen.similarity,
+        temperature=chosen.temperature,
+        kl=chosen.kl,
+        kl_weight=chosen.kl_weight,
+        kl_temperature=chosen.kl_temperature,
+        detach_teacher=chosen.detach_teacher,
+        mask_false_negatives=chosen.mask_false_negatives,
+        false_negative_margin=chosen.false_negative_margin if chosen.filter_false_negatives else None,
+        cached=chosen.backward == "grad_cache",
+        score_memory_mib=recipe.train.score_memory_mib,
+        seed=recipe.run.seed,
+        static=static,
+    )
