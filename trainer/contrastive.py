@@ -16,7 +16,10 @@ from trainer.backward import Passes, StepReport, grad_cache, hand_over, micro_ba
 from trainer.config import Recipe
 from trainer.distributed import derive_seed, gather_counts, gather_rows, scatter_gradients, sum_over_ranks
 from trainer.flops import FORWARD_AND_BACKWARD, Shape, encoder_flops
+from trainer.guide import Guide
 from trainer.losses import (
+    FULL,
+    GUIDE,
     ContrastiveTerms,
     add_contrastive_gradients,
     coordinate_divergence,
@@ -51,6 +54,9 @@ class ContrastiveObjective:
     score_memory_mib: float
     seed: int
     static: bool = False  # a token table, see _through_a_table
+    guide: Guide | None = None
+    filter_by: str = FULL
+    kl_teacher: str = FULL
 
     def forward_backward(self, engine: Passes, batch: PairBatch, step: int) -> StepReport:
         plan = self.schedule(step)
@@ -75,7 +81,7 @@ class ContrastiveObjective:
             engine,
             chunks,
             embed=embed,
-            loss_and_gradients=lambda embeddings: self.loss_and_gradients(embeddings, batch, plan, engine.world.rank),
+            loss_and_gradients=lambda embeddings: self.loss_and_gradients(embeddings, batch, plan, engine),
             seed=derive_seed(self.seed, step, engine.world.rank),
             cached=self.cached,
         )
@@ -93,11 +99,12 @@ class ContrastiveObjective:
         (output,) = engine(tokens.to(engine.device), None, sizes=(full,), offsets=offsets.to(engine.device))
         vectors = output.detach().float()  # the same memory where the output is float32: nobody reads it again
         own = vectors[: len(texts)]
-        if self.loss == "infonce" and not (self.kl != "none" and self.kl_weight) and self.false_negative_margin is None:
-            losses = self._prefix_infonce_(own, batch, plan, engine.world.rank)
+        filters_itself = self.false_negative_margin is not None and not self._guide_filters
+        if self.loss == "infonce" and not (self.kl != "none" and self.kl_weight) and not filters_itself:
+            losses = self._prefix_infonce_(own, batch, plan, engine)
         else:
             embeddings = [own[:, : size.dim].clone() for size in plan.sizes]
-            losses, gradients = self.loss_and_gradients(embeddings, batch, plan, engine.world.rank)
+            losses, gradients = self.loss_and_gradients(embeddings, batch, plan, engine)
             own.zero_()
             for size, gradient in zip(plan.sizes, gradients):
                 own[:, : size.dim] += gradient
@@ -108,19 +115,20 @@ class ContrastiveObjective:
         count = batch.num_tokens
         return StepReport(losses, count, count, FORWARD_AND_BACKWARD * float(count * self.shape.hidden))
 
-    def _prefix_infonce_(self, vectors: Tensor, batch: PairBatch, plan: SizePlan, rank: int) -> dict[str, Tensor]:
+    def _prefix_infonce_(self, vectors: Tensor, batch: PairBatch, plan: SizePlan, engine: Passes) -> dict[str, Tensor]:
         """Sizes that are prefixes of one vector: `vectors` [queries + passages, d] become their gradients."""
         device, num_queries = vectors.device, len(batch.queries)
         counts = gather_counts(len(batch.passages), device)
         passages = vectors[num_queries:] if len(counts) == 1 else gather_rows(vectors[num_queries:], counts)
         gradient = torch.zeros_like(passages)
-        targets = batch.targets.to(device) + sum(counts[:rank])
+        targets = batch.targets.to(device) + sum(counts[: engine.world.rank])
         loss, nce = prefix_contrastive_(
             vectors[:num_queries],
             passages,
             gradient,
             targets=targets,
             excluded=_known_false_negatives(batch, targets, counts) if self.mask_false_negatives else None,
+            guide=self._guide_vectors(batch, counts, engine) if self._guide_filters else None,
             terms=PrefixTerms(
                 tuple(size.dim for size in plan.sizes),
                 plan.loss_weights,
@@ -128,13 +136,14 @@ class ContrastiveObjective:
                 self.temperature,
                 int(sum_over_ranks([float(num_queries)], device)[0]),
                 self.score_memory_mib,
+                self.false_negative_margin or 0.0,
             ),
         )
         vectors[num_queries:] = gradient if len(counts) == 1 else scatter_gradients(gradient, counts)
         return {"loss": loss} | {f"loss/{name}": value for name, value in zip(plan.names, nce)}
 
     def loss_and_gradients(
-        self, embeddings: list[Tensor], batch: PairBatch, plan: SizePlan, rank: int
+        self, embeddings: list[Tensor], batch: PairBatch, plan: SizePlan, engine: Passes
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """The global batch's loss (this rank's part) and its gradient with respect to this rank's embeddings.
 
@@ -146,7 +155,7 @@ class ContrastiveObjective:
         lengths = [normalize_(each) for each in embeddings] if self.similarity == "cosine" else []
         gradients = [torch.zeros_like(each) for each in embeddings]
         inner = self._cosent if self.loss == "cosent" else self._infonce
-        losses = inner(embeddings, gradients, batch, plan, rank)
+        losses = inner(embeddings, gradients, batch, plan, engine)
         for gradient, unit, length in zip(gradients, embeddings, lengths):
             unnormalized_gradient_(gradient, unit, length)
         for gradient, extra in zip(gradients, more):
@@ -156,7 +165,7 @@ class ContrastiveObjective:
         return losses | divergence, gradients
 
     def _infonce(
-        self, vectors: list[Tensor], gradients: list[Tensor], batch: PairBatch, plan: SizePlan, rank: int
+        self, vectors: list[Tensor], gradients: list[Tensor], batch: PairBatch, plan: SizePlan, engine: Passes
     ) -> dict[str, Tensor]:
         device = vectors[0].device
         num_queries = len(batch.queries)
@@ -170,24 +179,29 @@ class ContrastiveObjective:
             everyone = gather_rows(torch.cat(passages, dim=1), counts)
             returned = torch.zeros_like(everyone)
             passages, passage_gradients = list(everyone.split(widths, dim=1)), list(returned.split(widths, dim=1))
-        targets = batch.targets.to(device) + sum(counts[:rank])
+        targets = batch.targets.to(device) + sum(counts[: engine.world.rank])
         total = int(sum_over_ranks([float(num_queries)], device)[0])
         kl = self.kl_weight if self.kl == "scores" else 0.0
+        terms = ContrastiveTerms(
+            plan.loss_weights,
+            tuple(weight * kl for weight in plan.kl_weights),
+            self.temperature,
+            total,
+            self.false_negative_margin,
+            self.detach_teacher,
+            self.score_memory_mib,
+            self.filter_by,
+            self.kl_teacher if kl else FULL,
+            1.0 if self.guide is None else self.guide.temperature,
+        )
         loss, nce, divergence = add_contrastive_gradients(
             [each[:num_queries] for each in vectors],
             passages,
-            terms=ContrastiveTerms(
-                plan.loss_weights,
-                tuple(weight * kl for weight in plan.kl_weights),
-                self.temperature,
-                total,
-                self.false_negative_margin,
-                self.detach_teacher,
-                self.score_memory_mib,
-            ),
+            terms=terms,
             targets=targets,
             excluded=_known_false_negatives(batch, targets, counts) if self.mask_false_negatives else None,
             gradients=[*(each[:num_queries] for each in gradients), *passage_gradients],
+            guide=self._guide_vectors(batch, counts, engine) if terms.needs_guide else None,
         )
         if not alone:
             # Each passage's gradient, summed over all ranks' queries, goes home.
@@ -199,8 +213,18 @@ class ContrastiveObjective:
             losses |= {f"kl/{name}": value for name, value in used}
         return losses
 
+    @property
+    def _guide_filters(self) -> bool:
+        return self.false_negative_margin is not None and self.filter_by == GUIDE
+
+    def _guide_vectors(self, batch: PairBatch, counts: list[int], engine: Passes) -> tuple[Tensor, Tensor]:
+        """The guide's vectors of this rank's queries and of all ranks' passages; counts: every rank's passages."""
+        assert self.guide is not None
+        queries, passages = self.guide.vectors(batch.queries, batch.passages, device=engine.device, beat=engine.beat)
+        return queries, gather_rows(passages, counts)
+
     def _cosent(
-        self, vectors: list[Tensor], gradients: list[Tensor], batch: PairBatch, plan: SizePlan, rank: int
+        self, vectors: list[Tensor], gradients: list[Tensor], batch: PairBatch, plan: SizePlan, engine: Passes
     ) -> dict[str, Tensor]:
         assert batch.scores is not None
         device = vectors[0].device
@@ -208,7 +232,7 @@ class ContrastiveObjective:
         partner = batch.targets.to(device) + num_pairs
         local = torch.stack([torch.linalg.vecdot(each[:num_pairs], each[partner]) for each in vectors], dim=1)  # [n, K]
         counts = gather_counts(num_pairs, device)
-        start = sum(counts[:rank])
+        start = sum(counts[: engine.world.rank])
         similarities = gather_rows(local, counts).requires_grad_()
         gold = gather_rows(batch.scores.to(device), counts)
         per_size = torch.stack([cosent(each, gold, temperature=self.temperature) for each in similarities.unbind(1)])
@@ -260,7 +284,14 @@ def _concatenate(first: Texts, second: Texts) -> Texts:
 
 
 def contrastive(
-    recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int, packed: bool, static: bool = False
+    recipe: Recipe,
+    schedule: Schedule,
+    *,
+    shape: Shape,
+    pad_id: int,
+    packed: bool,
+    static: bool = False,
+    guide: Guide | None = None,
 ) -> ContrastiveObjective:
     chosen = recipe.objective
     longest = max(recipe.data.query_max_length, recipe.data.passage_max_length)
@@ -283,4 +314,7 @@ def contrastive(
         score_memory_mib=recipe.train.score_memory_mib,
         seed=recipe.run.seed,
         static=static,
+        guide=guide,
+        filter_by=chosen.filter_by,
+        kl_teacher=chosen.kl_teacher,
     )

@@ -21,6 +21,7 @@ from trainer.config import Recipe
 from trainer.contrastive import ContrastiveObjective, contrastive
 from trainer.distributed import derive_seed, sum_over_ranks
 from trainer.flops import FORWARD_AND_BACKWARD, Shape, masked_flops
+from trainer.guide import Guide
 from trainer.size_schedules import Schedule
 
 
@@ -86,7 +87,7 @@ class MaskedObjective:
         pair_gradients: list[Tensor] = []
         if self.pairs is not None and batch.pairs is not None:
             vectors = embed_all(engine, chunks, embed=embed)
-            pair_losses, pair_gradients = self.pairs.loss_and_gradients(vectors, batch.pairs, plan, engine.world.rank)
+            pair_losses, pair_gradients = self.pairs.loss_and_gradients(vectors, batch.pairs, plan, engine)
 
         def loss_of(rows: Tensor) -> Tensor:
             nonlocal totals, padded
@@ -140,11 +141,13 @@ class MaskedObjective:
         return StepReport(losses, batch.num_tokens, padded, FORWARD_AND_BACKWARD * flops)
 
 
-def masked(recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int, packed: bool) -> MaskedObjective:
+def masked(
+    recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int, packed: bool, guide: Guide | None = None
+) -> MaskedObjective:
     chosen, longest = recipe.objective, recipe.data.max_length
     pairs: ContrastiveObjective | None = None
     if chosen.pairs != "none":
-        pairs = contrastive(recipe, schedule, shape=shape, pad_id=pad_id, packed=packed)
+        pairs = contrastive(recipe, schedule, shape=shape, pad_id=pad_id, packed=packed, guide=guide)
         pairs = replace(pairs, loss="infonce", kl="none")
     if chosen.pairs == "tuples":
         longest = max(recipe.data.query_max_length, recipe.data.passage_max_length)
