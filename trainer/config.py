@@ -95,6 +95,7 @@ class ObjectiveConfig:
     decoding: str = "basic"  # basic | enhanced: every token, each from its own sample of the others (RetroMAE)
     nested_masks: bool = True  # the encoder's masked words are a subset of the decoder's
     pairs: str = "none"  # none | spans | tuples: a contrastive term too, of two spans a document or of tuples' texts
+    symmetric_spans: bool = False  # pairs = "spans": each span a query once, against all others (coCondenser)
     pair_weight: float = 1.0  # of that term; its similarity and temperature are those below
     loss_scale: float = 1.0  # the paper's released code halves L_enc + L_dec: 0.5
     # contrastive
@@ -418,6 +419,11 @@ def check(recipe: Recipe) -> None:
         )
     if objective.pairs == "tuples" and not recipe.model.source:
         raise ConfigError('objective.pairs = "tuples" is for a second stage; give model.source, a pre-trained encoder')
+    if objective.symmetric_spans and (objective.pairs != "spans" or not objective.mask_false_negatives):
+        raise ConfigError(
+            'objective.symmetric_spans = true needs objective.pairs = "spans" and mask_false_negatives = true, which '
+            "keeps a span from being its own negative"
+        )
     if objective.name == "masked" and objective.sizes == "two_d":
         raise ConfigError('objective.sizes = "two_d" is a fine-tuning schedule; use "ladder" or "full" for masked')
     if objective.loss == "cosent" and objective.kl == "scores":

@@ -60,7 +60,7 @@ class ContrastiveObjective:
 
     def forward_backward(self, engine: Passes, batch: PairBatch, step: int) -> StepReport:
         plan = self.schedule(step)
-        texts = _concatenate(batch.queries, batch.passages)
+        texts = concatenate(batch.queries, batch.passages)
         if self.static:
             return self._through_a_table(engine, batch, texts, plan)
         lengths = texts.lengths
@@ -278,7 +278,7 @@ def _known_false_negatives(batch: PairBatch, targets: Tensor, counts: list[int])
     return false_negatives(batch.query_hashes.to(device), targets, passage_hashes, known[0], known[1])
 
 
-def _concatenate(first: Texts, second: Texts) -> Texts:
+def concatenate(first: Texts, second: Texts) -> Texts:
     offsets = torch.cat([first.offsets, second.offsets[1:] + first.offsets[-1]])
     return Texts(torch.cat([first.tokens, second.tokens]), offsets)
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.collate import MaskedBatch, pad_flat
+from data.collate import MaskedBatch, PairBatch, pad_flat
 from models.masked_autoencoder import IGNORED
 from models.visibility import visible_positions
 from trainer.backward import Passes, StepReport, accumulate, embed_all, micro_batches
 from trainer.config import Recipe
-from trainer.contrastive import ContrastiveObjective, contrastive
+from trainer.contrastive import ContrastiveObjective, concatenate, contrastive
 from trainer.distributed import derive_seed, sum_over_ranks
 from trainer.flops import FORWARD_AND_BACKWARD, Shape, masked_flops
 from trainer.guide import Guide
@@ -32,7 +32,7 @@ class MaskedObjective:
     visible_share: what each position sees of the others in enhanced decoding; unused in basic decoding.
     pairs: the second stage's contrastive term over the batch's pairs (SentMAE §2.2, eq. 9), times `pair_weight`. Its
     gradient with respect to the embeddings is made once from a forward without a graph, as in `grad_cache`, and goes
-    back with the masked losses through the forward they need anyway.
+    back with the masked losses through the forward they need anyway. `symmetric`: in that term each text is a query.
     """
 
     schedule: Schedule
@@ -44,6 +44,7 @@ class MaskedObjective:
     visible_share: float
     pairs: ContrastiveObjective | None
     pair_weight: float
+    symmetric: bool
     seed: int
 
     def forward_backward(self, engine: Passes, batch: MaskedBatch, step: int) -> StepReport:
@@ -86,8 +87,12 @@ class MaskedObjective:
         pair_losses: dict[str, Tensor] = {}
         pair_gradients: list[Tensor] = []
         if self.pairs is not None and batch.pairs is not None:
-            vectors = embed_all(engine, chunks, embed=embed)
-            pair_losses, pair_gradients = self.pairs.loss_and_gradients(vectors, batch.pairs, plan, engine)
+            vectors, pairs = embed_all(engine, chunks, embed=embed), batch.pairs
+            if self.symmetric:
+                vectors, pairs = [torch.cat([each, each]) for each in vectors], both_ways(pairs)
+            pair_losses, pair_gradients = self.pairs.loss_and_gradients(vectors, pairs, plan, engine)
+            if self.symmetric:
+                pair_gradients = [torch.add(*each.chunk(2)) for each in pair_gradients]
 
         def loss_of(rows: Tensor) -> Tensor:
             nonlocal totals, padded
@@ -141,6 +146,28 @@ class MaskedObjective:
         return StepReport(losses, batch.num_tokens, padded, FORWARD_AND_BACKWARD * flops)
 
 
+def both_ways(pairs: PairBatch) -> PairBatch:
+    """Every text as a query, and as a passage: coCondenser's loss (arXiv:2108.05540) of n pairs, 2n terms.
+
+    A text is no negative of itself because equal texts are none (`false_negatives`).
+    """
+    texts, count = concatenate(pairs.queries, pairs.passages), len(pairs.queries)
+    hashes = torch.cat([pairs.query_hashes, pairs.passage_hashes])
+    partners = torch.cat([pairs.targets + count, torch.arange(count)])
+    return PairBatch(
+        queries=texts,
+        passages=texts,
+        targets=partners,
+        passage_query=partners,
+        scores=None,
+        query_hashes=hashes,
+        passage_hashes=hashes,
+        known_hashes=hashes[partners],
+        known_offsets=torch.arange(2 * count + 1),
+        sample_ids=pairs.sample_ids,
+    )
+
+
 def masked(
     recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int, packed: bool, guide: Guide | None = None
 ) -> MaskedObjective:
@@ -161,5 +188,6 @@ def masked(
         visible_share=1.0 - chosen.decoder_mask_ratio,
         pairs=pairs,
         pair_weight=chosen.pair_weight,
+        symmetric=chosen.symmetric_spans,
         seed=recipe.run.seed,
     )

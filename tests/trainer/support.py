@@ -267,6 +267,9 @@ def _naive_masked(module: Any, batches: Sequence[MaskedBatch], recipe: Recipe, s
         guided = _naive_guide([batch.pairs], recipe) if recipe.guide.model else {}
         vectors = [_pooled(hidden[size.layers], attention, recipe)[:, : size.dim] for size in sizes]
         count = len(batch.pairs.queries)
+        if recipe.objective.symmetric_spans:
+            loss = _naive_symmetric(vectors, batch.pairs, recipe, weights)
+            return total + recipe.objective.pair_weight * loss
         total = total + recipe.objective.pair_weight * naive_contrastive_loss(
             [each[:count] for each in vectors],
             [each[count:] for each in vectors],
@@ -279,6 +282,26 @@ def _naive_masked(module: Any, batches: Sequence[MaskedBatch], recipe: Recipe, s
             **guided,
         )
     return total
+
+
+def _naive_symmetric(vectors: Sequence[Tensor], pairs: PairBatch, recipe: Recipe, weights: Sequence[float]) -> Tensor:
+    """A span against its partner and all spans of other texts, each once: vectors K of [2n, d_k]."""
+    texts = torch.cat([pairs.query_hashes, pairs.passage_hashes]).tolist()
+    partner = [(i + len(texts) // 2) % len(texts) for i in range(len(texts))]
+    total = vectors[0].new_zeros(())
+    for i, (text, j) in enumerate(zip(texts, partner)):
+        equals = {text, texts[j], *(texts[partner[k]] for k in range(len(texts)) if texts[k] == text)}
+        kept = [j, *(k for k in range(len(texts)) if k not in (i, j) and texts[k] not in equals)]
+        total = total + naive_contrastive_loss(
+            [each[i : i + 1] for each in vectors],
+            [each[kept] for each in vectors],
+            targets=torch.tensor([0]),
+            gold=None,
+            weights=weights,
+            kl_weights=[],
+            objective=replace(recipe.objective, kl="none"),
+        )
+    return total / len(texts)
 
 
 def _pooled(states: Tensor, attention: Tensor, recipe: Recipe) -> Tensor:

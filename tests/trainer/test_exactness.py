@@ -34,7 +34,15 @@ STAGES = (0, 1, 2, 3)
 RECIPES = ("smae", "mlm", "srl", "direct", "two_d", "mrl", "cosent", "coordinates", "adaptive", "one", "sparse")
 RECIPES += ("weighted", "crowded", "filtered", "srl_uneven", "smae_uneven", "srl_lonely", "smae_lonely")
 RECIPES += ("guided", "guided_lonely", "taught_by_guide", "guided_masked_pairs")
-RECIPES += ("enhanced", "enhanced_lonely", "spans", "spans_lonely", "masked_pairs")
+RECIPES += (
+    "symmetric_spans",
+    "symmetric_spans_lonely",
+    "enhanced",
+    "enhanced_lonely",
+    "spans",
+    "spans_lonely",
+    "masked_pairs",
+)
 # These take a second step, which would find gradients left over.
 TWICE = ("smae", "srl")
 ON_ONE_RANK = ("smae", "srl", "two_d", "mrl")
@@ -97,9 +105,12 @@ def recipes(
     }
     cases["spans"] = masked(pairs="spans", pair_weight=0.5, decoding="enhanced", temperature=0.2)
     cases["lighter_spans"] = masked(pairs="spans", pair_weight=0.25, decoding="enhanced", temperature=0.2)
+    cases["symmetric_spans"] = copy.deepcopy(cases["spans"])
+    cases["symmetric_spans"]["objective"]["symmetric_spans"] = True
+    cases["symmetric_spans_lonely"] = copy.deepcopy(cases["symmetric_spans"])
     cases["enhanced_lonely"] = copy.deepcopy(cases["enhanced"])
     cases["spans_lonely"] = copy.deepcopy(cases["spans"])
-    for name in ("enhanced_lonely", "spans_lonely"):
+    for name in ("enhanced_lonely", "spans_lonely", "symmetric_spans_lonely"):
         cases[name]["train"] |= {"steps": 0, "epochs": 1 / 400}
     cases["masked_pairs"] = masked(pairs="tuples", pair_weight=2.0, sizes="full", similarity="dot", temperature=8.0)
     cases["masked_pairs"]["data"]["shards"] = [str(crowded_shards)]
@@ -251,6 +262,7 @@ def test_the_cases_are_the_hard_ones(two_ranks: Results, expected: Results) -> N
         ("taught_by_guide", "guided"),
         ("guided_masked_pairs", "masked_pairs"),
         ("spans", "lighter_spans"),
+        ("symmetric_spans", "spans"),
     ):
         loss, *_ = differences(expected[name], expected[other])
         assert loss > 1e-3
