@@ -102,7 +102,7 @@ class ObjectiveConfig:
     loss: str = "infonce"  # infonce | cosent
     similarity: str = "cosine"  # dot | cosine
     temperature: float = 0.05
-    kl: str = "scores"  # scores | coordinates | none
+    kl: str = "scores"  # scores | coordinates | margins (MarginMSE on hard negatives) | none
     kl_weight: float = 1.0
     kl_teacher: str = "full"  # full | guide: whose scores are learnt; the guide's by every size, the full one too
     kl_size_weights: list[float] = field(default_factory=list)  # of each student's KL; the full size may be the teacher
@@ -244,7 +244,7 @@ _CHOICES = {
     "objective.reduction": ("mean", "sum"),
     "objective.loss": ("infonce", "cosent"),
     "objective.similarity": ("dot", "cosine"),
-    "objective.kl": ("scores", "coordinates", "none"),
+    "objective.kl": ("scores", "coordinates", "margins", "none"),
     "objective.kl_teacher": ("full", "guide"),
     "objective.filter_by": ("full", "guide"),
     "guide.pooling": ("", "cls", "mean"),
@@ -426,9 +426,11 @@ def check(recipe: Recipe) -> None:
         )
     if objective.name == "masked" and objective.sizes == "two_d":
         raise ConfigError('objective.sizes = "two_d" is a fine-tuning schedule; use "ladder" or "full" for masked')
-    if objective.loss == "cosent" and objective.kl == "scores":
+    if objective.kl == "margins" and objective.name == "contrastive" and not recipe.data.num_negatives:
+        raise ConfigError('objective.kl = "margins" is of hard negatives; set data.num_negatives, or kl = "scores"')
+    if objective.loss == "cosent" and objective.kl in ("scores", "margins"):
         raise ConfigError(
-            'objective.loss = "cosent" has no score distribution; set objective.kl to "none" or "coordinates"'
+            'objective.loss = "cosent" has no negatives to score; set objective.kl to "none" or "coordinates"'
         )
     _check_preset(objective)
     _check_size_weights(objective, 1 if objective.sizes in ("full", "one") else len(ladder))
@@ -501,10 +503,10 @@ def _check_guide(recipe: Recipe) -> None:
         raise ConfigError(
             'objective.filter_by = "guide" is of a contrastive term; set objective.pairs to give the masked one such'
         )
-    if objective.kl_teacher == "guide" and (objective.name == "masked" or objective.kl != "scores"):
+    if objective.kl_teacher == "guide" and (objective.name == "masked" or objective.kl not in ("scores", "margins")):
         raise ConfigError(
-            'objective.kl_teacher = "guide" teaches scores in fine-tuning; set objective.kl = "scores" and '
-            'objective.name = "contrastive", or kl_teacher = "full"'
+            'objective.kl_teacher = "guide" teaches scores in fine-tuning; set objective.kl = "scores" or "margins" and '
+            'name = "contrastive", or kl_teacher = "full"'
         )
     if not guide.model:
         for key in ("filter_by", "kl_teacher"):

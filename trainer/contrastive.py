@@ -122,13 +122,14 @@ class ContrastiveObjective:
         passages = vectors[num_queries:] if len(counts) == 1 else gather_rows(vectors[num_queries:], counts)
         gradient = torch.zeros_like(passages)
         targets = batch.targets.to(device) + sum(counts[: engine.world.rank])
+        guide = self._guide_vectors(batch, engine) if self._guide_filters else None
         loss, nce = prefix_contrastive_(
             vectors[:num_queries],
             passages,
             gradient,
             targets=targets,
             excluded=_known_false_negatives(batch, targets, counts) if self.mask_false_negatives else None,
-            guide=self._guide_vectors(batch, counts, engine) if self._guide_filters else None,
+            guide=None if guide is None else (guide[0], gather_rows(guide[1], counts)),
             terms=PrefixTerms(
                 tuple(size.dim for size in plan.sizes),
                 plan.loss_weights,
@@ -154,8 +155,15 @@ class ContrastiveObjective:
         divergence, more = self._coordinate_kl(embeddings, plan) if on_coordinates else ({}, [])
         lengths = [normalize_(each) for each in embeddings] if self.similarity == "cosine" else []
         gradients = [torch.zeros_like(each) for each in embeddings]
-        inner = self._cosent if self.loss == "cosent" else self._infonce
-        losses = inner(embeddings, gradients, batch, plan, engine)
+        guide = self._guide_vectors(batch, engine) if self._guide_filters or self._guide_teaches else None
+        if self.loss == "cosent":
+            losses = self._cosent(embeddings, gradients, batch, plan, engine)
+        else:
+            losses = self._infonce(embeddings, gradients, batch, plan, engine, guide)
+        if self.kl == "margins" and self.kl_weight:
+            errors = self._margins(embeddings, gradients, batch, plan, guide)
+            losses["loss"] = losses["loss"] + errors.pop("loss")
+            losses |= errors
         for gradient, unit, length in zip(gradients, embeddings, lengths):
             unnormalized_gradient_(gradient, unit, length)
         for gradient, extra in zip(gradients, more):
@@ -165,7 +173,13 @@ class ContrastiveObjective:
         return losses | divergence, gradients
 
     def _infonce(
-        self, vectors: list[Tensor], gradients: list[Tensor], batch: PairBatch, plan: SizePlan, engine: Passes
+        self,
+        vectors: list[Tensor],
+        gradients: list[Tensor],
+        batch: PairBatch,
+        plan: SizePlan,
+        engine: Passes,
+        guide: tuple[Tensor, Tensor] | None,
     ) -> dict[str, Tensor]:
         device = vectors[0].device
         num_queries = len(batch.queries)
@@ -201,7 +215,7 @@ class ContrastiveObjective:
             targets=targets,
             excluded=_known_false_negatives(batch, targets, counts) if self.mask_false_negatives else None,
             gradients=[*(each[:num_queries] for each in gradients), *passage_gradients],
-            guide=self._guide_vectors(batch, counts, engine) if terms.needs_guide else None,
+            guide=None if guide is None else (guide[0], gather_rows(guide[1], counts)),
         )
         if not alone:
             # Each passage's gradient, summed over all ranks' queries, goes home.
@@ -217,11 +231,54 @@ class ContrastiveObjective:
     def _guide_filters(self) -> bool:
         return self.false_negative_margin is not None and self.filter_by == GUIDE
 
-    def _guide_vectors(self, batch: PairBatch, counts: list[int], engine: Passes) -> tuple[Tensor, Tensor]:
-        """The guide's vectors of this rank's queries and of all ranks' passages; counts: every rank's passages."""
+    @property
+    def _guide_teaches(self) -> bool:
+        return self.kl in ("scores", "margins") and self.kl_weight > 0 and self.kl_teacher == GUIDE
+
+    def _guide_vectors(self, batch: PairBatch, engine: Passes) -> tuple[Tensor, Tensor]:
+        """The guide's vectors of this rank's queries and passages."""
         assert self.guide is not None
-        queries, passages = self.guide.vectors(batch.queries, batch.passages, device=engine.device, beat=engine.beat)
-        return queries, gather_rows(passages, counts)
+        return self.guide.vectors(batch.queries, batch.passages, device=engine.device, beat=engine.beat)
+
+    def _margins(
+        self,
+        vectors: list[Tensor],
+        gradients: list[Tensor],
+        batch: PairBatch,
+        plan: SizePlan,
+        guide: tuple[Tensor, Tensor] | None,
+    ) -> dict[str, Tensor]:
+        """MarginMSE (Hofstätter et al. 2020, arXiv:2010.02666): its metrics, "loss" being what it adds.
+
+        The mean over the global batch's pairs of a query and a negative of its own of ((s⁺ − s⁻) − (t⁺ − t⁻))², where s
+        and t are the student's and the teacher's scores. Those pairs are on one rank, so nothing is gathered.
+        """
+        device, count = vectors[0].device, len(batch.queries)
+        owner, targets = batch.passage_query.to(device), batch.targets.to(device)
+
+        def scores_of(queries: Tensor, passages: Tensor) -> Tensor:
+            return torch.linalg.vecdot(queries[owner], passages)
+
+        def margins(scores: Tensor) -> Tensor:  # [..., m], the positive's own being 0
+            return scores[..., targets][..., owner] - scores
+
+        own = torch.stack([scores_of(each[:count], each[count:]) for each in vectors]) / self.temperature  # [K, m]
+        own.requires_grad_()
+        if self.kl_teacher == GUIDE:
+            assert guide is not None and self.guide is not None
+            taught = scores_of(*guide) / self.guide.temperature
+        else:
+            taught = own[plan.full].detach() if self.detach_teacher else own[plan.full]
+        total = sum_over_ranks([float(len(batch.passages) - count)], device).clamp(min=1)[0].to(own.dtype)
+        errors = (margins(own) - margins(taught)).square().sum(1) / total
+        loss = (errors * errors.new_tensor(plan.kl_weights)).sum() * self.kl_weight
+        loss.backward()
+        assert own.grad is not None
+        for each, gradient, flow in zip(vectors, gradients, own.grad[..., None] / self.temperature):
+            gradient[:count].index_add_(0, owner, flow * each[count:])
+            gradient[count:] += flow * each[:count][owner]
+        used = [(name, error) for name, error, weight in zip(plan.names, errors.detach(), plan.kl_weights) if weight]
+        return {"loss": loss.detach()} | {f"margins/{name}": error for name, error in used}
 
     def _cosent(
         self, vectors: list[Tensor], gradients: list[Tensor], batch: PairBatch, plan: SizePlan, engine: Passes

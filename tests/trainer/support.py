@@ -342,9 +342,9 @@ def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe
         if batch.scores is not None:
             gold.append(batch.scores)
     objective = recipe.objective
-    guided: dict[str, Any] = {}
-    if recipe.guide.model:
-        guided = _naive_guide(batches, recipe)
+    guided = _naive_guide(batches, recipe) if recipe.guide.model else {}
+    counts = [len(batch.queries) for batch in batches]
+    owners = [batch.passage_query + sum(counts[:number]) for number, batch in enumerate(batches)]
     return naive_contrastive_loss(
         [torch.cat(each) for each in zip(*queries)],
         [torch.cat(each) for each in zip(*passages)],
@@ -354,6 +354,7 @@ def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe
         weights=weights,
         kl_weights=[weight * objective.kl_weight for weight in kl_weights],
         objective=objective,
+        passage_query=torch.cat(owners),
         **guided,
     )
 
@@ -456,10 +457,11 @@ def naive_contrastive_loss(
     excluded: Tensor | None = None,
     guide: Tensor | None = None,
     guide_temperature: float = 1.0,
+    passage_query: Tensor | None = None,
 ) -> Tensor:
     """SPEC's SRL losses with whole matrices; `queries`, `passages`: K of [n, d_k], [m, d_k], the last the full size.
 
-    excluded: bool [n, m]. guide: [n, m], its similarities.
+    excluded: bool [n, m]. guide: [n, m], its similarities. passage_query: int64 [m], whose each passage is.
     """
 
     def scores(q: Tensor, p: Tensor) -> Tensor:
@@ -492,6 +494,21 @@ def naive_contrastive_loss(
         else:
             total = total + weight * F.cross_entropy(matrix, targets)
     if objective.kl == "none":
+        return total
+    if objective.kl == "margins":
+        assert passage_query is not None
+        if objective.kl_teacher == "guide":
+            assert guide is not None
+            taught = guide / guide_temperature
+        else:
+            taught = scores(queries[-1], passages[-1])
+            taught = taught.detach() if objective.detach_teacher else taught
+        pairs = [(i, j) for j, i in enumerate(passage_query.tolist()) if j != targets[i]]
+        for k, weight in enumerate(kl_weights):
+            own = scores(queries[k], passages[k])
+            for i, j in pairs:
+                error = (own[i, targets[i]] - own[i, j]) - (taught[i, targets[i]] - taught[i, j])
+                total = total + weight * error**2 / len(pairs)
         return total
     for k, weight in enumerate(kl_weights):
         if not weight:

@@ -146,6 +146,8 @@ def good(tuple_shards: Path, guide_folder: Path, tmp_path: Path) -> Values:
         ({"objective.filter_by": "full"}, "nothing to do"),
         ({"objective.filter_by": "student"}, "filter_by = 'student'.*full, guide"),
         ({"objective.kl_teacher": "guide", "objective.kl": "none"}, 'kl_teacher = "guide" teaches scores'),
+        ({"objective.kl": "margins", "data.num_negatives": 0}, '"margins" is of hard negatives'),
+        ({"objective.loss": "cosent", "objective.kl": "margins"}, '"cosent" has no negatives to score'),
         ({"objective.loss": "cosent", "objective.kl": "none"}, '"cosent" has none'),
         (
             {"objective.filter_by": "full", "objective.filter_false_negatives": False, "guide.model": ""}
