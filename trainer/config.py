@@ -505,8 +505,8 @@ def _check_guide(recipe: Recipe) -> None:
         )
     if objective.kl_teacher == "guide" and (objective.name == "masked" or objective.kl not in ("scores", "margins")):
         raise ConfigError(
-            'objective.kl_teacher = "guide" teaches scores in fine-tuning; set objective.kl = "scores" or "margins" and '
-            'name = "contrastive", or kl_teacher = "full"'
+            'objective.kl_teacher = "guide" teaches scores in fine-tuning; set objective.kl = "scores" or "margins" '
+            'and name = "contrastive", or kl_teacher = "full"'
         )
     if not guide.model:
         for key in ("filter_by", "kl_teacher"):
