@@ -33,7 +33,7 @@ NORM_TOLERANCE = 2e-5  # relative; squares are summed in another order
 STAGES = (0, 1, 2, 3)
 RECIPES = ("smae", "mlm", "srl", "direct", "two_d", "mrl", "cosent", "coordinates", "adaptive", "one", "sparse")
 RECIPES += ("weighted", "crowded", "filtered", "srl_uneven", "smae_uneven", "srl_lonely", "smae_lonely")
-RECIPES += ("guided", "guided_lonely", "taught_by_guide", "guided_masked_pairs", "margins", "margins_lonely")
+RECIPES += ("guided", "guided_lonely", "taught_by_guide", "guided_masked_pairs", "margins")
 RECIPES += ("own_margins",)
 RECIPES += (
     "symmetric_spans",
@@ -126,9 +126,6 @@ def recipes(
     taught = pairs(crowded_shards, **guide, kl_teacher="guide", kl_weight=2.0, kl_size_weights=[1.0, 0.5, 2.0])
     cases["taught_by_guide"] = taught | {"guide": {"model": str(static_guide_folder), "temperature": 0.3}}
     cases["margins"] = pairs(**guide, kl="margins", kl_teacher="guide") | {"guide": {"model": str(guide_folder)}}
-    cases["margins_lonely"] = copy.deepcopy(cases["margins"])
-    cases["margins_lonely"]["data"]["shards"] = [str(crowded_shards)]
-    cases["margins_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
     cases["own_margins"] = pairs(kl="margins", detach_teacher=False, reduction="sum", similarity="dot", temperature=8.0)
     cases["guided_masked_pairs"] = copy.deepcopy(cases["masked_pairs"]) | {"guide": {"model": str(guide_folder)}}
     cases["guided_masked_pairs"]["objective"] |= guide
