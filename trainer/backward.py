@@ -12,8 +12,9 @@ without weight, for ZeRO's collectives must match.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,11 +27,22 @@ Embed = Callable[[Tensor], tuple[Tensor, ...]]
 LossAndGradients = Callable[[list[Tensor]], tuple[dict[str, Tensor], list[Tensor]]]
 
 
+@dataclass(frozen=True)
+class StepReport:
+    """What one rank did in a step. `losses` add up over ranks to the global batch's values (0-d tensors)."""
+
+    losses: dict[str, Tensor]
+    tokens: int  # without padding
+    padded_tokens: int  # with it
+    flops: float
+
+
 class Passes(Protocol):
     """What gradients are made with (trainer/engine.py): forward passes, each followed by its backward."""
 
     world: World
     device: torch.device
+    beat: Callable[[str], None]  # says that there is progress
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
     def accumulation(self) -> AbstractContextManager[None]: ...
@@ -107,16 +119,20 @@ def accumulate(engine: Passes, chunks: Sequence[Tensor], *, loss_of: Callable[[T
 def embed_all(engine: Passes, chunks: Sequence[Tensor], *, embed: Embed) -> list[Tensor]:
     """All texts' embeddings without a graph, in their own order: K of float32 [n, d_k]. `embed` as in `grad_cache`."""
     count = max_over_ranks(len(chunks), engine.device)
+    with torch.no_grad():
+        return _collect(chunks, (embed(chunks[index] if index < len(chunks) else EMPTY) for index in range(count)))
+
+
+def _collect(chunks: Sequence[Tensor], outputs: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
+    """Rows where they belong, as K of float32 [n, d_k], of the chunks' outputs; those of empty ones come last."""
     num_rows = sum(len(rows) for rows in chunks)
     embeddings: list[Tensor] = []
-    for index in range(count):
-        with torch.no_grad():
-            outputs = embed(chunks[index] if index < len(chunks) else EMPTY)
+    for index, parts in enumerate(outputs):
         if not embeddings:
-            embeddings = [torch.empty(num_rows, out.shape[1], device=out.device) for out in outputs]
+            embeddings = [torch.empty(num_rows, part.shape[1], device=part.device) for part in parts]
         if index < len(chunks):
-            for whole, out in zip(embeddings, outputs):
-                whole[chunks[index]] = out.float()
+            for whole, part in zip(embeddings, parts):
+                whole[chunks[index]] = part.detach().float()
     return embeddings
 
 
@@ -139,22 +155,18 @@ def grad_cache(
     """
     assert cached or len(chunks) <= 1, "without caching there is one chunk"
     count = max_over_ranks(len(chunks), engine.device)
-    num_rows = sum(len(rows) for rows in chunks)
 
     def forward(index: int) -> tuple[Tensor, ...]:
         torch.manual_seed(derive_seed(seed, index))
         return embed(chunks[index] if index < len(chunks) else EMPTY)
 
     outputs: tuple[Tensor, ...] = ()
-    embeddings: list[Tensor] = []
-    for index in range(count):
-        with torch.set_grad_enabled(not cached):
-            outputs = forward(index)
-        if not embeddings:
-            embeddings = [torch.empty(num_rows, out.shape[1], device=out.device) for out in outputs]
-        if index < len(chunks):
-            for whole, out in zip(embeddings, outputs):
-                whole[chunks[index]] = out.detach().float()
+    if cached:
+        with torch.no_grad():
+            embeddings = _collect(chunks, map(forward, range(count)))
+    else:
+        outputs = forward(0)
+        embeddings = _collect(chunks, [outputs])
     metrics, gradients = loss_and_gradients(embeddings)
     with engine.accumulation():
         for index in range(count):

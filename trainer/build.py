@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,6 +38,7 @@ from models.static_embedding import MODEL_TYPE, build_static, special_ids_of
 from trainer.config import ConfigError, Recipe
 from trainer.engine import multiplies_in_bf16, read_ds_config
 from trainer.flops import Shape
+from trainer.guide import Guide, load_guide
 from trainer.objectives import REGISTRY, Objective, wanted_layers
 from trainer.size_schedules import build_schedule
 
@@ -51,7 +52,7 @@ log = logging.getLogger(__name__)
 class ModelParts:
     """`module` is what the engine trains; `encoder` the part that embeds; `saved` the Hugging Face model to write.
 
-    `adapter`: peft's view of `saved`, where adapters train.
+    `adapter`: peft's view of `saved`, where adapters train. `guide`: a frozen model beside it, which is not saved.
     """
 
     module: nn.Module
@@ -59,6 +60,7 @@ class ModelParts:
     saved: PreTrainedModel
     tokenizer: Any
     adapter: PeftModel | None = None
+    guide: Guide | None = None
 
 
 def open_shards(recipe: Recipe) -> list[ShardFolder]:
@@ -102,6 +104,15 @@ def open_stream(recipe: Recipe, sources: Sequence[ShardFolder], *, rank: int, wo
 
 
 def build_model(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
+    parts, guide = _build_trained(recipe, sources), load_guide(recipe, sources)
+    if guide is not None and not guide.encoder.is_static:
+        half_precision = multiplies_in_bf16(read_ds_config(recipe.engine.ds_config))
+        backbone = guide.encoder.to(torch.bfloat16 if half_precision else torch.float32).backbone
+        backbone.set_attn_implementation(_fastest_attention(backbone, half_precision=half_precision))
+    return replace(parts, guide=guide)
+
+
+def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
     vocabulary = sources[0].vocabulary
     source, tokenizer = recipe.model.source, load_tokenizer(sources[0].tokenizer_path)
     torch.manual_seed(recipe.run.seed)
@@ -175,11 +186,12 @@ def build_objective(recipe: Recipe, parts: ModelParts, *, pad_id: int) -> Object
         size=recipe.single_size,
         size_weights=recipe.objective.size_weights,
         kl_size_weights=recipe.objective.kl_size_weights,
+        teacher_outside=recipe.guide_teaches,
     )
     backbone = parts.encoder.backbone
     make = REGISTRY[recipe.objective.name]
     shape, static = Shape.of(parts.encoder.config), {"static": True} if parts.encoder.is_static else {}
-    return make(recipe, schedule, shape=shape, pad_id=pad_id, packed=packs(backbone), **static)
+    return make(recipe, schedule, shape=shape, pad_id=pad_id, packed=packs(backbone), guide=parts.guide, **static)
 
 
 def _check_static(recipe: Recipe) -> None:
@@ -207,7 +219,10 @@ def _attention(recipe: Recipe, backbone: PreTrainedModel) -> str:
         check_packs(backbone)
     if recipe.model.attention != "auto":
         return recipe.model.attention
-    half_precision = multiplies_in_bf16(read_ds_config(recipe.engine.ds_config))
+    return _fastest_attention(backbone, half_precision=multiplies_in_bf16(read_ds_config(recipe.engine.ds_config)))
+
+
+def _fastest_attention(backbone: PreTrainedModel, *, half_precision: bool) -> str:
     if not torch.cuda.is_available():
         # PyTorch's fused attention saves memory, but in bf16 on a CPU it takes twice the time of plain products.
         return "eager" if half_precision else "sdpa"

@@ -96,21 +96,31 @@ class ObjectiveConfig:
     decoding: str = "basic"  # basic | enhanced: every token, each from its own sample of the others (RetroMAE)
     nested_masks: bool = True  # the encoder's masked words are a subset of the decoder's
     pairs: str = "none"  # none | spans | tuples: a contrastive term too, of two spans a document or of tuples' texts
+    symmetric_spans: bool = False  # pairs = "spans": each span a query once, against all others (coCondenser)
     pair_weight: float = 1.0  # of that term; its similarity and temperature are those below
     loss_scale: float = 1.0  # the paper's released code halves L_enc + L_dec: 0.5
     # contrastive
     loss: str = "infonce"  # infonce | cosent
     similarity: str = "cosine"  # dot | cosine
     temperature: float = 0.05
-    kl: str = "scores"  # scores | coordinates | none
+    kl: str = "scores"  # scores | coordinates | margins (MarginMSE on hard negatives) | none
     kl_weight: float = 1.0
-    kl_size_weights: list[float] = field(default_factory=list)  # of each size's KL but the last's, the teacher
+    kl_teacher: str = "full"  # full | guide: whose scores are learnt; the guide's by every size, the full one too
+    kl_size_weights: list[float] = field(default_factory=list)  # of each student's KL; the full size may be the teacher
     kl_temperature: float = 1.0  # kl = "coordinates": divides the coordinates
     detach_teacher: bool = True
     mask_false_negatives: bool = True  # passages that are known not to be negatives of a query are left out for it
-    filter_false_negatives: bool = False  # and those that score above its positive less the margin, at full size
-    false_negative_margin: float = 0.0  # in units of the similarity; below 0 spares fewer passages
+    filter_false_negatives: bool = False  # and those that score above its positive less the margin
+    filter_by: str = "full"  # full | guide: whose scores; the full size's, or those of [guide]
+    false_negative_margin: float = 0.0  # in units of that similarity; below 0 spares fewer passages
     backward: str = "grad_cache"  # grad_cache | direct
+
+
+@dataclass(frozen=True)
+class GuideConfig:
+    model: str = ""  # folder or hub name of a frozen encoder, with the shards' tokenizer, that filters or teaches
+    pooling: str = ""  # cls | mean; empty: its barista.json's
+    temperature: float = 0.0  # divides its scores where it teaches; 0: its barista.json's
 
 
 @dataclass(frozen=True)
@@ -185,6 +195,7 @@ class Recipe:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    guide: GuideConfig = field(default_factory=GuideConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -201,6 +212,16 @@ class Recipe:
     def reads_documents(self) -> bool:
         """Whether its shards hold documents; else they hold tuples."""
         return self.objective.name == "masked" and self.objective.pairs != "tuples"
+
+    @property
+    def guide_filters(self) -> bool:
+        """Whether the guide says what is no negative."""
+        return self.objective.filter_false_negatives and self.objective.filter_by == "guide"
+
+    @property
+    def guide_teaches(self) -> bool:
+        """Whether every size learns the guide's scores."""
+        return self.objective.kl_teacher == "guide"
 
     @property
     def single_size(self) -> Size | None:
@@ -224,7 +245,10 @@ _CHOICES = {
     "objective.reduction": ("mean", "sum"),
     "objective.loss": ("infonce", "cosent"),
     "objective.similarity": ("dot", "cosine"),
-    "objective.kl": ("scores", "coordinates", "none"),
+    "objective.kl": ("scores", "coordinates", "margins", "none"),
+    "objective.kl_teacher": ("full", "guide"),
+    "objective.filter_by": ("full", "guide"),
+    "guide.pooling": ("", "cls", "mean"),
     "objective.backward": ("grad_cache", "direct"),
     "optim.schedule": ("linear", "cosine", "constant"),
 }
@@ -257,6 +281,7 @@ _AT_LEAST = {
     "optim.weight_decay": 0,
     "optim.max_grad_norm": 0,
     "objective.kl_weight": 0,
+    "guide.temperature": 0,
 }
 _ABOVE_ZERO = (
     "model.lora_alpha",
@@ -400,14 +425,22 @@ def check(recipe: Recipe) -> None:
         )
     if objective.pairs == "tuples" and not recipe.model.source:
         raise ConfigError('objective.pairs = "tuples" is for a second stage; give model.source, a pre-trained encoder')
+    if objective.symmetric_spans and (objective.pairs != "spans" or not objective.mask_false_negatives):
+        raise ConfigError(
+            'objective.symmetric_spans = true needs objective.pairs = "spans" and mask_false_negatives = true, which '
+            "keeps a span from being its own negative"
+        )
     if objective.name == "masked" and objective.sizes == "two_d":
         raise ConfigError('objective.sizes = "two_d" is a fine-tuning schedule; use "ladder" or "full" for masked')
-    if objective.loss == "cosent" and objective.kl == "scores":
+    if objective.kl == "margins" and objective.name == "contrastive" and not recipe.data.num_negatives:
+        raise ConfigError('objective.kl = "margins" is of hard negatives; set data.num_negatives, or kl = "scores"')
+    if objective.loss == "cosent" and objective.kl in ("scores", "margins"):
         raise ConfigError(
-            'objective.loss = "cosent" has no score distribution; set objective.kl to "none" or "coordinates"'
+            'objective.loss = "cosent" has no negatives to score; set objective.kl to "none" or "coordinates"'
         )
     _check_preset(objective)
     _check_size_weights(objective, 1 if objective.sizes in ("full", "one") else len(ladder))
+    _check_guide(recipe)
     _check_trained_part(recipe)
 
 
@@ -429,10 +462,11 @@ def _check_preset(objective: ObjectiveConfig) -> None:
 
 
 def _check_size_weights(objective: ObjectiveConfig, num_sizes: int) -> None:
-    """Factors a size, where sizes are fixed: one each; of the KL, one each but the last, which is the teacher."""
+    """Factors a size, where sizes are fixed: one each; of the KL, one each but the last, where it is the teacher."""
+    teaches = objective.kl_teacher == "full"
     for key, weights, count in (
         ("size_weights", objective.size_weights, num_sizes),
-        ("kl_size_weights", objective.kl_size_weights, num_sizes - 1),
+        ("kl_size_weights", objective.kl_size_weights, num_sizes - teaches),
     ):
         if not weights:
             continue
@@ -441,7 +475,7 @@ def _check_size_weights(objective: ObjectiveConfig, num_sizes: int) -> None:
                 f'objective.{key} = {weights} needs fixed sizes, and objective.sizes = "two_d" draws them'
             )
         if len(weights) != count:
-            below = " below the full one" if key == "kl_size_weights" else ""
+            below = " below the full one" if key == "kl_size_weights" and teaches else ""
             raise ConfigError(
                 f"objective.{key} has {len(weights)} entries for the {count} sizes{below} of objective.sizes = "
                 f"{objective.sizes!r}; give one a size, or none"
@@ -452,6 +486,44 @@ def _check_size_weights(objective: ObjectiveConfig, num_sizes: int) -> None:
         raise ConfigError(
             f"objective.kl_size_weights = {objective.kl_size_weights} weighs a KL that this objective does not have; "
             'remove it, or fine-tune with objective.kl = "scores" or "coordinates"'
+        )
+
+
+def _check_guide(recipe: Recipe) -> None:
+    """A guide and what it is for come together."""
+    objective, guide = recipe.objective, recipe.guide
+    if objective.false_negative_margin and not objective.filter_false_negatives:
+        raise ConfigError(
+            f"objective.false_negative_margin = {objective.false_negative_margin} is of a filter that is off; set "
+            "objective.filter_false_negatives = true, or remove it"
+        )
+    if objective.filter_by == "guide" and not objective.filter_false_negatives:
+        raise ConfigError(
+            'objective.filter_by = "guide" is of a filter that is off; set objective.filter_false_negatives = true'
+        )
+    if objective.filter_by == "guide" and objective.loss == "cosent":
+        raise ConfigError(
+            'objective.filter_by = "guide" is of negatives, and "cosent" has none; use objective.loss = "infonce"'
+        )
+    if objective.filter_by == "guide" and objective.name == "masked" and objective.pairs == "none":
+        raise ConfigError(
+            'objective.filter_by = "guide" is of a contrastive term; set objective.pairs to give the masked one such'
+        )
+    if objective.kl_teacher == "guide" and (objective.name == "masked" or objective.kl not in ("scores", "margins")):
+        raise ConfigError(
+            'objective.kl_teacher = "guide" teaches scores in fine-tuning; set objective.kl = "scores" or "margins" '
+            'and name = "contrastive", or kl_teacher = "full"'
+        )
+    if not guide.model:
+        for key in ("filter_by", "kl_teacher"):
+            if getattr(objective, key) == "guide":
+                raise ConfigError(f'objective.{key} = "guide" needs one; name its folder in guide.model')
+        if guide != GuideConfig():
+            raise ConfigError("guide.pooling and guide.temperature are of a guide; name its folder in guide.model")
+    elif not (recipe.guide_filters or recipe.guide_teaches):
+        raise ConfigError(
+            f"guide.model = {guide.model!r} has nothing to do; set objective.filter_false_negatives = true and "
+            'objective.filter_by = "guide", or objective.kl_teacher = "guide"'
         )
 
 

@@ -11,7 +11,9 @@ the blocks', and with it the factor that turns the block's exponentials into p. 
 memory for all passages, each score is computed once; where they do not, a second sweep computes them again.
 
 Which passages are no negatives: `false_negatives` finds what is known from the texts, the margin filter
-(GISTEmbed, arXiv:2402.16829; NV-Retriever, arXiv:2407.15831) what the full size's scores suggest.
+(GISTEmbed, arXiv:2402.16829; NV-Retriever, arXiv:2407.15831) what a judge's scores suggest: the full size's, or those
+of a guide, a frozen model whose vectors are given too. A guide can be the KL's teacher as well; every size is then its
+student. It has no loss of its own and gets no gradient.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ CPU_BLOCK_SCORES, GPU_BLOCK_SCORES = 2**19, 2**25
 LEAST_QUERIES = 128
 MOST_QUERIES = 512
 STATISTICS = 4  # numbers for each query, block and size
+FULL, GUIDE = "full", "guide"  # whose scores filter and teach
 
 
 def multi_size_contrastive(
@@ -52,16 +55,22 @@ def multi_size_contrastive(
     false_negative_margin: float | None = None,
     detach_teacher: bool = True,
     score_memory_mib: float = 256.0,
+    guide: tuple[Tensor, Tensor] | None = None,
+    filter_by: str = FULL,
+    taught_by: str = FULL,
+    guide_temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Σ_k loss_weights[k] · InfoNCE_k + kl_weights[k] · KL(last || k), means over `num_queries` queries.
+    """Σ_k loss_weights[k] · InfoNCE_k + kl_weights[k] · KL(teacher || k), means over `num_queries` queries.
 
-    queries: K of [n, d_k]; passages: K of [m, d_k]; the last is the KL's teacher. Dot products are taken as they come:
+    queries: K of [n, d_k]; passages: K of [m, d_k]; the last is the full size. Dot products are taken as they come:
     normalise before for cosine. Half precision is computed in float32. targets: int64 [n], the column of each query's
     positive. excluded: int64 [e, 2], (query, passage) pairs that are no negatives, in any order, never a target.
     false_negative_margin: for each query, passages whose similarity at the full size exceeds the positive's minus the
     margin are left out at every size, besides the positive; no gradient flows through the choice. num_queries: the
     GLOBAL batch's number of queries where `queries` are one rank's share (default n). temperature divides the scores.
     score_memory_mib bounds the scores held at once, whatever n and m are. The gradients can be asked for once.
+    guide: vectors [n, g] and [m, g] of another model, without gradient. filter_by, taught_by: "full" or "guide", whose
+    similarities filter and whose scores, divided by guide_temperature, teach; of a guide all K sizes learn.
     Returns (loss, InfoNCE of each size [K], KL of each size [K]); the latter two are detached and unweighted.
     """
     terms = ContrastiveTerms(
@@ -72,13 +81,19 @@ def multi_size_contrastive(
         false_negative_margin,
         detach_teacher,
         score_memory_mib,
+        filter_by,
+        taught_by,
+        guide_temperature,
     )
-    return _MultiSizeContrastive.apply(targets, excluded, terms, *queries, *passages)
+    return _MultiSizeContrastive.apply(targets, excluded, terms, guide, *queries, *passages)
 
 
 @dataclass(frozen=True)
 class ContrastiveTerms:
-    """What the loss of `multi_size_contrastive` is made of, besides its tensors."""
+    """What the loss of `multi_size_contrastive` is made of, besides its tensors.
+
+    Sizes are 0 .. K−1; K stands for the guide.
+    """
 
     loss_weights: tuple[float, ...]
     kl_weights: tuple[float, ...]
@@ -87,10 +102,22 @@ class ContrastiveTerms:
     margin: float | None = None
     detach_teacher: bool = True
     score_memory_mib: float = 256.0
+    filter_by: str = FULL
+    taught_by: str = FULL
+    guide_temperature: float = 1.0
+
+    @property
+    def needs_guide(self) -> bool:
+        return self.taught_by == GUIDE or (self.margin is not None and self.filter_by == GUIDE)
 
     @property
     def teacher(self) -> int:
-        return len(self.loss_weights) - 1
+        return self._number(self.taught_by)
+
+    @property
+    def judge(self) -> int:
+        """Whose similarities the margin filter looks at."""
+        return self._number(self.filter_by)
 
     @property
     def students(self) -> range:
@@ -99,32 +126,48 @@ class ContrastiveTerms:
     @property
     def teaches(self) -> tuple[float, ...]:
         """Each size's weight of the KL; the teacher's from itself is 0 whatever its weight."""
-        return (*self.kl_weights[:-1], 0.0)
+        return (*self.kl_weights[: self.teacher], 0.0)
 
     @property
     def moves_teacher(self) -> bool:
-        return any(self.teaches) and not self.detach_teacher
+        return any(self.teaches) and not self.detach_teacher and self.taught_by == FULL
+
+    @property
+    def judges_apart(self) -> bool:
+        """Whether the filter needs scores before the teacher's, which are computed first otherwise."""
+        return self.margin is not None and self.judge != self.teacher
 
     @property
     def matrices(self) -> int:
         """Matrices of a tile's scores alive at once: exponentials of the teacher and of a student, gaps, penalties."""
         return 1 + (self.teacher > 0) + self.moves_teacher + (self.margin is not None)
 
+    def temperature_of(self, size: int) -> float:
+        return self.temperature if size < len(self.loss_weights) else self.guide_temperature
+
+    def _number(self, of: str) -> int:
+        return len(self.loss_weights) - (of == FULL)
+
 
 class _MultiSizeContrastive(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, targets: Tensor, excluded: Tensor | None, terms: ContrastiveTerms, *vectors: Tensor
+        ctx: Any,
+        targets: Tensor,
+        excluded: Tensor | None,
+        terms: ContrastiveTerms,
+        guide: tuple[Tensor, Tensor] | None,
+        *vectors: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         sides = vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :]
         half = vectors[0].dtype in (torch.float16, torch.bfloat16)
         dtype = torch.float32 if half else vectors[0].dtype
         gradients = [
             torch.zeros_like(each, dtype=dtype) if wanted else None
-            for each, wanted in zip(vectors, ctx.needs_input_grad[3:])
+            for each, wanted in zip(vectors, ctx.needs_input_grad[4:])
         ]
         loss, nce, divergence = add_contrastive_gradients(
-            *sides, terms=terms, targets=targets, excluded=excluded, gradients=gradients, dtype=dtype
+            *sides, terms=terms, targets=targets, excluded=excluded, gradients=gradients, guide=guide, dtype=dtype
         )
         ctx.gradients = [
             None if gradient is None else gradient.to(each.dtype) for gradient, each in zip(gradients, vectors)
@@ -138,7 +181,7 @@ class _MultiSizeContrastive(torch.autograd.Function):
             raise RuntimeError("The contrastive loss hands its gradients out once: compute it again for a second.")
         # Scaled where they lie and given away: a copy would double what the passages' gradients take.
         gradients, ctx.gradients = ctx.gradients, None
-        return None, None, None, *(None if each is None else each.mul_(grads[0]) for each in gradients)
+        return None, None, None, None, *(None if each is None else each.mul_(grads[0]) for each in gradients)
 
 
 @dataclass(frozen=True)
@@ -183,6 +226,7 @@ def add_contrastive_gradients(
     targets: Tensor,
     excluded: Tensor | None,
     gradients: Sequence[Tensor | None],
+    guide: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`multi_size_contrastive` without a graph: its gradients are added to `gradients` where they shall lie.
@@ -190,7 +234,12 @@ def add_contrastive_gradients(
     gradients: 2K tensors shaped as the queries, then the passages, or None where not wanted. dtype: of the scores.
     Returns (loss, InfoNCE [K], KL [K]).
     """
-    num_queries, num_passages = queries[0].shape[0], passages[0].shape[0]
+    num_queries, num_passages, num_sizes = queries[0].shape[0], passages[0].shape[0], len(queries)
+    query_grads, passage_grads = gradients[:num_sizes], gradients[num_sizes:]
+    assert guide is not None or not terms.needs_guide
+    if guide is not None:
+        queries, passages = [*queries, guide[0]], [*passages, guide[1]]
+        query_grads, passage_grads = [*query_grads, None], [*passage_grads, None]
     tiling = choose_tiling(
         num_queries,
         num_passages,
@@ -213,8 +262,8 @@ def add_contrastive_gradients(
         tile = _Tile(
             [each[part].to(dtype) for each in queries],
             passages,
-            [None if each is None else each[part] for each in gradients[: len(queries)]],
-            gradients[len(queries) :],
+            [None if each is None else each[part] for each in query_grads],
+            passage_grads,
             targets[part],
             blocks,
             pairs[number * len(blocks) : (number + 1) * len(blocks)],
@@ -224,6 +273,8 @@ def add_contrastive_gradients(
             keeps_rows=tiling.keeps_rows,
         )
         if tiling.keeps_rows:
+            for block in range(len(blocks) if terms.judges_apart else 0):
+                tile.judge(block)
             for size in order:
                 for block in range(len(blocks)):
                     tile.exponentials(size, block)
@@ -234,11 +285,15 @@ def add_contrastive_gradients(
                 tile.add_gradients(terms.teacher, block)
         else:
             for block in range(len(blocks)):
+                if terms.judges_apart:
+                    tile.judge(block)
                 for size in order:
                     tile.exponentials(size, block)
             for size in order:
                 tile.sum_up(size)
             for block in range(len(blocks) if any(each is not None for each in gradients) else 0):
+                if terms.judges_apart:
+                    tile.judge(block)
                 for size in order:
                     tile.exponentials(size, block, again=True)
                     if size != terms.teacher:
@@ -246,7 +301,7 @@ def add_contrastive_gradients(
                 tile.add_gradients(terms.teacher, block)
         totals[0] += tile.nce.sum(1)
         totals[1] += tile.divergence.sum(1)
-    nce, divergence = totals * (NATS_A_BIT / terms.num_queries)
+    nce, divergence = totals[:, :num_sizes] * (NATS_A_BIT / terms.num_queries)
     weights = torch.tensor([terms.loss_weights, terms.kl_weights], dtype=nce.dtype, device=nce.device)
     return (weights[0] * nce + weights[1] * divergence).sum(), nce, divergence
 
@@ -287,15 +342,20 @@ class _Tile:
         self.query_grads, self.passage_grads = query_grads, passage_grads
         self.targets, self.blocks, self.pairs, self.terms = targets, blocks, pairs, terms
         self.rooms, self.scratch, self.keeps_rows = rooms, scratch, keeps_rows
-        rows, sizes, teacher = len(targets), len(queries), terms.teacher
+        rows, sizes = len(targets), len(queries)
         # Of a block's scores: the maximum, the sum of its exponentials, the sum of the teacher's times what the scores
         # are below their maximum, and what makes its exponentials shares of the row.
         self.peak, self.mass, self.cross, self.log_factor = rooms.new_zeros(STATISTICS, sizes, len(blocks), rows)
         self.positive, self.lse, self.nce, self.divergence = rooms.new_zeros(4, sizes, rows)
         if terms.margin is not None:
-            positives = passages[teacher][targets].to(rooms.dtype)
-            similarity = (queries[teacher] * positives).sum(1, keepdim=True)
-            self.ceiling = (similarity - terms.margin) / (terms.temperature * NATS_A_BIT)
+            judge = terms.judge
+            positives = passages[judge][targets].to(rooms.dtype)
+            similarity = (queries[judge] * positives).sum(1, keepdim=True)
+            self.ceiling = (similarity - terms.margin) / (terms.temperature_of(judge) * NATS_A_BIT)
+
+    def judge(self, block: int) -> None:
+        """Find what the filter leaves out of a block, before any size's scores are wanted."""
+        self._find_penalty(self._products(self.terms.judge, block), block)
 
     def exponentials(self, size: int, block: int, *, again: bool = False) -> None:
         """2^(s − maximum) of a block, into the size's room; `again`: its maximum and sums are known already."""
@@ -373,22 +433,29 @@ class _Tile:
         return offset
 
     def _scores(self, size: int, block: int) -> Tensor:
-        passages = self.passages[size][self.blocks[block]].to(self.rooms.dtype)
-        scores = self.scratch[: len(self.targets) * len(passages)].view(len(self.targets), len(passages))
-        scale = 1.0 / (self.terms.temperature * NATS_A_BIT)
-        torch.addmm(scores, self.queries[size], passages.t(), beta=0, alpha=scale, out=scores)
+        scores, terms = self._products(size, block), self.terms
         if (pairs := self.pairs[block]) is not None:
             scores[pairs] = EXCLUDED_SCORE
-        if self.terms.margin is not None:
-            penalty = self._room("penalty", block)
-            if size == self.terms.teacher:
-                torch.gt(scores, self.ceiling, out=penalty)
-                column, inside = self._targets_in(block)
-                penalty.scatter_(1, column[:, None], penalty.gather(1, column[:, None]) * ~inside[:, None])
-                penalty *= EXCLUDED_SCORE
+        if terms.margin is not None:
+            if size == terms.teacher and not terms.judges_apart:
+                self._find_penalty(scores, block)
             # Adding is many times faster than masked_fill_.
-            scores += penalty
+            scores += self._room("penalty", block)
         return scores
+
+    def _products(self, size: int, block: int) -> Tensor:
+        passages = self.passages[size][self.blocks[block]].to(self.rooms.dtype)
+        scores = self.scratch[: len(self.targets) * len(passages)].view(len(self.targets), len(passages))
+        scale = 1.0 / (self.terms.temperature_of(size) * NATS_A_BIT)
+        return torch.addmm(scores, self.queries[size], passages.t(), beta=0, alpha=scale, out=scores)
+
+    def _find_penalty(self, scores: Tensor, block: int) -> None:
+        """What is added to a block's scores at every size: a lot where the judge's `scores` are above the ceiling."""
+        penalty = self._room("penalty", block)
+        torch.gt(scores, self.ceiling, out=penalty)
+        column, inside = self._targets_in(block)
+        penalty.scatter_(1, column[:, None], penalty.gather(1, column[:, None]) * ~inside[:, None])
+        penalty *= EXCLUDED_SCORE
 
     def _targets_in(self, block: int) -> tuple[Tensor, Tensor]:
         """Each query's target as a column of the block, and whether it is one (else the column means nothing)."""

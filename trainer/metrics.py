@@ -26,11 +26,11 @@ from tqdm import tqdm
 
 from data.collate import samples_of
 from data.files import write_atomically
+from trainer.backward import StepReport
 from trainer.dashboard import Dashboard
 from trainer.distributed import World, gather_objects, sum_over_ranks
 from trainer.faults import Fault
 from trainer.flops import peak_flops
-from trainer.objectives import StepReport
 
 log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ Cosine is a scaling of S_k's rows and columns, so no normalised copy of a vector
 c = a S b and R = d loss / d c of a width,
     d loss / d q = a (R b p) − a² (Σ_j R c) q,    d loss / d p = b (Rᵀ a q) − b² (Σ_i R c) p.
 A tile of queries meets all passages at once; its rooms hold a matrix a width and take the same memory for any batch.
+A guide's scores, where it filters negatives (trainer/losses.py), are one more product and one more matrix of a tile.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class PrefixTerms:
     temperature: float
     num_queries: int
     score_memory_mib: float = 256.0
+    guide_margin: float = 0.0  # a passage whose similarity to the guide exceeds its positive's less this is left out
 
 
 def prefix_contrastive_(
@@ -45,20 +47,23 @@ def prefix_contrastive_(
     targets: Tensor,
     excluded: Tensor | None,
     terms: PrefixTerms,
+    guide: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Σ_k loss_weights[k] · InfoNCE_k. `queries` are OVERWRITTEN by their gradient; the passages' is added to theirs.
 
     queries: float32 [n, D] as they come from the model, not normalised; passages, passage_gradient: [m, D]. Columns
     beyond the last width take no part. targets: int64 [n], each query's positive. excluded: int64 [e, 2], sorted by
-    query: (query, passage) pairs that are no negatives. Returns (loss, InfoNCE of each width [K]).
+    query: (query, passage) pairs that are no negatives. guide: vectors [n, g] and [m, g] that say so too, by
+    `terms.guide_margin`. Returns (loss, InfoNCE of each width [K]).
     """
     segments = [slice(a, b) for a, b in pairwise((0, *terms.dims))]
     widths, (num_queries, num_passages) = len(segments), (len(queries), len(passages))
     a, b = _inverse_lengths(queries, segments, terms.cosine), _inverse_lengths(passages, segments, terms.cosine)
     along = passages.new_zeros(widths, num_passages)  # Σ_i R c of each width and passage
     nce = passages.new_zeros(widths)
-    rows = _tile_rows(num_queries, num_passages, matrices=widths + 2, score_memory_mib=terms.score_memory_mib)
-    rooms = passages.new_empty(widths + 2, rows, num_passages)
+    matrices = widths + 2 + (guide is not None)
+    rows = _tile_rows(num_queries, num_passages, matrices=matrices, score_memory_mib=terms.score_memory_mib)
+    rooms = passages.new_empty(matrices, rows, num_passages)
     gradient_room = queries.new_zeros(rows, queries.shape[1])
     starts = range(0, num_queries, rows)
     edges = [] if excluded is None else _edges(excluded[:, 0].contiguous(), [*starts, num_queries])
@@ -68,6 +73,10 @@ def prefix_contrastive_(
         here = part.stop - part.start
         gradient = gradient_room[:here]
         scores, scaled, *shares = rooms[:, :here].unbind()
+        penalty = None
+        if guide is not None:
+            penalty = shares.pop()
+            _judge(guide[0][part], guide[1], target, margin=terms.guide_margin, out=penalty)
         pairs = None
         if excluded is not None:
             inside = excluded[edges[number] : edges[number + 1]]
@@ -79,6 +88,8 @@ def prefix_contrastive_(
             scaled *= a[k, part, None] / terms.temperature
             if pairs is not None:
                 scaled[pairs] = EXCLUDED_SCORE
+            if penalty is not None:
+                scaled += penalty
             positive = scaled.gather(1, target)
             torch.softmax(scaled, 1, out=shares[k])
             # Of the largest share, because the positive's own may be too small for a logarithm; the difference first,
@@ -110,6 +121,14 @@ def prefix_contrastive_(
             passage_gradient[:, segment].addcmul_(passages[:, segment], factor[:, None], value=-1)
     nce /= terms.num_queries
     return (nce * nce.new_tensor(terms.loss_weights)).sum(), nce
+
+
+def _judge(queries: Tensor, passages: Tensor, target: Tensor, *, margin: float, out: Tensor) -> None:
+    """`out` [t, m] becomes EXCLUDED_SCORE where a passage scores above the positive less the margin, else 0."""
+    torch.mm(queries, passages.T, out=out)
+    ceiling = out.gather(1, target) - margin
+    out.gt_(ceiling).scatter_(1, target, 0.0)
+    out *= EXCLUDED_SCORE
 
 
 def _tile_rows(num_queries: int, num_passages: int, *, matrices: int, score_memory_mib: float) -> int:

@@ -17,9 +17,9 @@ from models.sizes import Ladder, Size
 
 @dataclass(frozen=True)
 class SizePlan:
-    """Sizes with the weight of each one's loss and of its KL to the teacher, which is the last size.
+    """Sizes with the weight of each one's loss and of its KL to the teacher, which is the last size or none of them.
 
-    A KL weight of 0 leaves a size out of the KL; the teacher's own is 0. `names` are what metrics call the sizes.
+    A KL weight of 0 leaves a size out of the KL; a size that teaches has 0. `names` are what metrics call the sizes.
     """
 
     names: tuple[str, ...]
@@ -93,17 +93,27 @@ def reweighted(schedule: Schedule, *, size_weights: Sequence[float], kl_size_wei
     """A schedule of fixed sizes with each one's loss and KL multiplied by a factor; none given: as it was.
 
     The factors come on top of the reduction: with "mean" L is 1/|S| Σ w_k L_k, not divided by Σ w_k, so that factors
-    of 1 change nothing. `kl_size_weights`: one a size but the last, which is the teacher.
+    of 1 change nothing. `kl_size_weights`: one a student, which the last size is not where it teaches.
     """
     plan = schedule(0)
     loss_factors = size_weights or (1.0,) * len(plan.sizes)
-    kl_factors = (*kl_size_weights, 1.0) if kl_size_weights else (1.0,) * len(plan.sizes)
+    kl_factors = (*kl_size_weights, 1.0)[: len(plan.sizes)] if kl_size_weights else (1.0,) * len(plan.sizes)
     changed = dataclasses.replace(
         plan,
         loss_weights=tuple(w * f for w, f in zip(plan.loss_weights, loss_factors, strict=True)),
         kl_weights=tuple(w * f for w, f in zip(plan.kl_weights, kl_factors, strict=True)),
     )
     return lambda step: changed
+
+
+def taught_from_outside(schedule: Schedule) -> Schedule:
+    """A schedule in which another model teaches: every size is a student, with the weight of its loss."""
+
+    def plan(step: int) -> SizePlan:
+        own = schedule(step)
+        return dataclasses.replace(own, kl_weights=own.loss_weights)
+
+    return plan
 
 
 def build_schedule(
@@ -115,11 +125,13 @@ def build_schedule(
     size: Size | None = None,
     size_weights: Sequence[float] = (),
     kl_size_weights: Sequence[float] = (),
+    teacher_outside: bool = False,
 ) -> Schedule:
     """The schedule a recipe names in `objective.sizes`, with its factors a size."""
+    teach = taught_from_outside if teacher_outside else (lambda schedule: schedule)
     if kind == "two_d":
-        return two_dimensional(ladder, seed=seed)
-    fixed = _fixed(kind, ladder, reduction=reduction, size=size)
+        return teach(two_dimensional(ladder, seed=seed))
+    fixed = teach(_fixed(kind, ladder, reduction=reduction, size=size))
     return reweighted(fixed, size_weights=size_weights, kl_size_weights=kl_size_weights)
 
 

@@ -42,10 +42,10 @@ from data.tokens import vocabulary_of
 from models.encoder import Encoder, base_of, build_masked_lm
 from tests.benchmarks.smae_step import SHARED, alternate, peak_mib
 from trainer.config import Recipe, build_recipe
+from trainer.contrastive import contrastive
 from trainer.distributed import start
 from trainer.engine import Engine
 from trainer.flops import Shape
-from trainer.objectives import contrastive
 from trainer.optim import adamw
 from trainer.size_schedules import build_schedule
 

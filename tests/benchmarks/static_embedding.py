@@ -45,11 +45,11 @@ from models.static_embedding import StaticConfig, StaticModel
 from tests.benchmarks.smae_step import SHARED, alternate, peak_mib
 from trainer.build import open_stream
 from trainer.config import Recipe, build_recipe
+from trainer.contrastive import contrastive
 from trainer.distributed import start
 from trainer.engine import Engine
 from trainer.evaluation.encode import _text_encoder, encode, encoder_forward
 from trainer.flops import Shape
-from trainer.objectives import contrastive
 from trainer.optim import adamw
 from trainer.size_schedules import build_schedule
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from data.shards import UnitWriter, finish_folder
+from models.encoder import EmbeddingSettings, build_masked_lm
+from models.static_embedding import StaticConfig, StaticModel
 
 
 def _ids(tokenizer, text: str) -> list[int]:
@@ -69,4 +72,30 @@ def graded_shards(tmp_path_factory, docstrings, tiny_tokenizer) -> Path:
                 _ids(tiny_tokenizer, query), [_ids(tiny_tokenizer, other)], score=5.0 if index % 2 else 0.0
             )
     finish_folder(folder, 1, tokenizer=tiny_tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def guide_folder(tmp_path_factory, tiny_tokenizer) -> Path:
+    """An encoder that guides: narrower than the students and served with shorter texts than they read."""
+    folder = tmp_path_factory.mktemp("guide")
+    torch.manual_seed(3)
+    shape = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    config = {"model_type": "bert", **shape, "max_position_embeddings": 64, "initializer_range": 0.2}
+    build_masked_lm(config, vocab_size=len(tiny_tokenizer), pad_token_id=0).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    ladder = ((1, 8), (2, 24))
+    EmbeddingSettings("mean", "cosine", ladder, 10, 20, temperature=0.2).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def static_guide_folder(tmp_path_factory, tiny_tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("static_guide")
+    torch.manual_seed(4)
+    special_ids = [0, 2, 3, 4]
+    config = StaticConfig(vocab_size=len(tiny_tokenizer), hidden_size=16, special_ids=special_ids)
+    StaticModel(config).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    EmbeddingSettings("mean", "cosine", ((1, 12), (1, 16)), 64, 256, temperature=0.1).save(folder)
     return folder

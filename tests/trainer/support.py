@@ -14,12 +14,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AutoModel
 
 from data.collate import MaskedBatch, PairBatch, pad_flat
 from models.sizes import Size
@@ -201,6 +203,9 @@ def plan_of(recipe: Recipe, step: int) -> tuple[list[Size], list[float], list[fl
     weight = 1.0 / len(sizes) if recipe.objective.reduction == "mean" else 1.0
     factors = recipe.objective.size_weights or [1.0] * len(sizes)
     kl_factors = recipe.objective.kl_size_weights or [1.0] * (len(sizes) - 1)
+    if recipe.objective.kl_teacher == "guide":
+        factors_of_all = recipe.objective.kl_size_weights or [1.0] * len(sizes)
+        return sizes, [weight * factor for factor in factors], [weight * factor for factor in factors_of_all]
     return sizes, [weight * factor for factor in factors], [weight * factor for factor in kl_factors] + [0.0]
 
 
@@ -259,8 +264,12 @@ def _naive_masked(module: Any, batches: Sequence[MaskedBatch], recipe: Recipe, s
             loss = loss + cross_entropy(transformed(decoded), cut(batch.decoder_labels, -100))
         total = total + weight * recipe.objective.loss_scale * loss
     if batch.pairs is not None:
+        guided = _naive_guide([batch.pairs], recipe) if recipe.guide.model else {}
         vectors = [_pooled(hidden[size.layers], attention, recipe)[:, : size.dim] for size in sizes]
         count = len(batch.pairs.queries)
+        if recipe.objective.symmetric_spans:
+            loss = _naive_symmetric(vectors, batch.pairs, recipe, weights)
+            return total + recipe.objective.pair_weight * loss
         total = total + recipe.objective.pair_weight * naive_contrastive_loss(
             [each[:count] for each in vectors],
             [each[count:] for each in vectors],
@@ -270,8 +279,29 @@ def _naive_masked(module: Any, batches: Sequence[MaskedBatch], recipe: Recipe, s
             weights=weights,
             kl_weights=[],
             objective=replace(recipe.objective, kl="none"),
+            **guided,
         )
     return total
+
+
+def _naive_symmetric(vectors: Sequence[Tensor], pairs: PairBatch, recipe: Recipe, weights: Sequence[float]) -> Tensor:
+    """A span against its partner and all spans of other texts, each once: vectors K of [2n, d_k]."""
+    texts = torch.cat([pairs.query_hashes, pairs.passage_hashes]).tolist()
+    partner = [(i + len(texts) // 2) % len(texts) for i in range(len(texts))]
+    total = vectors[0].new_zeros(())
+    for i, (text, j) in enumerate(zip(texts, partner)):
+        equals = {text, texts[j], *(texts[partner[k]] for k in range(len(texts)) if texts[k] == text)}
+        kept = [j, *(k for k in range(len(texts)) if k not in (i, j) and texts[k] not in equals)]
+        total = total + naive_contrastive_loss(
+            [each[i : i + 1] for each in vectors],
+            [each[kept] for each in vectors],
+            targets=torch.tensor([0]),
+            gold=None,
+            weights=weights,
+            kl_weights=[],
+            objective=replace(recipe.objective, kl="none"),
+        )
+    return total / len(texts)
 
 
 def _pooled(states: Tensor, attention: Tensor, recipe: Recipe) -> Tensor:
@@ -312,6 +342,9 @@ def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe
         if batch.scores is not None:
             gold.append(batch.scores)
     objective = recipe.objective
+    guided = _naive_guide(batches, recipe) if recipe.guide.model else {}
+    counts = [len(batch.queries) for batch in batches]
+    owners = [batch.passage_query + sum(counts[:number]) for number, batch in enumerate(batches)]
     return naive_contrastive_loss(
         [torch.cat(each) for each in zip(*queries)],
         [torch.cat(each) for each in zip(*passages)],
@@ -321,7 +354,40 @@ def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe
         weights=weights,
         kl_weights=[weight * objective.kl_weight for weight in kl_weights],
         objective=objective,
+        passage_query=torch.cat(owners),
+        **guided,
     )
+
+
+@torch.no_grad()
+def _naive_guide(batches: Sequence[PairBatch], recipe: Recipe) -> dict[str, Any]:
+    """Its similarities, text by text, each cut to the guide's own lengths, and its temperature."""
+    folder = Path(recipe.guide.model)
+    settings, backbone = json.loads((folder / "barista.json").read_text()), AutoModel.from_pretrained(folder).eval()
+    layers, dim = settings["ladder"][-1]
+
+    def embed(text: Tensor, longest: int) -> Tensor:
+        if len(text) > longest:
+            text = torch.cat([text[: longest - 1], text[-1:]])
+        if backbone.config.model_type == "static":
+            vector = backbone.embedding.weight[text[1:-1].long()].mean(0)[:dim]
+        else:
+            hidden = backbone(text[None].long(), output_hidden_states=True).hidden_states[layers][0, :, :dim]
+            vector = hidden.mean(0) if settings["pooling"] == "mean" else hidden[0]
+        return vector / vector.norm() if settings["similarity"] == "cosine" else vector
+
+    lengths = {"queries": settings["query_max_length"], "passages": settings["passage_max_length"]}
+
+    def all_of(side: str) -> Tensor:
+        texts = [
+            getattr(batch, side).tokens[a:b]
+            for batch in batches
+            for a, b in pairwise(getattr(batch, side).offsets.tolist())
+        ]
+        return torch.stack([embed(text, lengths[side]) for text in texts])
+
+    similarity = all_of("queries") @ all_of("passages").T
+    return {"guide": similarity, "guide_temperature": recipe.guide.temperature or settings["temperature"]}
 
 
 def naive_false_negatives(batches: Sequence[PairBatch], targets: Tensor) -> Tensor:
@@ -389,10 +455,13 @@ def naive_contrastive_loss(
     kl_weights: Sequence[float],
     objective: Any,
     excluded: Tensor | None = None,
+    guide: Tensor | None = None,
+    guide_temperature: float = 1.0,
+    passage_query: Tensor | None = None,
 ) -> Tensor:
-    """SPEC's SRL losses with whole matrices; `queries`, `passages`: K of [n, d_k], [m, d_k], the last the teacher.
+    """SPEC's SRL losses with whole matrices; `queries`, `passages`: K of [n, d_k], [m, d_k], the last the full size.
 
-    excluded: bool [n, m].
+    excluded: bool [n, m]. guide: [n, m], its similarities. passage_query: int64 [m], whose each passage is.
     """
 
     def scores(q: Tensor, p: Tensor) -> Tensor:
@@ -403,7 +472,9 @@ def naive_contrastive_loss(
     matrices = [scores(q, p) for q, p in zip(queries, passages)]
     hidden = torch.zeros_like(matrices[0], dtype=torch.bool) if excluded is None else excluded
     if getattr(objective, "filter_false_negatives", False):
-        similarity = matrices[-1].detach() * objective.temperature
+        by_guide = getattr(objective, "filter_by", "full") == "guide"
+        similarity = guide if by_guide else matrices[-1].detach() * objective.temperature
+        assert similarity is not None
         too_near = similarity > similarity.gather(1, targets[:, None]) - objective.false_negative_margin
         hidden = hidden | too_near.scatter(1, targets[:, None], False)
     if objective.loss != "cosent":
@@ -424,10 +495,28 @@ def naive_contrastive_loss(
             total = total + weight * F.cross_entropy(matrix, targets)
     if objective.kl == "none":
         return total
+    if objective.kl == "margins":
+        assert passage_query is not None
+        if objective.kl_teacher == "guide":
+            assert guide is not None
+            taught = guide / guide_temperature
+        else:
+            taught = scores(queries[-1], passages[-1])
+            taught = taught.detach() if objective.detach_teacher else taught
+        pairs = [(i, j) for j, i in enumerate(passage_query.tolist()) if j != targets[i]]
+        for k, weight in enumerate(kl_weights):
+            own = scores(queries[k], passages[k])
+            for i, j in pairs:
+                error = (own[i, targets[i]] - own[i, j]) - (taught[i, targets[i]] - taught[i, j])
+                total = total + weight * error**2 / len(pairs)
+        return total
     for k, weight in enumerate(kl_weights):
         if not weight:
             continue
-        if objective.kl == "scores":
+        if getattr(objective, "kl_teacher", "full") == "guide":
+            assert guide is not None
+            student, teacher, factor = matrices[k], (guide / guide_temperature).masked_fill(hidden, -1e9), 1.0
+        elif objective.kl == "scores":
             student, teacher, factor = matrices[k], matrices[-1], 1.0
         else:
             student = torch.cat([queries[k], passages[k]]) / objective.kl_temperature

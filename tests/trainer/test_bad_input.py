@@ -183,6 +183,9 @@ def test_combinations(values: Values, masked_values: Values, refusal: Callable[.
     assert "decoder_mask_ratio" in refusal(low, task="masked")
     for key, value in (("query_prompts", ["a: "]), ("passage_prompts", ["a: "]), ("no_duplicates", True)):
         assert f"data.{key}" in refusal(changed(masked_values, f"data.{key}", value), task="masked")
+    filtered = changed(changed(values, "objective.filter_false_negatives", True), "objective.filter_by", "guide")
+    assert "guide.model" in refusal(filtered)
+    assert "guide.model = '/nowhere/guide'" in refusal(changed(filtered, "guide.model", "/nowhere/guide"))
     twice = changed(changed(values, "data.weights", [1.0]), "data.mixture_temperature", 2.0)
     sentence = refusal(twice)
     assert "data.mixture_temperature = 2.0" in sentence and "data.weights" in sentence

@@ -254,6 +254,8 @@ def test_what_is_written_out_wins_over_a_preset(tmp_path: Path) -> None:
         (["decoding=enhanced"], 'decoding = "enhanced".*set objective.name = "masked"'),
         (["decoding=enhanced", "name=masked", "decoder=false"], 'decoding = "enhanced".*objective.decoder = true'),
         (["pairs=spans"], "pairs = 'spans'.*remove it for objective.name = 'contrastive'"),
+        (["symmetric_spans=true"], 'symmetric_spans = true needs objective.pairs = "spans"'),
+        (["symmetric_spans=true", "name=masked", "pairs=spans", "mask_false_negatives=false"], "its own negative"),
         (["pair_weight=0", "name=masked", "pairs=spans"], "pair_weight = 0.0 must be above 0"),
     ],
 )

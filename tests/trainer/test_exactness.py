@@ -33,7 +33,17 @@ NORM_TOLERANCE = 2e-5  # relative; squares are summed in another order
 STAGES = (0, 1, 2, 3)
 RECIPES = ("smae", "mlm", "srl", "direct", "two_d", "mrl", "cosent", "coordinates", "adaptive", "one", "sparse")
 RECIPES += ("weighted", "crowded", "filtered", "srl_uneven", "smae_uneven", "srl_lonely", "smae_lonely")
-RECIPES += ("enhanced", "enhanced_lonely", "spans", "spans_lonely", "masked_pairs")
+RECIPES += ("guided", "guided_lonely", "taught_by_guide", "guided_masked_pairs", "margins")
+RECIPES += ("own_margins",)
+RECIPES += (
+    "symmetric_spans",
+    "symmetric_spans_lonely",
+    "enhanced",
+    "enhanced_lonely",
+    "spans",
+    "spans_lonely",
+    "masked_pairs",
+)
 # These take a second step, which would find gradients left over.
 TWICE = ("smae", "srl")
 ON_ONE_RANK = ("smae", "srl", "two_d", "mrl")
@@ -62,7 +72,13 @@ def backbone(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> P
 
 @pytest.fixture(scope="module")
 def recipes(
-    document_shards: Path, tuple_shards: Path, graded_shards: Path, crowded_shards: Path, backbone: Path
+    document_shards: Path,
+    tuple_shards: Path,
+    graded_shards: Path,
+    crowded_shards: Path,
+    backbone: Path,
+    guide_folder: Path,
+    static_guide_folder: Path,
 ) -> dict[str, dict[str, Any]]:
     def masked(**objective: Any) -> dict[str, Any]:
         objective = {"name": "masked", **objective}
@@ -90,9 +106,12 @@ def recipes(
     }
     cases["spans"] = masked(pairs="spans", pair_weight=0.5, decoding="enhanced", temperature=0.2)
     cases["lighter_spans"] = masked(pairs="spans", pair_weight=0.25, decoding="enhanced", temperature=0.2)
+    cases["symmetric_spans"] = copy.deepcopy(cases["spans"])
+    cases["symmetric_spans"]["objective"]["symmetric_spans"] = True
+    cases["symmetric_spans_lonely"] = copy.deepcopy(cases["symmetric_spans"])
     cases["enhanced_lonely"] = copy.deepcopy(cases["enhanced"])
     cases["spans_lonely"] = copy.deepcopy(cases["spans"])
-    for name in ("enhanced_lonely", "spans_lonely"):
+    for name in ("enhanced_lonely", "spans_lonely", "symmetric_spans_lonely"):
         cases[name]["train"] |= {"steps": 0, "epochs": 1 / 400}
     cases["masked_pairs"] = masked(pairs="tuples", pair_weight=2.0, sizes="full", similarity="dot", temperature=8.0)
     cases["masked_pairs"]["data"]["shards"] = [str(crowded_shards)]
@@ -100,6 +119,16 @@ def recipes(
     cases["crowded"] = pairs(crowded_shards)
     cases["uncrowded"] = pairs(crowded_shards, mask_false_negatives=False)
     cases["filtered"] = pairs(crowded_shards, filter_false_negatives=True, false_negative_margin=0.02)
+    guide = {"filter_false_negatives": True, "filter_by": "guide", "false_negative_margin": 0.05}
+    cases["guided"] = pairs(crowded_shards, **guide) | {"guide": {"model": str(guide_folder)}}
+    cases["guided_lonely"] = copy.deepcopy(cases["guided"])
+    cases["guided_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
+    taught = pairs(crowded_shards, **guide, kl_teacher="guide", kl_weight=2.0, kl_size_weights=[1.0, 0.5, 2.0])
+    cases["taught_by_guide"] = taught | {"guide": {"model": str(static_guide_folder), "temperature": 0.3}}
+    cases["margins"] = pairs(**guide, kl="margins", kl_teacher="guide") | {"guide": {"model": str(guide_folder)}}
+    cases["own_margins"] = pairs(kl="margins", detach_teacher=False, reduction="sum", similarity="dot", temperature=8.0)
+    cases["guided_masked_pairs"] = copy.deepcopy(cases["masked_pairs"]) | {"guide": {"model": str(guide_folder)}}
+    cases["guided_masked_pairs"]["objective"] |= guide
     # Last batches of 11 samples, and of one: the other ranks then have none.
     for name, samples in (("uneven", 11), ("lonely", 1)):
         cases[f"srl_{name}"], cases[f"smae_{name}"] = pairs(crowded_shards), masked()
@@ -229,7 +258,17 @@ def test_the_cases_are_the_hard_ones(two_ranks: Results, expected: Results) -> N
     """Ranks have unequal numbers of micro-batches, several each, and clipping acts."""
     assert two_ranks["srl_lonely-float32_zero3"][0]["micro_batches"][1] == 0
     # Masking, filtering and the contrastive term beside the masked losses act.
-    for name, other in (("crowded", "uncrowded"), ("filtered", "crowded"), ("spans", "lighter_spans")):
+    for name, other in (
+        ("crowded", "uncrowded"),
+        ("filtered", "crowded"),
+        ("guided", "crowded"),
+        ("taught_by_guide", "guided"),
+        ("margins", "srl"),
+        ("own_margins", "direct"),
+        ("guided_masked_pairs", "masked_pairs"),
+        ("spans", "lighter_spans"),
+        ("symmetric_spans", "spans"),
+    ):
         loss, *_ = differences(expected[name], expected[other])
         assert loss > 1e-3
     for step in two_ranks["srl-float32_zero3"]:

@@ -351,6 +351,100 @@ def test_the_margin_hides_what_scores_like_the_positive(
     assert abs(float((other - ours).detach())) > 1e-6
 
 
+def guide_vectors() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return tuple(  # type: ignore[return-value]
+        F.normalize(torch.randn(rows, 5, generator=generator, dtype=torch.float64)) for rows in (QUERIES, PASSAGES)
+    )
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("taught_by", ["full", "guide"])
+@pytest.mark.parametrize(("filter_by", "margin"), [("full", None), ("full", 0.5), ("guide", 0.1), ("guide", -0.3)])
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_a_guide_filters_and_teaches(
+    tiling: Tiling, filter_by: str, margin: float | None, taught_by: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force(monkeypatch, tiling)
+    queries, passages, targets = vectors(seed=3)
+    leaves, guide = queries + passages, guide_vectors()
+    hidden = hide_some(targets) if known else None
+    filters = margin is not None
+    weights = {"weights": (0.5, 1.0, 2.0), "kl_weights": (0.3, 0.2, 0.4 if taught_by == "guide" else 0.0)}
+    chosen = objective(
+        similarity="dot",
+        temperature=2.0,
+        filter_false_negatives=filters,
+        filter_by=filter_by,
+        false_negative_margin=margin,
+        kl_teacher=taught_by,
+        detach_teacher=False,
+    )
+    restated = {"targets": targets, "gold": None, "excluded": hidden, "objective": chosen, **weights}
+    similarity = guide[0] @ guide[1].T
+    naive = naive_contrastive_loss(queries, passages, guide=similarity, guide_temperature=0.3, **restated)
+    arguments = {
+        "targets": targets,
+        "temperature": 2.0,
+        "detach_teacher": False,
+        "loss_weights": weights["weights"],
+        "kl_weights": weights["kl_weights"],
+        "excluded": None if hidden is None else hidden.nonzero(),
+        "false_negative_margin": margin,
+        "filter_by": filter_by,
+        "taught_by": taught_by,
+        "guide_temperature": 0.3,
+    }
+    ours, nce, divergence = multi_size_contrastive(queries, passages, guide=guide, **arguments)
+    assert nce.shape == divergence.shape == (3,)
+    torch.testing.assert_close(ours, naive, rtol=1e-12, atol=1e-12)
+    for got, want in zip(gradients(ours, leaves), gradients(naive, leaves)):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-13)
+    # Negative controls: another guide, and another temperature of it, are another loss where it is asked at all.
+    other, *_ = multi_size_contrastive(queries, passages, guide=(guide[0].flip(0), guide[1]), **arguments)
+    assert (abs(float((other - ours).detach())) > 1e-3) == (taught_by == "guide" or (filters and filter_by == "guide"))
+    other, *_ = multi_size_contrastive(queries, passages, guide=guide, **(arguments | {"guide_temperature": 0.5}))
+    assert (abs(float((other - ours).detach())) > 1e-3) == (taught_by == "guide")
+
+
+def test_a_guide_that_sees_only_negatives_filters_nothing() -> None:
+    """And one to which all passages are alike filters all where the margin is above 0: the loss is then 0."""
+    queries, passages, targets = vectors(seed=3)
+    arguments = {"targets": targets, "loss_weights": (1.0,) * 3, "kl_weights": (0.0,) * 3, "temperature": 2.0}
+    plain, *_ = multi_size_contrastive(queries, passages, **arguments)
+    places = torch.eye(PASSAGES, dtype=torch.float64)
+    filtering = {**arguments, "filter_by": "guide"}
+    sure, *_ = multi_size_contrastive(
+        queries, passages, guide=(places[targets], places), false_negative_margin=0.5, **filtering
+    )
+    assert torch.equal(sure, plain)
+    alike = torch.ones(QUERIES, 1, dtype=torch.float64), torch.ones(PASSAGES, 1, dtype=torch.float64)
+    nothing, *_ = multi_size_contrastive(queries, passages, guide=alike, false_negative_margin=0.5, **filtering)
+    assert float(nothing.detach()) == 0.0
+    assert float(plain.detach()) > 1.0
+
+
+@pytest.mark.parametrize("taught_by", ["full", "guide"])
+def test_a_guide_keeps_within_the_score_memory(taught_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No matrix of queries by passages: the same loss, where the memory holds a few rows of scores."""
+    queries, passages, targets = vectors()
+    arguments = {"targets": targets, "loss_weights": (1.0,) * 3, "kl_weights": (0.5,) * 3, "temperature": 1.0}
+    arguments |= {"guide": guide_vectors(), "filter_by": "guide", "taught_by": taught_by, "false_negative_margin": 0.1}
+    whole, *_ = multi_size_contrastive(queries, passages, **arguments)
+    shapes, original = [], losses._Tile._products
+
+    def watched(tile: losses._Tile, size: int, block: int) -> Tensor:
+        scores = original(tile, size, block)
+        shapes.append((size, *scores.shape))
+        return scores
+
+    monkeypatch.setattr(losses._Tile, "_products", watched)
+    tight, *_ = multi_size_contrastive(queries, passages, score_memory_mib=400 * 8 / 2**20, **arguments)
+    assert {size for size, *_ in shapes} == {0, 1, 2, 3}
+    assert max(rows * columns for _, rows, columns in shapes) < QUERIES * PASSAGES
+    torch.testing.assert_close(tight, whole, rtol=1e-13, atol=1e-13)
+
+
 def looked_up(
     query: list[int], targets: list[int], passage: list[int], known: list[tuple[int, int]]
 ) -> list[list[int]]:

@@ -55,6 +55,36 @@ def test_loss_and_gradients(cosine: bool, masked: bool, monkeypatch: pytest.Monk
     assert (naive(queries, passages, targets, excluded, cosine=not cosine)[1] - query_gradient).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("margin", [-0.2, 0.1])
+def test_a_guide_leaves_passages_out(margin: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_contrastive, "MOST_QUERIES", 10)
+    monkeypatch.setattr(prefix_contrastive, "LEAST_QUERIES", 5)
+    torch.manual_seed(0)
+    queries, passages = torch.randn(37, 24, dtype=torch.float64), torch.randn(61, 24, dtype=torch.float64)
+    guide = tuple(F.normalize(torch.randn(rows, 6, dtype=torch.float64)) for rows in (37, 61))
+    targets = torch.randperm(61)[:37]
+    similarity = guide[0] @ guide[1].T
+    hidden = similarity > similarity.gather(1, targets[:, None]) - margin
+    hidden[torch.arange(37), targets] = False
+    assert 0.1 < float(hidden.double().mean()) < 0.9
+    known = torch.tensor([[i, j] for i in range(37) for j in range(61) if (i * j) % 7 == 3 and j != targets[i]])
+    for excluded in (None, known):
+        wanted = hidden.clone()
+        if excluded is not None:
+            wanted[excluded[:, 0], excluded[:, 1]] = True
+        loss, query_gradient, passage_gradient = naive(queries, passages, targets, wanted.nonzero(), cosine=True)
+        got, gradient = queries.clone(), torch.zeros_like(passages)
+        terms = PrefixTerms(DIMS, WEIGHTS, True, 0.2, 50, guide_margin=margin)
+        found, _ = prefix_contrastive_(
+            got, passages, gradient, targets=targets, excluded=excluded, terms=terms, guide=(guide[0], guide[1])
+        )
+        torch.testing.assert_close(found, loss)
+        torch.testing.assert_close(got, query_gradient)
+        torch.testing.assert_close(gradient, passage_gradient)
+    # Negative control: without the guide it is another loss.
+    assert (naive(queries, passages, targets, known, cosine=True)[0] - loss).abs() > 1e-2
+
+
 def test_a_text_without_tokens_has_no_direction() -> None:
     """Its vector is zero: its scores are 0, and nothing is divided by its length."""
     queries, passages = torch.randn(3, 20), torch.randn(4, 20)

@@ -21,7 +21,9 @@ STATIC_LADDER = [[1, dim] for _, dim in LADDER]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, document_shards, tuple_shards, graded_shards, tiny_tokenizer) -> dict[str, Path]:
+def trained(
+    tmp_path_factory, document_shards, tuple_shards, graded_shards, tiny_tokenizer, guide_folder
+) -> dict[str, Path]:
     """Recipe name -> run folder, all recipes trained in one launch; "NAME-direct" without gradient caching."""
     root = tmp_path_factory.mktemp("recipes")
     shape = dict(hidden_size=48, num_hidden_layers=6, num_attention_heads=4, intermediate_size=96)
@@ -61,6 +63,8 @@ def trained(tmp_path_factory, document_shards, tuple_shards, graded_shards, tiny
             overrides["model.config"] = {**values["model"]["config"], **shape, "max_position_embeddings": 64}
         else:
             overrides["model.source"] = str(root / "backbone")
+        if "guide" in values:
+            overrides["guide.model"] = str(guide_folder)
         if values["objective"].get("sizes") == "one":
             overrides["objective.size"] = "2x16"
         arguments = ["--config", str(path)]

@@ -31,7 +31,13 @@ MODEL = {"config": {"model_type": "static", "hidden_size": 48}, "ladder": LADDER
 
 
 @pytest.fixture(scope="module")
-def cases(tuple_shards: Path, crowded_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+def cases(
+    tuple_shards: Path,
+    crowded_shards: Path,
+    guide_folder: Path,
+    static_guide_folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("ds_configs")
     stages = {stage: str(float32_ds_config(folder, stage)) for stage in (0, 1)}
 
@@ -46,6 +52,14 @@ def cases(tuple_shards: Path, crowded_shards: Path, tmp_path_factory: pytest.Tem
         "taught": values(tuple_shards, 0, kl="scores"),
         "one": values(tuple_shards, 1, sizes="one", size="1x16"),
         "lonely": values(crowded_shards, 0),
+        "unguided": values(crowded_shards, 0),
+    }
+    guide = {"filter_false_negatives": True, "filter_by": "guide", "false_negative_margin": 0.05}
+    taught = values(crowded_shards, 0, **guide, kl="scores", kl_teacher="guide")
+    found |= {
+        "guided": values(crowded_shards, 0, **guide) | {"guide": {"model": str(guide_folder)}},
+        "guided_by_a_table": values(tuple_shards, 1, **guide) | {"guide": {"model": str(static_guide_folder)}},
+        "taught_by_guide": taught | {"guide": {"model": str(guide_folder)}},
     }
     found["lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}  # one sample: the other rank has no text
     return found
@@ -69,6 +83,8 @@ def test_a_step_is_the_step_of_one_plain_process(ranks: int, cases: dict[str, di
         assert got[name]["parameters"].keys() == want["parameters"].keys()
         for key, value in want["parameters"].items():
             assert (got[name]["parameters"][key] - value).abs().max() < 1e-5, name
+    (unguided,) = train_naively(cases["unguided"], steps=1)
+    assert abs(got["guided"]["loss"] - unguided["loss"]) > 1e-2
     # Negative control: what another loss gives is far from it.
     (other,) = train_naively(cases["taught"], steps=1)
     (key,) = other["parameters"]

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from tests.trainer.support import recipe_of
-from trainer import backward, build, engine, objectives, run
+from trainer import backward, build, contrastive, engine, masked, run
 from trainer.command import run_command
 from trainer.distributed import World, gather_counts, gather_rows, seed_step, start, sum_over_ranks
 
@@ -94,7 +94,8 @@ def _counted_chunks() -> Iterator[list[int]]:
         counts.append(len(chunks))
         return chunks
 
-    with unittest.mock.patch.object(objectives, "micro_batches", counted):
+    patch = unittest.mock.patch.object
+    with patch(contrastive, "micro_batches", counted), patch(masked, "micro_batches", counted):
         yield counts
 
 
@@ -125,8 +126,8 @@ def _counted_bytes() -> Iterator[Counter[str]]:
 
     patch = unittest.mock.patch.object
     with (
-        patch(objectives, "gather_rows", watched(objectives.gather_rows, "gather")),
-        patch(objectives, "scatter_gradients", watched(objectives.scatter_gradients, "scatter")),
+        patch(contrastive, "gather_rows", watched(contrastive.gather_rows, "gather")),
+        patch(contrastive, "scatter_gradients", watched(contrastive.scatter_gradients, "scatter")),
         patch(dist, "all_gather", counting(dist.all_gather)),
         patch(dist, "reduce_scatter", counting(dist.reduce_scatter)),
     ):
@@ -143,7 +144,7 @@ def _broken(control: str) -> Iterator[None]:
         def own_rows(gradients: torch.Tensor, counts: list[int]) -> torch.Tensor:
             return gradients.split(list(counts))[dist.get_rank()].clone()
 
-        with patch(objectives, "scatter_gradients", own_rows):
+        with patch(contrastive, "scatter_gradients", own_rows):
             yield
     elif control == "false negatives of one rank":  # what masking without a gather of the hashes gives
 
@@ -155,7 +156,7 @@ def _broken(control: str) -> Iterator[None]:
             spread[begin : begin + len(rows)] = rows
             return spread
 
-        with patch(objectives, "gather_rows", own_hashes):
+        with patch(contrastive, "gather_rows", own_hashes):
             yield
     elif control == "no world size factor":  # the mean over ranks that data parallelism takes on its own
 
@@ -169,7 +170,7 @@ def _broken(control: str) -> Iterator[None]:
         def local(values: Any, device: torch.device) -> torch.Tensor:
             return torch.as_tensor(values, dtype=torch.float64) * dist.get_world_size()
 
-        with patch(objectives, "sum_over_ranks", local):
+        with patch(masked, "sum_over_ranks", local):
             yield
     elif control == "new dropout each pass":
         draws = itertools.count()

@@ -1,0 +1,159 @@
+"""Benchmark: what a guide adds to a contrastive step, in time and memory, one thread, both sides in turn.
+
+    python -m tests.benchmarks.guide [--quick] [--json FILE]
+
+The student is a BERT of 6 layers × 384, six sizes, gradient caching; or a table of 1,024 columns, six widths. Its guide
+is a BERT of 6 layers × 384 at its full size. Real NLI triplets. Figures, each guided ÷ plain:
+  filter_time_ratio          the guide says what is no negative; the plain step has KL to the own full size, as this one
+  teacher_time_ratio         the guide teaches, in place of the full size
+  static_filter_time_ratio   a static student
+  memory_ratio               peaks of processes that took a step of the encoder; what the guide's weights weigh is in it
+  step_memory_ratio          of what the step adds to a process that holds the models
+--quick: small batches, to see that the benchmark runs; its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.collate import PairBatch
+from models.encoder import Encoder
+from models.sizes import Size
+from models.static_embedding import StaticConfig, StaticModel
+from tests.benchmarks import srl_step
+from tests.benchmarks.smae_step import SHARED, alternate, peak_mib
+from trainer.config import build_recipe
+from trainer.contrastive import ContrastiveObjective, contrastive
+from trainer.distributed import start
+from trainer.engine import Engine
+from trainer.flops import Shape
+from trainer.guide import Guide
+from trainer.losses import FULL, GUIDE
+from trainer.size_schedules import build_schedule, taught_from_outside
+
+DIMS = (32, 64, 128, 256, 512, 1024)
+
+
+def build_guide() -> Guide:
+    encoder = srl_step.build_encoder().requires_grad_(False).eval()
+    length, budget = srl_step.MAX_LENGTH, srl_step.MICRO_BATCH * srl_step.MAX_LENGTH
+    return Guide(encoder, Size(6, 384), "cosine", 0.05, length, length, budget, 0)
+
+
+def filtered(objective: ContrastiveObjective, guide: Guide) -> ContrastiveObjective:
+    return replace(objective, guide=guide, filter_by=GUIDE, false_negative_margin=0.0)
+
+
+class Static:
+    """A step of a table, as trainer.build puts it together."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.encoder = Encoder(StaticModel(StaticConfig(vocab_size=30522, special_ids=[0, 101, 102, 103])), "mean")
+        values: dict[str, Any] = {
+            "model": {"ladder": [[1, dim] for dim in DIMS], "pooling": "mean"},
+            "objective": {"name": "contrastive", "kl": "none"},
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "zero0.json"
+            path.write_text(json.dumps({"zero_optimization": {"stage": 0}}))
+            chosen = build_recipe({**values, "engine": {"ds_config": str(path)}})
+            self.engine = Engine(self.encoder, chosen, start())
+        schedule = build_schedule("ladder", chosen.ladder, reduction="mean", seed=0)
+        shape = Shape.of(self.encoder.config)
+        self.objective = contrastive(chosen, schedule, shape=shape, pad_id=0, packed=False, static=True)
+
+
+def take_step(of: srl_step.Ours | Static, objective: ContrastiveObjective, batch: PairBatch) -> None:
+    objective.forward_backward(of.engine, batch, 0)
+    of.engine.step(1e-5)
+
+
+def measure_memory(guided: bool, count: int) -> tuple[float, float]:
+    """In this process: its peak in MiB after a step of so many triplets, and before it."""
+    ours = srl_step.Ours(srl_step.MEMORY_MICRO_BATCH)
+    objective = filtered(ours.objective, build_guide()) if guided else ours.objective
+    if guided:
+        budget = srl_step.MEMORY_MICRO_BATCH * srl_step.MAX_LENGTH
+        assert objective.guide is not None
+        objective = replace(objective, guide=replace(objective.guide, token_budget=budget))
+    take_step(ours, objective, srl_step._batch(srl_step.nli_rows(8)))
+    batch = srl_step._batch(srl_step.nli_rows(count))
+    before = peak_mib()
+    take_step(ours, objective, batch)
+    return peak_mib(), before
+
+
+def memory_of(guided: bool, count: int) -> tuple[float, float]:
+    """MiB of a process of its own: its peak, and what of that the step added."""
+    alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "MASTER_PORT")}
+    out = subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks.guide", "--memory-of", "guided" if guided else "plain", str(count)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**alone, "MALLOC_MMAP_THRESHOLD_": str(2**20)},  # as in srl_step
+    )
+    peak, before = map(float, out.stdout.split()[-2:])
+    return peak, peak - before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if not SHARED.is_dir():
+        raise SystemExit("this benchmark reads ../shared/data, which is absent")
+    if args.memory_of:
+        print(*measure_memory(args.memory_of[0] == "guided", int(args.memory_of[1])))
+        return
+    figures: dict[str, float] = {}
+
+    def show(**new: float) -> None:
+        figures.update(new)
+        print("  ".join(f"{name} {value:.3f}" for name, value in new.items()), flush=True)
+
+    count = 16 if args.quick else 256
+    (plain, plain_step), (guided, guided_step) = memory_of(False, count), memory_of(True, count)
+    show(memory_ratio=guided / plain, plain_mib=plain, guided_mib=guided)
+    show(step_memory_ratio=guided_step / plain_step, plain_step_mib=plain_step, guided_step_mib=guided_step)
+
+    batch, guide, ours = srl_step._batch(srl_step.nli_rows(count)), build_guide(), srl_step.Ours()
+    plainly = ours.objective
+    taught = replace(plainly, schedule=taught_from_outside(plainly.schedule), guide=guide, kl_teacher=GUIDE)
+    assert plainly.kl_teacher == FULL and plainly.kl == "scores"
+    for name, objective in (("filter", filtered(plainly, guide)), ("teacher", taught)):
+        take_step(ours, objective, srl_step._batch(srl_step.nli_rows(4)))
+        base, with_guide = alternate(
+            partial(take_step, ours, plainly, batch), partial(take_step, ours, objective, batch), 2
+        )
+        ratio = {f"{name}_time_ratio": with_guide / base}
+        show(**ratio, **{f"{name}_seconds_plain": base, f"{name}_seconds_guided": with_guide})
+
+    table, many = Static(), srl_step._batch(srl_step.nli_rows(4 * count))
+    guided_table = filtered(table.objective, guide)
+    take_step(table, guided_table, srl_step._batch(srl_step.nli_rows(4)))
+    base, with_guide = alternate(
+        partial(take_step, table, table.objective, many), partial(take_step, table, guided_table, many), 2
+    )
+    show(static_filter_time_ratio=with_guide / base, static_seconds_plain=base, static_seconds_guided=with_guide)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

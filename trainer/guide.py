@@ -1,0 +1,155 @@
+"""A guide: a frozen model whose scores say what is no negative, or are learnt by every size.
+
+False negatives by a guide are GISTEmbed's (Solatorio 2024, arXiv:2402.16829). What is decided here:
+- The guide reads the batch's own ids, so its tokenizer must be the shards'. Texts have the recipe's prompts.
+- It reads a text as it would be served, cut to its own lengths with the last token, [SEP], kept, and judges by its own
+  similarity. A static guide leaves special tokens out itself, as it always does; an encoder gets them from the batch,
+  whatever the student makes of them.
+- It stands outside of the engine: each rank holds it whole and embeds its own texts, in micro-batches that need not
+  match other ranks'. No dropout, no draw, no gradient, and nothing of it in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data.collate import Texts
+from data.errors import DataError
+from data.shards import ShardFolder
+from data.tokens import load_tokenizer, tokenizer_fingerprint
+from models.encoder import EmbeddingSettings, Encoder, load_encoder, longest_input, truncate_layers
+from models.packed_attention import packs
+from models.sizes import ModelError, Size
+from trainer.backward import micro_batches
+from trainer.config import ConfigError, Recipe
+from trainer.losses import normalize_
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Guide:
+    """temperature: divides its scores where it teaches. Lengths and budget in tokens, special ones included."""
+
+    encoder: Encoder
+    size: Size
+    similarity: str
+    temperature: float
+    query_max_length: int
+    passage_max_length: int
+    token_budget: int
+    pad_id: int
+
+    def vectors(
+        self, queries: Texts, passages: Texts, *, device: torch.device, beat: Callable[[str], None]
+    ) -> tuple[Tensor, Tensor]:
+        """float32 [n, g] and [m, g] of these texts, of unit length for cosine."""
+        self.encoder.to(device)
+        limits = self.query_max_length, self.passage_max_length
+        first, second = (
+            self._embed(cut(texts, limit), device, beat) for texts, limit in zip((queries, passages), limits)
+        )
+        return first, second
+
+    @torch.no_grad()
+    def _embed(self, texts: Texts, device: torch.device, beat: Callable[[str], None]) -> Tensor:
+        vectors = torch.empty(len(texts), self.size.dim, device=device)
+        if self.encoder.is_static and len(texts):
+            beat("guide")
+            tokens, offsets = texts.tokens.to(device), texts.offsets.to(device)
+            (vectors,) = self.encoder(tokens, None, (self.size,), offsets=offsets)
+        elif len(texts):
+            packed = packs(self.encoder.backbone)
+            for rows in micro_batches(texts.lengths, token_budget=self.token_budget, packed=packed):
+                beat("guide")
+                input_ids, attention_mask = texts.pad(rows, pad_id=self.pad_id)
+                (part,) = self.encoder(input_ids.to(device), attention_mask.to(device), (self.size,))
+                vectors[rows.to(device)] = part.float()
+        if self.similarity == "cosine":
+            normalize_(vectors)
+        return vectors
+
+
+def cut(texts: Texts, longest: int) -> Texts:
+    """Texts of at most `longest` tokens: of longer ones the first, and the last, which ends them."""
+    lengths = texts.lengths
+    if not len(texts) or int(lengths.max()) <= longest:
+        return texts
+    ends = torch.arange(len(texts.tokens)) - texts.offsets[:-1].repeat_interleave(lengths)  # place within the text
+    left = lengths.repeat_interleave(lengths)
+    kept = (ends < longest - 1) | (ends == left - 1)
+    offsets = torch.cat([lengths.new_zeros(1), lengths.clamp(max=longest).cumsum(0)])
+    return Texts(texts.tokens[kept], offsets)
+
+
+def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | None:
+    """The recipe's guide, in eval mode without gradients, or None. Whatever is wrong with it is a ConfigError."""
+    chosen, source = recipe.guide, recipe.guide.model
+    if not source:
+        return None
+    try:
+        tokenizer = load_tokenizer(source)
+        settings = EmbeddingSettings.load(source) if Path(source).is_dir() else None
+    except (DataError, ModelError) as error:
+        raise ConfigError(f"guide.model = {source!r}: {error}") from None
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    for folder in sources:
+        if fingerprint != folder.manifest.tokenizer["fingerprint"]:
+            raise ConfigError(
+                f"guide.model = {source!r} has another tokenizer than the shards in {folder.path}, whose ids it would "
+                "read; choose a guide with theirs, or make the shards again with its own"
+            )
+    if settings is None and not chosen.pooling:
+        raise ConfigError(f"guide.model = {source!r} has no barista.json to say how it pools; set guide.pooling")
+    if settings is None and recipe.guide_teaches and not chosen.temperature:
+        raise ConfigError(f"guide.model = {source!r} has no barista.json with a temperature; set guide.temperature")
+    try:
+        encoder = load_encoder(source, pooling=chosen.pooling or None).requires_grad_(False).eval()
+    except ModelError as error:
+        raise ConfigError(f"guide.model = {source!r}: {error}") from None
+    if (rows := encoder.word_embeddings.weight.shape[0]) < sources[0].vocabulary.size:
+        raise ConfigError(
+            f"guide.model = {source!r} has {rows} token embeddings for the {sources[0].vocabulary.size} ids of the "
+            "shards' tokenizer; choose another"
+        )
+    size = settings.sizes.full if settings and settings.ladder else Size(encoder.num_layers, encoder.hidden_size)
+    if not encoder.is_static:
+        truncate_layers(encoder.backbone, size.layers)
+    data = recipe.data
+    if settings is None:
+        settings = EmbeddingSettings(query_max_length=2**31, passage_max_length=2**31)
+    else:
+        _say_if_prompts_differ(recipe, settings)
+    positions = longest_input(encoder.backbone) or getattr(encoder.config, "max_position_embeddings", None) or 2**31
+    used = data.max_length if recipe.reads_documents else max(data.query_max_length, data.passage_max_length)
+    longest = min(used, max(settings.query_max_length, settings.passage_max_length), positions)
+    return Guide(
+        encoder,
+        size,
+        settings.similarity,
+        chosen.temperature or settings.temperature,
+        query_max_length=min(settings.query_max_length, positions),
+        passage_max_length=min(settings.passage_max_length, positions),
+        token_budget=recipe.train.micro_batch_size * longest,
+        pad_id=sources[0].vocabulary.pad_id,
+    )
+
+
+def _say_if_prompts_differ(recipe: Recipe, settings: EmbeddingSettings) -> None:
+    for name, own, given in (
+        ("query", settings.query_prompt, recipe.data.query_prompts),
+        ("passage", settings.passage_prompt, recipe.data.passage_prompts),
+    ):
+        if set(given or [""]) != {own}:
+            log.warning(
+                "the guide was trained with the %s prompt %r, and reads this recipe's texts with %s",
+                name,
+                own,
+                " or ".join(map(repr, sorted(set(given or [""])))),
+            )
