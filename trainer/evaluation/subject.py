@@ -72,7 +72,7 @@ def choose_sizes(text: str, ladder: Ladder, encoder: Encoder) -> list[Size]:
     if text == "ladder":
         sizes = list(ladder)
     elif text == "grid":
-        sizes = [Size(a.layers, b.dim) for a in ladder for b in ladder]
+        sizes = list(ladder.grid)
     else:
         sizes = [ladder.find(name.strip()) for name in text.split(",") if name.strip()]
     if not sizes:
