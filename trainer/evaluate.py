@@ -10,6 +10,8 @@
 {"method": "trained" | "untrained" | "BM25", "task", "kind": "sts" | "retrieval", "size": the size's name in its ladder,
 "layers", "dim", "metric": trec_eval's name or spearman, pearson, spearman/<subset>, "value"}; BM25 has layers 0, dim 0.
 Beside it, raw.jsonl.gz holds every query's and every pair's scores (trainer/evaluation/raw.py).
+With --vectors the documents' vectors are kept (trainer/evaluation/vectors.py); ranks of a launcher share the work.
+"significance" in results.json: one entry a tested size, see trainer/evaluation/report.py, Verdict.
 `score` prints and writes trec_eval's names; the JSON is one flat object.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +28,7 @@ from typing import Any
 
 import torch
 
-from trainer.command import USER_MISTAKES
+from trainer.command import USER_MISTAKES, tell_mistake
 from trainer.config import ConfigError
 from trainer.evaluation.arguments import Command, build_parser
 from trainer.evaluation.comparison import compare_results
@@ -49,20 +52,24 @@ from trainer.evaluation.significance import TestResult, p_text, paired_t_test
 from trainer.evaluation.sizes_command import evaluate_sizes
 from trainer.evaluation.sts import read_sts
 from trainer.evaluation.subject import choose_device, load_subject, untrained_encoder
-
-log = logging.getLogger(__name__)
+from trainer.stopping import STOPPED_CODE, Stopped
 
 _RERANK_FILES = ("rerank.json", "rerank.md", "rerank.png")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser(_COMMANDS).parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     try:
         return args.command(args)
     except USER_MISTAKES as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+        return tell_mistake(error)
+    except Stopped as stopped:
+        sys.stderr.write(f"{stopped}\n")
+        return STOPPED_CODE
+    except KeyboardInterrupt:
+        return 130
 
 
 def _score(args: argparse.Namespace) -> int:

@@ -18,6 +18,8 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.evaluate", description="Evaluate embeddings and rankings.")
     added = parser.add_subparsers(required=True, metavar=f"{{{','.join(commands)}}}")
 
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes
+
     sizes = added.add_parser(
         "sizes",
         help="score a model at many sizes, all from one pass over the texts",
@@ -45,6 +47,25 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
         default=DEFAULT_PASSAGES_PER_BLOCK,
         help="documents held as vectors at a time (%(default)s)",
     )
+    add(
+        "--vectors",
+        type=Path,
+        metavar="FOLDER",
+        help="keep the documents' vectors here, in float16, and take them from here: for corpora of hours",
+    )
+    add(
+        "--search",
+        choices=("torch", "faiss"),
+        default="torch",
+        help="both are exact; faiss needs the package faiss-cpu (%(default)s)",
+    )
+    add(
+        "--against",
+        type=Path,
+        metavar="FOLDER",
+        help="the --output of another evaluation: test every size against its (without: against BM25, then untrained)",
+    )
+    add("--holm", action="store_true", help="correct p for the number of tests in a task's table")
     add(
         "--dtype",
         choices=("float32", "bfloat16"),

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError
+from trainer.evaluation.parts import PARTS_FOLDER
 from trainer.evaluation.raw import RAW_FILE
 
-RESULT_FILES = ("results.json", "table.md", "figures", "runs", RAW_FILE, f"{RAW_FILE}.partial")
+RESULT_FILES = ("results.json", "table.md", "figures", "runs", RAW_FILE, f"{RAW_FILE}.partial", PARTS_FOLDER)
 
 
 def output_folder(path: Path | None, ours: Sequence[str] = RESULT_FILES) -> Path | None:

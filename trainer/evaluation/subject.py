@@ -8,7 +8,7 @@ import dataclasses
 from pathlib import Path
 
 import torch
-from transformers import AutoModel, PreTrainedTokenizerBase
+from transformers import AutoModel, PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
 from data.tokens import load_tokenizer
@@ -19,7 +19,7 @@ from trainer.config import ConfigError
 
 def load_subject(
     args: argparse.Namespace,
-) -> tuple[Encoder, PreTrainedTokenizerBase, EmbeddingSettings, list[Size]]:
+) -> tuple[Encoder, PreTrainedTokenizerFast, EmbeddingSettings, list[Size]]:
     """The model of --model, with the sizes of --sizes."""
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
