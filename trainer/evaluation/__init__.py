@@ -88,7 +88,8 @@ def evaluate_tasks(
                 results += records(task, "sts", size, metrics)
     for data in retrieval:
         encode_queries = partial(
-            encode_texts,
+            # Ranks that each search for themselves need the very same vectors, which another share of texts is not.
+            partial(encode_texts, rank=0, world_size=1) if merge else encode_texts,
             similarity=settings.similarity,
             max_length=settings.query_max_length,
             prompt=settings.query_prompt,

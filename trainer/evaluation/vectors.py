@@ -6,9 +6,9 @@ as the encoder gives it, since a cosine is that of CUT vectors: cutting comes fi
 Numbers are float16, eleven significant bits: a score moves by about 1e-4 of itself.
 
 A store is a folder: store.json (format, documents, widths, and fingerprints of all that decides the vectors), and a
-file a block, 000007.f16, layer after layer, each [rows, width]. A block's file appears whole or not at all, and its name is
-the mark that it is done. No byte is shared by two writers, so ranks on several machines may write into one folder of a
-network file system. Blocks are memory-mapped when read: a size reads its own layer's part.
+file a block, 000007.f16, layer after layer, each [rows, width]. A block's file appears whole or not at all, and its
+name is the mark that it is done. No byte is shared by two writers, so ranks on several machines may write into one
+folder of a network file system. Blocks are memory-mapped when read: a size reads its own layer's part.
 """
 
 from __future__ import annotations
