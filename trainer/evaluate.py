@@ -62,11 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     try:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and args.command is not evaluate_sizes:
+            raise ConfigError("only `sizes` shares its work among ranks; start this command without a launcher")
         return args.command(args)
     except USER_MISTAKES as error:
         return tell_mistake(error)
     except Stopped as stopped:
-        sys.stderr.write(f"{stopped}\n")
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"{stopped}\n")
         return STOPPED_CODE
     except KeyboardInterrupt:
         return 130

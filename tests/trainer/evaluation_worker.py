@@ -1,7 +1,8 @@
-"""`trainer.evaluate` in a process that kills itself at a chosen moment: KILL_AT=block:N or task:N, counted from 1.
+"""`trainer.evaluate` in a process that ends itself at a chosen moment: KILL_AT=block:N, task:N or stop:N, from 1 on.
 
 block:N    in the middle of writing block N of vectors, its bytes on disk but not its name
 task:N     when N tasks are kept, before the next begins
+stop:N     rank 0 alone, and not by a signal: it is asked to stop when it has written N blocks
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from trainer import evaluate
 from trainer.evaluation import vectors
 from trainer.evaluation.parts import Parts
+from trainer.stopping import StopRequests
 
 
 def main() -> None:
@@ -33,6 +35,8 @@ def main() -> None:
             path.with_name(f"{path.name}.tmp").write_bytes(bytes(content)[: len(content) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
         write(path, content)
+        if path.suffix == ".f16" and os.environ.get("RANK") == "0" and is_time("stop"):
+            StopRequests.wanted = lambda _: "asked"  # type: ignore[method-assign]
 
     def save_or_die(parts: Parts, *arguments: Any) -> None:
         save(parts, *arguments)

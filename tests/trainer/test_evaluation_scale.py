@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy import sparse
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
@@ -27,7 +30,7 @@ from trainer.evaluation import faiss_search, vectors
 from trainer.evaluation.comparison import verdicts_of
 from trainer.evaluation.encode import encode, encoder_forward
 from trainer.evaluation.raw import BM25, read_raw
-from trainer.evaluation.retrieval import Run, TopK, load_beir, read_run, search
+from trainer.evaluation.retrieval import Run, TopK, as_run, load_beir, read_run, score_run, search
 from trainer.evaluation.significance import holm, paired_t_test
 from trainer.evaluation.subject import untrained_encoder
 from trainer.evaluation.vectors import cut, open_store, texts_digest, weights_digest, widest
@@ -221,6 +224,51 @@ def test_vectors_from_the_store_score_as_ever(
     assert largest_difference(runs["first_trained_1x8.trec"], runs["first_trained_2x16.trec"]) > 1e-2
 
 
+def test_float16_leaves_rankings_of_real_texts_as_they_are(shared_data: Path, tmp_path: Path) -> None:
+    """SciFact as random projections of its weighted words: a model that finds something, without training one."""
+    data = load_beir(shared_data / "retrieval" / "scifact")
+    words = [re.findall(r"[a-z0-9]+", text.lower()) for text in (*data.documents, *data.queries)]
+    vocabulary = {word: i for i, word in enumerate(dict.fromkeys(word for text in words for word in text))}
+    counts = sparse.lil_matrix((len(words), len(vocabulary)), dtype=np.float32)
+    for row, text in enumerate(words):
+        for word, count in Counter(text).items():
+            counts[row, vocabulary[word]] = 1 + np.log(count)
+    weights = np.log(len(words) / np.asarray((counts > 0).sum(0))[0])
+    projection = np.random.default_rng(7).normal(size=(len(vocabulary), 512)) * weights[:, None]
+    whole = (counts.tocsr() @ projection).astype(np.float32)
+    documents, queries = whole[: len(data.documents)], whole[len(data.documents) :]
+    sizes = [Size(1, dim) for dim in (32, 128, 512)]
+    store = open_store(tmp_path, rows=len(documents), rows_per_block=2000, sizes=sizes, fingerprints={})
+    for block in range(store.num_blocks):
+        rows = store.rows_of(block)
+        store.write(block, {Size(1, 512): documents[rows.start : rows.stop]})
+
+    def scores(size: Size, read: Callable[[int], np.ndarray]) -> dict[str, float]:
+        found = TopK(len(queries), 100)
+        for block in range(store.num_blocks):
+            rows = cut(read(block), size, similarity="cosine")
+            found.add_block(cut(queries, size, similarity="cosine"), rows, start=store.rows_of(block).start)
+        return score_run(as_run(data, *found.result()), data.qrels).means
+
+    def exact(block: int) -> np.ndarray:
+        rows = store.rows_of(block)
+        return documents[rows.start : rows.stop]
+
+    expected = [scores(size, exact) for size in sizes]
+    for size, means in zip(sizes, expected):
+        kept = scores(size, lambda block: store.read(block, 1))
+        for metric, value in means.items():
+            assert kept[metric] == pytest.approx(value, abs=1e-3), (size, metric)
+    assert expected[-1]["ndcg_cut_10"] > 0.4  # it does find something
+
+    # Negative control: three significant bits in place of eleven are seen.
+    def coarse(block: int) -> np.ndarray:
+        mantissa, exponent = np.frexp(exact(block))
+        return np.ldexp(np.round(mantissa * 8) / 8, exponent)
+
+    assert scores(sizes[-1], coarse)["ndcg_cut_10"] != pytest.approx(expected[-1]["ndcg_cut_10"], abs=1e-3)
+
+
 def test_stale_vectors_stop_the_command(
     model_folder: Path,
     tiny_tokenizer: PreTrainedTokenizerFast,
@@ -376,6 +424,25 @@ def test_asked_to_stop_it_keeps_what_is_encoded(
     assert files_of(tmp_path / "stopped") == files_of(tmp_path / "whole")
 
 
+def test_one_rank_is_asked_to_stop_and_all_do(
+    model_folder: Path, tasks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank encodes what is its own first; nobody hangs, and the launcher tells code 75."""
+
+    def run(name: str) -> list[str]:
+        options = ["--passages-per-block", 16, "--vectors", tmp_path / f"{name}_vectors"]
+        return command(model_folder, tasks[:2], "--output", tmp_path / name, *options)
+
+    monkeypatch.setenv("KILL_AT", "stop:1")
+    done = launch("tests.trainer.evaluation_worker", *run("ranks"), ranks=2, expect=STOPPED_CODE)
+    assert "stopped (asked); the same command goes on" in done.stderr
+    blocks = sorted(path.name for path in (tmp_path / "ranks_vectors").glob("*/*.f16"))
+    assert blocks == ["000000.f16", "000001.f16", "000003.f16", "000005.f16"]
+    assert evaluate.main(run("ranks")) == 0
+    assert evaluate.main(run("alone")) == 0
+    assert files_of(tmp_path / "ranks") == files_of(tmp_path / "alone")
+
+
 # FAISS
 
 
@@ -385,6 +452,9 @@ def test_faiss_ranks_as_we_do(model_folder: Path, tasks: list[str], tmp_path: Pa
     # Small whole numbers: every score is exact, and ties are everywhere, at the cut too.
     queries = rng.integers(-2, 3, (30, 6)).astype(np.float32)
     documents = rng.integers(-2, 3, (500, 6)).astype(np.float32)
+    with pytest.raises(FloatingPointError, match="NaN"):
+        lost = torch.full((3, 6), torch.nan)
+        faiss_search.faiss_candidates(torch.from_numpy(queries), lost, top_k=2, start=0)
     for top_k in (1, 10, 499, 500, 800):
         found = TopK(len(queries), top_k)
         for start in (200, 0):  # whatever the order

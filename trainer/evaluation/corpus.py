@@ -42,14 +42,16 @@ class Progress:
 
     def __init__(self, name: str, *, shown: bool) -> None:
         self._name, self._shown = name, shown
-        self.expect(0)
+        self._total = self._done = 0
+        self._begin = self._said = time.monotonic()
+        self._bar = tqdm(disable=True)
 
     def expect(self, total: int) -> None:
         """So many texts will pass from here on."""
         self._total, self._done = total, 0
         self._begin = self._said = time.monotonic()
-        bar = self._shown and sys.stderr.isatty()
-        self._bar = tqdm(total=total, desc=self._name, unit="text", leave=False, disable=not bar)
+        if self._shown and sys.stderr.isatty():
+            self._bar = tqdm(total=total, desc=self._name, unit="text", leave=False)
 
     def advance(self, texts: int) -> None:
         self._done += texts

@@ -28,6 +28,8 @@ def faiss_candidates(queries: Tensor, documents: Tensor, *, top_k: int, start: i
 
     queries [n, dim], documents [m, dim], the first of which has the position `start`.
     """
+    if not (queries.isfinite().all() and documents.isfinite().all()):
+        raise FloatingPointError("a score is not a number: the model's embeddings hold NaN or infinity")
     index = load_faiss().IndexFlatIP(documents.shape[1])
     index.add(documents.contiguous().cpu().numpy())
     rows = queries.contiguous().cpu().numpy()
@@ -37,6 +39,4 @@ def faiss_candidates(queries: Tensor, documents: Tensor, *, top_k: int, start: i
         if wanted == len(documents) or not (scores[:, top_k - 1] == scores[:, -1]).any():
             break
         wanted = min(2 * wanted, len(documents))
-    if (places < 0).any():  # FAISS leaves such places empty
-        raise FloatingPointError("a score is not a number: the model's embeddings hold NaN or infinity")
     return torch.from_numpy(scores), torch.from_numpy(places) + start
