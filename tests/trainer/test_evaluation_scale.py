@@ -323,6 +323,15 @@ def test_two_ranks_give_what_one_process_gives(
     assert values_of(tmp_path / "half")["trained", "first", "3x32", "map"] != half["trained", "first", "3x32", "map"]
 
 
+def test_other_commands_refuse_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert evaluate.main(["--local_rank=0", "score", "--qrels", "q", "--run", "r"]) == 2
+    assert "only `sizes` shares its work among ranks" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert evaluate.main(["score", "--qrels", "q", "--run", "r"]) == 2
+    assert "ranks" not in capsys.readouterr().err
+
+
 # Going on
 
 
