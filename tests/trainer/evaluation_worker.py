@@ -22,6 +22,9 @@ from trainer.stopping import StopRequests
 def main() -> None:
     what, _, count = os.environ["KILL_AT"].partition(":")
     seen = 0
+    asked: list[str] = []
+    if what == "stop":
+        StopRequests.wanted = lambda _: next(iter(asked), None)  # type: ignore[method-assign]
 
     def is_time(now: str) -> bool:
         nonlocal seen
@@ -36,7 +39,7 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         write(path, content)
         if path.suffix == ".f16" and os.environ.get("RANK") == "0" and is_time("stop"):
-            StopRequests.wanted = lambda _: "asked"  # type: ignore[method-assign]
+            asked.append("asked")
 
     def save_or_die(parts: Parts, *arguments: Any) -> None:
         save(parts, *arguments)
