@@ -80,6 +80,11 @@ class Ladder:
         return self.sizes[-1]
 
     @property
+    def grid(self) -> tuple[Size, ...]:
+        """Its layer counts × its dims, each pair once, layers first: a ladder of one layer repeats its count."""
+        return tuple(dict.fromkeys(Size(a.layers, b.dim) for a in self for b in self))
+
+    @property
     def names(self) -> dict[Size, str]:
         """The cup names for a ladder of six, "2x32" and the like for any other length."""
         if len(self.sizes) == len(CUP_NAMES):

@@ -43,13 +43,7 @@ def run_command(main: Callable[[], None]) -> None:
     try:
         main()
     except USER_MISTAKES as error:
-        # One sentence a node: the launcher ends the other ranks while they wait, unless the mistake is theirs alone.
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(_SECONDS_FOR_FIRST_RANK)
-        # Written whole, so that the sentences of several ranks do not interleave.
-        os.write(2, f"error: {' '.join(str(error).split())}\n".encode())
-        sys.stderr.flush()
-        sys.exit(MISTAKE_CODE)
+        sys.exit(tell_mistake(error))
     except GaveUp as error:
         if os.environ.get("RANK", "0") == "0":
             os.write(2, f"error: {error}\n".encode())
@@ -60,3 +54,14 @@ def run_command(main: Callable[[], None]) -> None:
         sys.exit(STOPPED_CODE)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def tell_mistake(error: Exception) -> int:
+    """The exit code of a user's mistake, told in one sentence."""
+    # A sentence a node: the launcher ends the other ranks while they wait, unless the mistake is theirs alone.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_SECONDS_FOR_FIRST_RANK)
+    # Written whole, so that the sentences of several ranks do not interleave.
+    sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+    sys.stderr.flush()
+    return MISTAKE_CODE

@@ -179,7 +179,7 @@ def results_of(study: Study) -> list[Result]:
         for arm, method in study.arms.items():
             backbone = arm.split("/")[0]
             ladder = method.ladder or study.ladder
-            grid = ",".join(f"{a.layers}x{b.dim}" for a in ladder for b in ladder)
+            grid = ",".join(map(str, ladder.grid))
             for size in ladder if method.each_size else (None,):
                 name = f"{arm}/seed_{seed}" + (f"/{size}" if size else "")
                 # Once a backbone, with a method that has all sizes: the control does not depend on the method.

@@ -27,7 +27,7 @@ from types import FrameType
 from trainer.command import MISTAKE_CODE
 from trainer.config import ConfigError
 from trainer.distributed import free_port
-from trainer.stopping import STOP_FILE_VARIABLE, Stopped
+from trainer.stopping import STOP_FILE_VARIABLE, STOPPED_CODE, Stopped
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class Work:
             with self._lock:
                 del self._todo[name]
             return
-        if self._stopping or self._failed or (job.stopped is not None and job.stopped()):
+        if self._stopping or self._failed or code == STOPPED_CODE or (job.stopped is not None and job.stopped()):
             reason = self._stopping or self._failed or "the run was asked to stop"
             raise Stopped(f"stopped in {name} ({reason}); the same command goes on")
         said = _last_error(path)

@@ -7,6 +7,15 @@ import pytest
 from models.sizes import STARBUCKS_LADDER, Ladder, ModelError, Size
 
 
+def test_grid_is_every_pair_once():
+    ladder = Ladder.of([(2, 32), (4, 64), (6, 96)])
+    # What study files' results are named by: this very text.
+    assert ",".join(map(str, ladder.grid)) == "2x32,2x64,2x96,4x32,4x64,4x96,6x32,6x64,6x96"
+    # A ladder that repeats its one layer count has each size once.
+    static = Ladder.of([(1, 32), (1, 64), (1, 96)])
+    assert static.grid == static.sizes
+
+
 def test_cup_names():
     assert STARBUCKS_LADDER.name(Size(2, 32)) == "demi"
     assert STARBUCKS_LADDER.find("trenta") == Size(12, 768)

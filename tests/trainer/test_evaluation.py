@@ -33,9 +33,11 @@ from trainer.evaluation.report import (
 )
 from trainer.evaluation.retrieval import (
     METRICS,
+    RunScores,
     _sort_keys,
     bm25_run,
     evaluate_retrieval,
+    in_blocks,
     load_beir,
     ranking,
     read_qrels,
@@ -469,7 +471,7 @@ def test_ties_are_broken_as_trec_eval_breaks_them(block: int) -> None:
 
     by_bytes = sorted(documents, key=str.encode, reverse=True)
     for top_k in (3, 8):
-        [(size, run)] = retrieve(same, same, data, top_k=top_k, passages_per_block=block)
+        [(size, run)] = retrieve(same, in_blocks(same, data.documents, block), data, top_k=top_k)
         assert size == SIZES[0] and list(run["q"]) == by_bytes[:top_k] == ranking(run["q"])
     place = by_bytes.index("d10") + 1
     assert score_run(run, data.qrels).means["recip_rank"] == pytest.approx(1 / place)
@@ -497,16 +499,15 @@ def test_retrieval_finds_what_is_near(beir_folder: Path) -> None:
     seen = {}
     scores = evaluate_retrieval(
         vectors(by_query),
-        vectors(place),
+        in_blocks(vectors(place), data.documents, 7),
         data,
         top_k=20,
-        passages_per_block=7,
         on_run=lambda size, run: seen.update({size: run}),
     )
     assert scores[Size(2, 3)].means["recip_rank"] == 1 and scores[Size(1, 1)].means["recip_rank"] < 0.5
     assert scores[Size(2, 3)].num_queries == 12
     assert all(len(documents) == 20 for documents in seen[Size(2, 3)].values())
-    assert not evaluate_retrieval(vectors(by_query), vectors(place), data, primary=False)
+    assert not evaluate_retrieval(vectors(by_query), in_blocks(vectors(place), data.documents, 7), data, primary=False)
 
 
 def test_a_part_of_the_corpus_keeps_the_judged(beir_folder: Path) -> None:
@@ -522,7 +523,9 @@ def test_own_document_can_be_ignored() -> None:
     def encode_texts(texts: Sequence[str]) -> dict[Size, np.ndarray]:
         return {Size(1, 1): np.array([[{"a": 3.0, "b": 2.0, "c": 1.0}[text]] for text in texts], np.float32)}
 
-    run = partial(evaluate_retrieval, encode_texts, encode_texts, data, top_k=1)
+    def run(**options: bool) -> dict[Size, RunScores]:
+        return evaluate_retrieval(encode_texts, in_blocks(encode_texts, data.documents, 2), data, top_k=1, **options)
+
     assert run()[Size(1, 1)].means["recip_rank"] == 0
     assert run(ignore_identical_ids=True)[Size(1, 1)].means["recip_rank"] == 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -16,10 +16,13 @@ from trainer.evaluation.report import Record
 from trainer.evaluation.retrieval import (
     DEFAULT_PASSAGES_PER_BLOCK,
     DEFAULT_TOP_K,
+    Block,
+    MergeKeys,
     RetrievalData,
     Run,
     RunScores,
     evaluate_retrieval,
+    in_blocks,
 )
 from trainer.evaluation.sts import STSTask, evaluate_sts
 
@@ -38,6 +41,9 @@ def evaluate_tasks(
     top_k: int = DEFAULT_TOP_K,
     batch_tokens: int = DEFAULT_BATCH_TOKENS,
     passages_per_block: int = DEFAULT_PASSAGES_PER_BLOCK,
+    blocks_of: Callable[[RetrievalData], Iterable[Block]] | None = None,
+    merge: MergeKeys | None = None,
+    faiss: bool = False,
     ignore_identical_ids: bool = False,
     rank: int = 0,
     world_size: int = 1,
@@ -50,7 +56,8 @@ def evaluate_tasks(
     `sizes`: those that `forward` returns, in its order. Similarity, lengths and prompts are the settings' own; STS
     texts take the query prompt and the longer of the two lengths. The caller puts the model into eval mode.
     `flat`: what `forward` takes, see `encode`. `on_run(task name, size, run)` sees every ranking; `raw` collects every
-    query's and every pair's scores.
+    query's and every pair's scores. `blocks_of`: where a corpus' vectors come from, in place of encoding them here
+    together; with `merge`, see `retrieve`.
     """
     ladder = settings.sizes if settings.ladder else None
     encode_texts = partial(
@@ -81,7 +88,8 @@ def evaluate_tasks(
                 results += records(task, "sts", size, metrics)
     for data in retrieval:
         encode_queries = partial(
-            encode_texts,
+            # Ranks that each search for themselves need the very same vectors, which another share of texts is not.
+            partial(encode_texts, rank=0, world_size=1) if merge else encode_texts,
             similarity=settings.similarity,
             max_length=settings.query_max_length,
             prompt=settings.query_prompt,
@@ -94,13 +102,14 @@ def evaluate_tasks(
         )
         scores = evaluate_retrieval(
             encode_queries,
-            encode_documents,
+            blocks_of(data) if blocks_of else in_blocks(encode_documents, data.documents, passages_per_block),
             data,
             top_k=top_k,
             device=device,
-            passages_per_block=passages_per_block,
             ignore_identical_ids=ignore_identical_ids,
             primary=rank == 0,
+            merge=merge,
+            faiss=faiss,
             on_run=partial(on_run, data.name) if on_run else None,
         )
         for size, of_size in scores.items():

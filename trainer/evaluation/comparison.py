@@ -15,8 +15,9 @@ import numpy as np
 
 from models.sizes import Size
 from trainer.config import ConfigError
-from trainer.evaluation.raw import Key, RawResults
-from trainer.evaluation.report import HEADLINE_METRICS, METRIC_LABELS, markdown_table
+from trainer.evaluation.raw import BM25, Key, RawResults
+from trainer.evaluation.report import HEADLINE_METRICS, METRIC_LABELS, Verdict, markdown_table
+from trainer.evaluation.retrieval import RetrievalData
 from trainer.evaluation.significance import (
     Interval,
     TestResult,
@@ -27,6 +28,7 @@ from trainer.evaluation.significance import (
     paired_t_test,
     z_test,
 )
+from trainer.evaluation.sts import STSTask
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,58 @@ def mark(difference: float, p: float, *, level: float = 0.05) -> str:
     if math.isnan(p) or p >= level:
         return ""
     return BETTER if difference > 0 else WORSE
+
+
+def check_same_items(
+    against: RawResults, sts: Sequence[STSTask], retrieval: Sequence[RetrievalData], *, name: str
+) -> None:
+    """Before anything is computed: the evaluation `name` has some of these tasks, with the same pairs and queries."""
+    shared = 0
+    items = {task.name: (task.scores, task.subsets) for task in sts}
+    queries = {data.name: set(data.qrels) for data in retrieval}
+    for task in against.tasks.values():
+        known = items.get(task.name, (task.gold, task.subsets)) == (task.gold, task.subsets)
+        if not known or queries.get(task.name, set(task.items)) != set(task.items):
+            raise ConfigError(f"{name} was evaluated on other items of {task.name}; evaluate both on the same files")
+        shared += task.name in items or task.name in queries
+    if not shared:
+        raise ConfigError(f"{name} has none of these tasks; compare with an evaluation on the same files")
+
+
+def verdicts_of(
+    raw: RawResults, *, against: RawResults | None = None, name: str = "", corrected: bool = False
+) -> list[Verdict]:
+    """Every size against the first of these that the task has: the evaluation `against`, BM25, the untrained model.
+
+    The other evaluation and the untrained model are met at the same size, by the trained one. `corrected`: Holm, over
+    the tests of a task.
+    """
+    verdicts = []
+    for task in raw.tasks.values():
+        metric = HEADLINE_METRICS[task.kind]
+        of_task = [key for key in raw.values if key[0] == task.name]
+        trained = [key for key in of_task if key[1] == "trained"]
+        pairs: dict[Key, tuple[RawResults, Key]] = {}
+        if against is not None:
+            baseline = name
+            pairs = {key: (against, key) for key in trained if key in against.values}
+        elif (task.name, BM25, 0, 0) in raw.values:
+            baseline = BM25
+            pairs = {key: (raw, (task.name, BM25, 0, 0)) for key in of_task if key[1] != BM25}
+        else:
+            baseline = "the untrained model"
+            others = {key: (task.name, "untrained", *key[2:]) for key in trained}
+            pairs = {key: (raw, other) for key, other in others.items() if other in raw.values}
+        tests = {
+            key: compare(samples_of({0: (raw, key)})[metric], samples_of({0: other})[metric])
+            for key, other in pairs.items()
+        }
+        p_values = [test.p for test in tests.values()]
+        shown = holm(p_values) if corrected else p_values
+        for (key, test), p in zip(tests.items(), shown):
+            sign = mark(test.difference, p)
+            verdicts.append(Verdict(key[1], task.name, *key[2:], metric, baseline, test.difference, p, sign))
+    return verdicts
 
 
 def compare_results(

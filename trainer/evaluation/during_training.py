@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from models.encoder import EmbeddingSettings, Encoder
-from models.sizes import Size
 from trainer.config import Recipe
 from trainer.distributed import World
 from trainer.engine import Engine
@@ -47,7 +46,7 @@ class Evaluator:
         """task/metric/size -> score. Every rank must call it; retrieval scores are rank 0's only."""
         ladder = self.settings.sizes
         # One pass gives all of them: a size is a slice.
-        sizes = [Size(a.layers, b.dim) for a in ladder for b in ladder] if self.grid else list(ladder)
+        sizes = list(ladder.grid if self.grid else ladder)
 
         static = isinstance(engine.module, Encoder) and engine.module.is_static
 

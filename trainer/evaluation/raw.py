@@ -26,6 +26,7 @@ from trainer.evaluation.retrieval import RunScores
 from trainer.evaluation.sts import STSTask, Subset, score_sts
 
 RAW_FILE = "raw.jsonl.gz"
+BM25 = "BM25"  # the method that has no size
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,13 @@ class RawResults:
         self.tasks[task] = RawTask(task, "retrieval", tuple(scores.per_query))
         columns = {name: np.array([values[name] for values in scores.per_query.values()]) for name in names}
         self.values[task, method, *shape] = columns
+
+    def add(self, other: RawResults) -> None:
+        self.tasks |= other.tasks
+        self.values |= other.values
+
+    def of_task(self, task: str) -> RawResults:
+        return RawResults({task: self.tasks[task]}, {key: each for key, each in self.values.items() if key[0] == task})
 
     def means(self, key: Key) -> dict[str, float]:
         """The metrics of a table: means over queries, or an STS task's correlations."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from models.sizes import Size
+from trainer.evaluation.significance import p_text
 
 METRIC_LABELS = {
     "ndcg_cut_10": "nDCG@10",
@@ -51,6 +52,25 @@ class Record:
         return {**dataclasses.asdict(self), "value": None if math.isnan(self.value) else self.value}
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What a test says of one size's headline metric. `p` is NaN where there is no test; `mark`: † better, ‡ worse."""
+
+    method: str
+    task: str
+    layers: int
+    dim: int
+    metric: str
+    baseline: str  # as a sentence names it
+    difference: float
+    p: float
+    mark: str
+
+    def as_json(self) -> dict[str, Any]:
+        values = dataclasses.asdict(self)
+        return {key: None if isinstance(each, float) and math.isnan(each) else each for key, each in values.items()}
+
+
 def flat(records: Iterable[Record]) -> dict[str, float]:
     """One dictionary for logs: "task/metric/size" -> value (of one method)."""
     return {f"{r.task}/{r.metric}/{r.size}" if r.size else f"{r.task}/{r.metric}": r.value for r in records}
@@ -69,20 +89,29 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text
     return "\n".join([render(lines[0]), render(rule), *(render(line) for line in lines[1:])]) + "\n"
 
 
-def results_markdown(records: Sequence[Record]) -> str:
-    """A heading and a table a task: methods and sizes down, metrics across."""
+def results_markdown(records: Sequence[Record], verdicts: Sequence[Verdict] = ()) -> str:
+    """A heading and a table a task: methods and sizes down, metrics across, and p where a size was tested."""
     parts = []
     for task in _in_order(record.task for record in records):
         of_task = [record for record in records if record.task == task]
         metrics = [m for m in _in_order(record.metric for record in of_task) if "/" not in m]
         values = {(r.method, r.size, r.layers, r.dim, r.metric): r.value for r in of_task}
+        tests = {(v.method, v.layers, v.dim): v for v in verdicts if v.task == task}
         rows = []
         for method, size, layers, dim in _in_order((r.method, r.size, r.layers, r.dim) for r in of_task):
             numbers = [_number(values.get((method, size, layers, dim, metric))) for metric in metrics]
             shape = [str(layers), str(dim)] if layers else ["", ""]
+            if test := tests.get((method, layers, dim)):
+                numbers[metrics.index(test.metric)] += test.mark
+            numbers += [p_text(test.p if test else math.nan)] if tests else []
             rows.append([method, size or "–", *shape, *numbers])
         header = ["method", "size", "layers", "dim", *(METRIC_LABELS.get(metric, metric) for metric in metrics)]
-        parts.append(f"### {task}\n\n{markdown_table(header, rows, text_columns=2)}")
+        part = f"### {task}\n\n{markdown_table([*header, *(['p'] if tests else [])], rows, text_columns=2)}"
+        if tests:
+            test = next(iter(tests.values()))
+            label = METRIC_LABELS[test.metric]
+            part += f"\np: {label} against {test.baseline}; † significantly better, ‡ significantly worse (p < 0.05)\n"
+        parts.append(part)
     return "\n".join(parts)
 
 

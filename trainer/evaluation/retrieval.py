@@ -11,6 +11,7 @@ The arithmetic is trec_eval's own C code, by way of `pytrec_eval`. `recip_rank_1
 ten (trec_eval's -M 10), MS MARCO's MRR@10.
 
 Search is exact: blocked matrix products with a running top k, so that memory is bounded by the block, not the corpus.
+Where a block's vectors come from (encoded now, read from a store, of this rank's share alone) is its maker's business.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,11 +31,18 @@ from torch import Tensor
 from models.sizes import Size
 from trainer.config import ConfigError
 from trainer.evaluation.encode import EncodeTexts
+from trainer.evaluation.faiss_search import faiss_candidates
 
 log = logging.getLogger(__name__)
 
 Qrels = Mapping[str, Mapping[str, int]]
 Run = Mapping[str, Mapping[str, float]]
+
+Block = tuple[int, Callable[[Size], Tensor]]
+"""The position of a block's first document, and size -> its documents' vectors, float32 [m, size.dim]."""
+
+MergeKeys = Callable[[Tensor, int], Tensor]
+"""(this rank's best keys [queries, ≤ k], k) to all ranks' best on rank 0; every rank calls it."""
 
 METRICS = ("ndcg_cut_10", "recip_rank", "recip_rank_10", "map", "recall_100", "recall_1000")
 DEFAULT_TOP_K = 1_000
@@ -258,32 +267,43 @@ def score_run(
 
 
 class TopK:
-    """The best `k` documents of every query so far; documents are added in blocks, in tie-breaking order.
+    """The best `k` documents of every query so far; documents are added in blocks, their places breaking ties.
 
     A score and its document's position make one int64 key, score above, position below and reversed, so that
-    `torch.topk` on keys has no ties to break: equal scores go to the document that was added first.
+    `torch.topk` on keys has no ties to break: equal scores go to the document of the lower position, whatever the order
+    in which blocks come.
     """
 
     def __init__(self, num_queries: int, k: int, *, device: torch.device | str = "cpu") -> None:
         self.k = k
-        self.num_documents = 0
         self.keys = torch.empty((num_queries, 0), dtype=torch.int64, device=device)
 
-    def add_block(self, queries: Tensor, documents: Tensor, *, max_scores: int = _MAX_SCORES_PER_BLOCK) -> None:
-        """Score `documents` [m, dim] against all `queries` [n, dim], at most about `max_scores` scores at a time."""
+    def add_block(
+        self, queries: Tensor, documents: Tensor, *, start: int, max_scores: int = _MAX_SCORES_PER_BLOCK
+    ) -> None:
+        """Score `documents` [m, dim], whose first has the position `start`, against all `queries` [n, dim].
+
+        At most about `max_scores` scores are held at a time.
+        """
         rows = max(1, min(len(queries), max_scores // max(1, min(len(documents), 16_384))))
         columns = max(1, max_scores // rows)
         for left in range(0, len(documents), columns):
             block = documents[left : left + columns].to(self.keys.device)
             tops = range(0, len(queries), rows)
-            self.keys = torch.cat([self._merged(queries[top : top + rows] @ block.T, top) for top in tops])
-            self.num_documents += len(block)
+            self.keys = torch.cat(
+                [self._merged(queries[top : top + rows] @ block.T, top, start + left) for top in tops]
+            )
 
-    def _merged(self, scores: Tensor, top: int) -> Tensor:
-        """Best keys of the queries from `top` on, after their scores [rows, m] for the next m documents."""
+    def add_candidates(self, scores: Tensor, positions: Tensor) -> None:
+        """Every query's own documents, both [n, c]: what another search found in a block."""
+        keys = torch.cat([self.keys, _sort_keys(scores, positions).to(self.keys.device)], dim=1)
+        self.keys = torch.topk(keys, min(self.k, keys.shape[1]), dim=1).values
+
+    def _merged(self, scores: Tensor, top: int, start: int) -> Tensor:
+        """Best keys of the queries from `top` on, after their scores [rows, m] for the m documents from `start` on."""
         if torch.isnan(scores).any():
             raise FloatingPointError("a score is not a number: the model's embeddings hold NaN or infinity")
-        positions = torch.arange(self.num_documents, self.num_documents + scores.shape[1], device=scores.device)
+        positions = torch.arange(start, start + scores.shape[1], device=scores.device)
         if scores.shape[1] > self.k:
             best, places = torch.topk(scores, self.k, dim=1)
             # Choosing among floats first is several times faster, and right unless a tie straddles the cut.
@@ -324,35 +344,58 @@ def search(
     """
     found = TopK(len(queries), top_k, device=device)
     found.add_block(
-        torch.from_numpy(queries).to(device), torch.from_numpy(np.ascontiguousarray(documents)), max_scores=max_scores
+        torch.from_numpy(queries).to(device),
+        torch.from_numpy(np.ascontiguousarray(documents)),
+        start=0,
+        max_scores=max_scores,
     )
     return found.result()
 
 
+def in_blocks(encode_documents: EncodeTexts, documents: Sequence[str], rows: int) -> Iterator[Block]:
+    """A corpus encoded `rows` documents at a time; what a block gave is dropped with it."""
+
+    def vectors_of(block: Mapping[Size, np.ndarray], size: Size) -> Tensor:
+        return torch.from_numpy(block[size])
+
+    for start in range(0, len(documents), rows):
+        yield start, partial(vectors_of, encode_documents(documents[start : start + rows]))
+
+
 def retrieve(
     encode_queries: EncodeTexts,
-    encode_documents: EncodeTexts,
+    blocks: Iterable[Block],
     data: RetrievalData,
     *,
     top_k: int = DEFAULT_TOP_K,
     device: torch.device | str = "cpu",
-    passages_per_block: int = DEFAULT_PASSAGES_PER_BLOCK,
     primary: bool = True,
+    merge: MergeKeys | None = None,
+    faiss: bool = False,
 ) -> Iterator[tuple[Size, dict[str, dict[str, float]]]]:
-    """Size by size, the run of every judged query; the corpus is encoded once, in blocks, for all sizes.
+    """Size by size, the run of every judged query; the corpus passes once, in blocks, for all sizes.
 
     Memory: one block's vectors at every size, and `top_k` keys a query and size. Under several ranks every rank runs
-    this (they encode together); ranks that are not `primary` search nothing and yield nothing.
+    this; only the `primary` one yields. Either all pass the same blocks, which they encode together, and the primary
+    searches; or each passes blocks of its own, searches those, and `merge` brings the best to the primary.
+    `faiss`: by FAISS' flat index in place of our products.
     """
     query_vectors = encode_queries(data.queries)
-    on_device = {size: torch.from_numpy(rows).to(device) for size, rows in query_vectors.items() if primary}
+    searches = primary or merge is not None
+    on_device = {size: torch.from_numpy(rows).to(device) for size, rows in query_vectors.items() if searches}
     found = {size: TopK(len(data.queries), top_k, device=device) for size in on_device}
-    for start in range(0, len(data.documents), passages_per_block):
-        block = encode_documents(data.documents[start : start + passages_per_block])
+    for start, vectors_of in blocks:
         for size, queries in on_device.items():
-            found[size].add_block(queries, torch.from_numpy(block[size]))
+            if faiss:
+                found[size].add_candidates(*faiss_candidates(queries, vectors_of(size), top_k=top_k, start=start))
+            else:
+                found[size].add_block(queries, vectors_of(size), start=start)
     for size in list(found):
-        yield size, as_run(data, *found.pop(size).result())
+        best = found.pop(size)
+        if merge is not None:
+            best.keys = merge(best.keys, min(top_k, len(data.documents)))
+        if primary:
+            yield size, as_run(data, *best.result())
 
 
 def as_run(data: RetrievalData, scores: np.ndarray, positions: np.ndarray) -> dict[str, dict[str, float]]:
@@ -397,30 +440,32 @@ def bm25_run(
 
 def evaluate_retrieval(
     encode_queries: EncodeTexts,
-    encode_documents: EncodeTexts,
+    blocks: Iterable[Block],
     data: RetrievalData,
     *,
     top_k: int = DEFAULT_TOP_K,
     device: torch.device | str = "cpu",
-    passages_per_block: int = DEFAULT_PASSAGES_PER_BLOCK,
     ignore_identical_ids: bool = False,
     relevance_level: int = 1,
     primary: bool = True,
+    merge: MergeKeys | None = None,
+    faiss: bool = False,
     on_run: Callable[[Size, Run], None] | None = None,
 ) -> dict[Size, RunScores]:
-    """Size -> scores over all judged queries; empty on ranks that are not `primary`.
+    """Size -> scores over all judged queries; empty on ranks that are not `primary`. What else: see `retrieve`.
 
     `on_run` sees every run before it is dropped (to write it down): one run at a time is held.
     """
     results = {}
     runs: Iterable[tuple[Size, dict[str, dict[str, float]]]] = retrieve(
         encode_queries,
-        encode_documents,
+        blocks,
         data,
         top_k=top_k + ignore_identical_ids,
         device=device,
-        passages_per_block=passages_per_block,
         primary=primary,
+        merge=merge,
+        faiss=faiss,
     )
     for size, run in runs:
         if ignore_identical_ids:

@@ -1,0 +1,195 @@
+"""The command line of `trainer.evaluate`: which options each command takes, and what they say about themselves."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS
+from trainer.evaluation.retrieval import DEFAULT_PASSAGES_PER_BLOCK, DEFAULT_TOP_K
+from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
+    """`commands`: what runs each command, by its name."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.evaluate", description="Evaluate embeddings and rankings.")
+    added = parser.add_subparsers(required=True, metavar=f"{{{','.join(commands)}}}")
+
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes
+
+    sizes = added.add_parser(
+        "sizes",
+        help="score a model at many sizes, all from one pass over the texts",
+        description="Score a model at many sizes, all from one pass over the texts, and print a table per task.",
+    )
+    sizes.set_defaults(command=commands["sizes"])
+    add = sizes.add_argument
+    _model_options(sizes)
+    add("--sts", nargs="+", default=[], type=Path, metavar="FILE", help="TSV (score, sentence, sentence) or jsonl")
+    add("--sts-subsets", type=Path, metavar="FILE", help="TSV of dataset, subset, first row, rows (with a header)")
+    add("--beir", nargs="+", default=[], type=Path, metavar="FOLDER", help="BEIR folders")
+    add("--split", default="test", help="which qrels of the BEIR folders (%(default)s)")
+    add("--random-init", action="store_true", help="score the same architecture with fresh weights too, as the control")
+    add("--seed", type=int, default=0, help="of the fresh weights (%(default)s)")
+    add("--bm25", action="store_true", help="score BM25 too (needs the package bm25s)")
+    add("--output", type=Path, metavar="FOLDER", help="write results.json, raw.jsonl.gz, table.md and figures/ here")
+    add("--json", type=Path, metavar="FILE", help="write the content of results.json to this file")
+    add("--save-runs", action="store_true", help="write every ranking as a TREC run file to OUTPUT/runs")
+    add("--top-k", type=_positive, default=DEFAULT_TOP_K, help="documents kept a query (%(default)s)")
+    add("--max-documents", type=int, default=0, help="of each corpus, judged ones first; scores then rise (0: all)")
+    add("--ignore-identical-ids", action="store_true", help="drop the document with the query's id (ArguAna, Quora)")
+    add(
+        "--passages-per-block",
+        type=_positive,
+        default=DEFAULT_PASSAGES_PER_BLOCK,
+        help="documents held as vectors at a time (%(default)s)",
+    )
+    add(
+        "--vectors",
+        type=Path,
+        metavar="FOLDER",
+        help="keep the documents' vectors here, in float16, and take them from here: for corpora of hours",
+    )
+    add(
+        "--search",
+        choices=("torch", "faiss"),
+        default="torch",
+        help="both are exact; faiss needs the package faiss-cpu (%(default)s)",
+    )
+    add(
+        "--against",
+        type=Path,
+        metavar="FOLDER",
+        help="the --output of another evaluation: test every size against its (without: against BM25, then untrained)",
+    )
+    add("--holm", action="store_true", help="correct p for the number of tests in a task's table")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the encoder's matrix products (%(default)s)",
+    )
+
+    score = added.add_parser(
+        "score",
+        help="score a run file under trec_eval's names",
+        description="Score a TREC run file; the numbers are trec_eval's.",
+    )
+    score.set_defaults(command=commands["score"])
+    add = score.add_argument
+    add("--qrels", required=True, type=Path, help="judgements: TREC's four columns, or BEIR's three with a header")
+    add("--run", required=True, type=Path, help="a run in TREC's six columns")
+    add(
+        "-l",
+        "--relevance-level",
+        type=_positive,
+        default=1,
+        help="lowest grade that is relevant; nDCG takes the grades themselves (%(default)s)",
+    )
+    add("-c", "--complete", action="store_true", help="judged queries that the run lacks count 0 instead of nothing")
+    add("-M", "--max-documents", type=_positive, metavar="N", help="cut rankings at N documents")
+    add("--baseline", type=Path, metavar="RUN", help="another run: p of the paired t-test and the difference, a metric")
+    add("-q", "--per-query", action="store_true", help="print every query's values too")
+    add("--json", type=Path, metavar="FILE", help="write the means, not rounded, as one flat JSON object")
+
+    compare = added.add_parser(
+        "compare",
+        help="test evaluations against another, size by size",
+        description="Test the trained models of some `sizes` outputs against another's, size by size: paired t-test "
+        "over queries, Fisher's z for STS. Marks: † significantly better, ‡ significantly worse (p < 0.05).",
+    )
+    compare.set_defaults(command=commands["compare"])
+    add = compare.add_argument
+    add("baseline", type=Path, metavar="BASELINE", help="the --output folder of `sizes`")
+    add("others", type=Path, nargs="+", metavar="OTHER", help="more such folders, of the same tasks")
+    add("--holm", action="store_true", help="correct for the number of comparisons in a task's table")
+
+    latency = added.add_parser(
+        "latency",
+        help="milliseconds a query, parameters and index bytes of each size",
+        description="Time the encoding of one query at a time, with the encoder cut to each size's layers.",
+    )
+    latency.set_defaults(command=commands["latency"])
+    _model_options(latency)
+    add = latency.add_argument
+    add("--sts", type=Path, metavar="FILE", help="whose sentences are the queries")
+    add("--beir", type=Path, metavar="FOLDER", help="or whose queries")
+    add("--split", default="test", help="which qrels of the BEIR folder (%(default)s)")
+    add("--queries", type=_positive, default=100, metavar="N", help="how many are timed (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write the figures to this file")
+
+    rerank = added.add_parser(
+        "rerank",
+        help="search with a small size, rerank with a large: quality, latency, memory",
+        description="Search with a small size and rerank the best documents with a large one, against each size "
+        "searching alone: quality with significance against the large one alone, milliseconds a query, memory.",
+    )
+    rerank.set_defaults(command=commands["rerank"])
+    _model_options(rerank)
+    add = rerank.add_argument
+    add("--beir", required=True, type=Path, metavar="FOLDER", help="a BEIR folder")
+    add("--split", default="test", help="which of its qrels (%(default)s)")
+    add("--shortlist", metavar="SIZE", help="the size that searches (the ladder's first)")
+    add("--rerank", metavar="SIZE", help="the size that reranks (the ladder's last)")
+    add("--depth", type=_positive, nargs="+", default=[10, 50, 100], help="documents reranked (10 50 100)")
+    add("--top-k", type=_positive, default=DEFAULT_TOP_K, help="documents searched for (%(default)s)")
+    add("--queries", type=_positive, default=100, metavar="N", help="how many are timed (%(default)s)")
+    add("--output", type=Path, metavar="FOLDER", help="write rerank.json, rerank.md and rerank.png here")
+
+    transfer = added.add_parser(
+        "transfer",
+        help="SentEval's classification tasks on frozen embeddings, at every size",
+        description="Logistic regression on frozen embeddings: SentEval's transfer tasks, from its own files.",
+    )
+    transfer.set_defaults(command=commands["transfer"])
+    _model_options(transfer)
+    add = transfer.add_argument
+    add("--data", required=True, type=Path, metavar="FOLDER", help="SentEval's data/downstream")
+    add("--tasks", nargs="+", default=list(SENTEVAL_TASKS), metavar="TASK", help=f"some of {' '.join(SENTEVAL_TASKS)}")
+    add("--random-init", action="store_true", help="score the same architecture with fresh weights too, as the control")
+    add("--seed", type=int, default=0, help="of the folds and of the fresh weights (%(default)s)")
+    add("--output", type=Path, metavar="FOLDER", help="write results.json, table.md and figures/ here")
+
+    foreign = added.add_parser(
+        "mteb",
+        help="any task of the package mteb, NanoBEIR's among them (needs it, and its data sets)",
+        description="Run tasks of the package mteb with the model at some sizes and print each task's main score.",
+    )
+    foreign.set_defaults(command=commands["mteb"])
+    add = foreign.add_argument
+    add("--model", required=True, help="a trained folder (Hugging Face files and barista.json)")
+    add("--tasks", nargs="+", required=True, metavar="NAME", help="mteb's names: STS12 NanoSciFactRetrieval")
+    add("--sizes", required=True, help="a list of sizes: demi,3x48")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write the scores to this file")
+    return parser
+
+
+def _model_options(parser: argparse.ArgumentParser) -> None:
+    """What every command that runs a model takes."""
+    add = parser.add_argument
+    add("--model", required=True, help="a trained folder (Hugging Face files and barista.json), or a hub name")
+    add(
+        "--sizes",
+        default="ladder",
+        help="ladder, grid (the ladder's layers × its dims), or a list: demi,3x48 (%(default)s)",
+    )
+    add("--pooling", choices=("cls", "mean"), help="in place of the model's own")
+    add("--similarity", choices=("dot", "cosine"), help="of retrieval, in place of the model's own (STS takes cosine)")
+    add("--max-length", type=_positive, metavar="TOKENS", help="of queries and documents, in place of the model's own")
+    add(
+        "--batch-tokens",
+        type=_positive,
+        default=DEFAULT_BATCH_TOKENS,
+        help="tokens a batch, padding included (%(default)s)",
+    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one (%(default)s)")
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)

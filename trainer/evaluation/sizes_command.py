@@ -1,0 +1,325 @@
+"""The command `sizes`: every task at every size, as records, raw results, tables and figures.
+
+One process, or the ranks of a launcher: it is one evaluation either way. What is finished is kept until all is there:
+vectors block by block where --vectors names a folder, tasks one by one beside --output. So the same command goes on
+after a kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from data.tokens import tokenizer_fingerprint
+from models.encoder import EmbeddingSettings, Encoder
+from models.sizes import Size
+from trainer.config import ConfigError
+from trainer.distributed import World, gather_objects, start
+from trainer.evaluation import evaluate_tasks, known_metrics
+from trainer.evaluation.comparison import check_same_items, verdicts_of
+from trainer.evaluation.corpus import Progress, counted, encoded_blocks, merge_keys, stored_blocks, watched
+from trainer.evaluation.encode import encode, encoder_forward
+from trainer.evaluation.faiss_search import load_faiss
+from trainer.evaluation.output import output_folder, write_json
+from trainer.evaluation.parts import PARTS_FOLDER, Parts, Results
+from trainer.evaluation.raw import BM25, RAW_FILE, RawResults, read_raw, write_raw
+from trainer.evaluation.report import Record, file_name, plot_records, results_markdown
+from trainer.evaluation.retrieval import (
+    DEFAULT_TOP_K,
+    Block,
+    RetrievalData,
+    Run,
+    bm25_run,
+    load_beir,
+    score_run,
+    write_run,
+)
+from trainer.evaluation.sts import STSTask, read_sts
+from trainer.evaluation.subject import choose_device, load_subject, untrained_encoder
+from trainer.evaluation.vectors import VectorStore, open_store, read_store, texts_digest, weights_digest, widest
+from trainer.stopping import STOP_FILE_VARIABLE, Stopped, StopRequests
+
+log = logging.getLogger(__name__)
+
+# A block of a store is what a kill can cost, so it is small; longer ones would hardly save padding.
+_STORED_ROWS_PER_BLOCK = 8_192
+
+
+def evaluate_sizes(args: argparse.Namespace) -> int:
+    for chatty in ("bm25s", "huggingface_hub"):
+        logging.getLogger(chatty).setLevel(logging.ERROR)
+    if not args.sts and not args.beir:
+        raise ConfigError("there is nothing to evaluate on; give --sts FILE or --beir FOLDER")
+    if args.search == "faiss":
+        load_faiss()
+    device = choose_device(args.device)
+    main_rank = os.environ.get("RANK", "0") == "0"
+    output = output_folder(args.output) if main_rank else None
+    # Files are read before the model, so that a wrong path is told at once.
+    sts = [read_sts(path, subsets=args.sts_subsets) for path in args.sts]
+    beir = [load_beir(path, split=args.split, max_documents=args.max_documents) for path in args.beir]
+    _check_names([*(task.name for task in sts), *(data.name for data in beir)])
+    against = read_raw(args.against / RAW_FILE) if args.against else None
+    if against is not None:
+        check_same_items(against, sts, beir, name=str(args.against))
+
+    encoder, tokenizer, settings, sizes = load_subject(args)
+    methods = {"trained": encoder}
+    if args.random_init:
+        methods["untrained"] = untrained_encoder(encoder, seed=args.seed)
+    world = _join_ranks(device)
+    parts = Parts(output / PARTS_FOLDER if output else None)
+    finished: list[Results] = []
+    with StopRequests(stop_file=os.environ.get(STOP_FILE_VARIABLE)) as stops:
+        try:
+            for method, model in methods.items():
+                log.info("%s: %d sizes on %d tasks", method, len(sizes), len(sts) + len(beir))
+                model.to(world.device).eval()
+                subject = _Subject(args, method, model, tokenizer, settings, sizes, world, stops.wanted)
+                finished += subject.evaluate(sts, beir, parts, output)
+            if not main_rank:
+                return 0
+            if args.bm25:
+                for data in beir:
+                    finished.append(_bm25_part(data, parts, top_k=args.top_k, wanted=stops.wanted))
+        except Stopped as stopped:
+            kept = " and ".join(name for name, given in (("--output", output), ("--vectors", args.vectors)) if given)
+            goes_on = f"; the same command goes on with what {kept} kept" if kept else ""
+            raise Stopped(f"stopped ({stopped}){goes_on}") from None
+
+    records = [record for of_part, _ in finished for record in of_part]
+    raw = RawResults()
+    for _, of_part in finished:
+        raw.add(of_part)
+    verdicts = verdicts_of(raw, against=against, name=str(args.against), corrected=args.holm)
+    table = results_markdown(records, verdicts)
+    sys.stdout.write(table)
+    content = {
+        "format": 1,
+        "model": str(args.model),
+        "sizes": [[size.layers, size.dim] for size in sizes],
+        "settings": dataclasses.asdict(settings),
+        "records": [record.as_json() for record in records],
+        "significance": [verdict.as_json() for verdict in verdicts],
+    }
+    if args.json:
+        write_json(args.json, content)
+    if output:
+        (output / "table.md").write_text(table, encoding="utf-8")
+        plot_records(records, output / "figures")
+        write_raw(raw, output / RAW_FILE)
+        write_json(output / "results.json", content)
+        parts.remove()
+    return 0
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """One method's model and all that decides its results."""
+
+    args: argparse.Namespace
+    method: str
+    model: Encoder
+    tokenizer: PreTrainedTokenizerFast
+    settings: EmbeddingSettings
+    sizes: Sequence[Size]
+    world: World
+    wanted: Callable[[], str | None]  # why this process should stop
+
+    def evaluate(
+        self, sts: Sequence[STSTask], beir: Sequence[RetrievalData], parts: Parts, output: Path | None
+    ) -> list[Results]:
+        """One entry a task, in the order given. Every rank calls it, rank 0 gets the results."""
+        args, world, flat = self.args, self.world, self.model.is_static
+        forward = encoder_forward(self.model, self.sizes, dtype=getattr(torch, args.dtype))
+        # Alone it may stop in any pass; among ranks, passes that all of them make have to be made by all.
+        forward = watched(forward, self.wanted) if world.size == 1 else forward
+        run = partial(
+            evaluate_tasks,
+            forward,
+            self.tokenizer,
+            self.sizes,
+            self.settings,
+            device=world.device,
+            flat=flat,
+            method=self.method,
+            top_k=args.top_k,
+            batch_tokens=args.batch_tokens,
+            blocks_of=self._blocks_of,
+            merge=partial(merge_keys, world=world) if world.size > 1 else None,
+            faiss=args.search == "faiss",
+            ignore_identical_ids=args.ignore_identical_ids,
+            rank=world.rank,
+            world_size=world.size,
+            progress=sys.stderr.isatty(),
+            on_run=_run_writer(output, self.method) if args.save_runs and output else None,
+        )
+        tasks: list[STSTask | RetrievalData] = [*sts, *beir]
+        keys = {task.name: self._decided_by(task) for task in tasks} if parts.folder else {}
+        found = {name: parts.load(self.method, name, key) for name, key in keys.items()}
+        done = gather_objects([name for name, part in found.items() if part is not None])[0]
+        results = {name: part for name, part in found.items() if part is not None}
+
+        def keep(name: str, records: list[Record], raw: RawResults) -> None:
+            results[name] = records, raw
+            parts.save(self.method, name, keys.get(name, {}), records, raw)
+
+        # The pairs of all files in one pass: they are few.
+        if pairs := [task for task in sts if task.name not in done]:
+            raw = RawResults()
+            records = run(sts=pairs, raw=raw)
+            for task in pairs:
+                keep(task.name, [record for record in records if record.task == task.name], raw.of_task(task.name))
+        for data in beir:
+            if data.name not in done:
+                raw = RawResults()
+                keep(data.name, run(retrieval=[data], raw=raw), raw)
+        return [results[task.name] for task in tasks] if world.is_main else []
+
+    def _blocks_of(self, data: RetrievalData) -> Iterable[Block]:
+        args, settings, world = self.args, self.settings, self.world
+        flat = self.model.is_static
+        share = max(1, -(-len(data.documents) // world.size))
+        rows = min(args.passages_per_block, share)
+        store = None
+        if args.vectors:
+            store = self._store(data, rows_per_block=min(rows, _STORED_ROWS_PER_BLOCK))
+        whole = store.sizes if store else widest(self.sizes)
+        progress = Progress(data.name, shown=world.is_main)
+        forward = encoder_forward(self.model, whole, dtype=getattr(torch, args.dtype))
+        encode_whole = partial(
+            encode,
+            counted(watched(forward, self.wanted), progress, flat=flat),
+            self.tokenizer,
+            sizes=whole,
+            similarity="dot",  # normalised after the cut
+            max_length=settings.passage_max_length,
+            prompt=settings.passage_prompt,
+            device=world.device,
+            flat=flat,
+            batch_tokens=args.batch_tokens,
+        )
+        if store:
+            return stored_blocks(
+                data.documents, encode_whole, store, similarity=settings.similarity, world=world, progress=progress
+            )
+        return encoded_blocks(
+            data.documents,
+            encode_whole,
+            rows_per_block=rows,
+            similarity=settings.similarity,
+            world=world,
+            progress=progress,
+        )
+
+    def _store(self, data: RetrievalData, *, rows_per_block: int) -> VectorStore:
+        folder = self.args.vectors / f"{file_name(data.name)}_{self.method}"
+        if self.world.is_main:
+            settings = [self.settings.passage_max_length, self.settings.passage_prompt, self.args.dtype]
+            store = open_store(
+                folder,
+                rows=len(data.documents),
+                rows_per_block=rows_per_block,
+                sizes=self.sizes,
+                fingerprints={
+                    "weights": self._weights,
+                    "texts": texts_digest(data.documents),
+                    "settings (tokenizer, length, prompt or --dtype)": _digest([self._tokenizer, *settings]),
+                },
+            )
+            megabytes = 2 * store.rows * sum(store.widths.values()) / 2**20
+            log.info("%s: vectors of %s documents, %.0f MiB", folder, f"{store.rows:,}", megabytes)
+        gather_objects(None)
+        return read_store(folder)
+
+    def _decided_by(self, task: STSTask | RetrievalData) -> dict[str, Any]:
+        args = self.args
+        names = ("top_k", "dtype", "ignore_identical_ids", "save_runs", "search")
+        return {
+            "weights": self._weights,
+            "tokenizer": self._tokenizer,
+            "task": _task_digest(task),
+            "sizes": [str(size) for size in self.sizes],
+            "settings": dataclasses.asdict(self.settings),
+            "vectors": bool(args.vectors),
+            **{name: getattr(args, name) for name in names},
+        }
+
+    @cached_property
+    def _weights(self) -> str:
+        return weights_digest(self.model)
+
+    @cached_property
+    def _tokenizer(self) -> str:
+        return tokenizer_fingerprint(self.tokenizer)
+
+
+def bm25_records(data: RetrievalData, *, top_k: int = DEFAULT_TOP_K, raw: RawResults | None = None) -> list[Record]:
+    """The BM25 baseline's scores on one collection."""
+    scores = score_run(bm25_run(data, top_k=top_k), data.qrels)
+    means = known_metrics(scores, data, top_k)
+    if raw is not None:
+        raw.add_retrieval(BM25, data.name, (0, 0), scores, list(means))
+    return [Record(BM25, data.name, "retrieval", "", 0, 0, metric, value) for metric, value in means.items()]
+
+
+def _bm25_part(data: RetrievalData, parts: Parts, *, top_k: int, wanted: Callable[[], str | None]) -> Results:
+    key = {"task": _task_digest(data), "top_k": top_k} if parts.folder else {}
+    if (part := parts.load(BM25, data.name, key)) is not None:
+        return part
+    if reason := wanted():
+        raise Stopped(reason)
+    log.info("%s: %s", BM25, data.name)
+    raw = RawResults()
+    records = bm25_records(data, top_k=top_k, raw=raw)
+    parts.save(BM25, data.name, key, records, raw)
+    return records, raw
+
+
+def _join_ranks(device: torch.device) -> World:
+    """This process among those of its launcher, or alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return World(0, 0, 1, device)
+    world = start()
+    if world.device.type != device.type:
+        raise ConfigError("--device cpu under a launcher needs the GPUs hidden; set CUDA_VISIBLE_DEVICES to nothing")
+    return world
+
+
+def _task_digest(task: STSTask | RetrievalData) -> str:
+    if isinstance(task, STSTask):
+        return _digest(dataclasses.asdict(task))
+    ids_and_texts = (task.document_ids, task.documents, task.query_ids, task.queries)
+    return _digest([task.name, *map(texts_digest, ids_and_texts), task.qrels])
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _run_writer(output: Path, method: str) -> Callable[[str, Size, Run], None]:
+    def write(task: str, size: Size, run: Run) -> None:
+        folder = output / "runs"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_run(run, folder / f"{task}_{method}_{size}.trec", name=f"{method}_{size}")
+
+    return write
+
+
+def _check_names(names: Sequence[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two of the tasks are named {name!r}; rename one of the files or folders")

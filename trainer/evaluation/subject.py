@@ -1,0 +1,102 @@
+"""What a command evaluates: the model of --model, the sizes of --sizes, and the device they run on."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+from pathlib import Path
+
+import torch
+from transformers import AutoModel, PreTrainedTokenizerFast
+from transformers.utils import logging as hf_logging
+
+from data.tokens import load_tokenizer
+from models.encoder import EmbeddingSettings, Encoder, load_encoder, longest_input
+from models.sizes import STARBUCKS_LADDER, Ladder, Size
+from trainer.config import ConfigError
+
+
+def load_subject(
+    args: argparse.Namespace,
+) -> tuple[Encoder, PreTrainedTokenizerFast, EmbeddingSettings, list[Size]]:
+    """The model of --model, with the sizes of --sizes."""
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    encoder = load_encoder(args.model, pooling=args.pooling)
+    tokenizer = load_tokenizer(args.model)
+    settings = _settings(args, encoder)
+    rows = encoder.word_embeddings.num_embeddings
+    if len(tokenizer) > rows:
+        raise ConfigError(
+            f"the tokenizer of {args.model} has {len(tokenizer)} tokens and the model's table {rows}; "
+            "give a folder whose tokenizer is the model's own"
+        )
+    return encoder, tokenizer, settings, choose_sizes(args.sizes, settings.sizes, encoder)
+
+
+def _settings(args: argparse.Namespace, encoder: Encoder) -> EmbeddingSettings:
+    """The model's own settings, the command line's in their place; default lengths shrink to what the model takes."""
+    own = EmbeddingSettings.load(args.model) if Path(args.model).is_dir() else None
+    found = own
+    full = Size(encoder.num_layers, encoder.hidden_size)
+    if found is None and STARBUCKS_LADDER.full == full:
+        found = EmbeddingSettings(ladder=tuple((size.layers, size.dim) for size in STARBUCKS_LADDER))
+    if (found is None or not found.ladder) and args.sizes in ("ladder", "grid"):
+        raise ConfigError(
+            f"{args.model} has no barista.json that gives its ladder; name the sizes, for example --sizes {full}"
+        )
+    settings = found or EmbeddingSettings()
+    limit = longest_input(encoder.backbone)
+    lengths = {}
+    for key in ("query_max_length", "passage_max_length"):
+        length = args.max_length or getattr(settings, key)
+        if limit is not None and length > limit:
+            if args.max_length or own:
+                raise ConfigError(
+                    f"{key} {length} is more than the {limit} tokens the model can take; give --max-length"
+                )
+            length = limit
+        lengths[key] = length
+    return dataclasses.replace(
+        settings,
+        pooling=encoder.pooling,
+        similarity=args.similarity or settings.similarity,
+        ladder=settings.ladder or ((full.layers, full.dim),),
+        **lengths,
+    )
+
+
+def choose_sizes(text: str, ladder: Ladder, encoder: Encoder) -> list[Size]:
+    """The sizes that `--sizes` names: "ladder", "grid" (its layers × its dims) or a comma-separated list."""
+    if text == "ladder":
+        sizes = list(ladder)
+    elif text == "grid":
+        sizes = list(ladder.grid)
+    else:
+        sizes = [ladder.find(name.strip()) for name in text.split(",") if name.strip()]
+    if not sizes:
+        raise ConfigError(f"--sizes {text!r} names no size; use ladder, grid, or a list such as 2x32,4x64")
+    for size in sizes:
+        if size.layers > encoder.num_layers or size.dim > encoder.hidden_size:
+            raise ConfigError(
+                f"size {size} outgrows the encoder of {encoder.num_layers} layers and {encoder.hidden_size} "
+                "dimensions; choose a smaller one with --sizes"
+            )
+    return list(dict.fromkeys(sizes))
+
+
+def untrained_encoder(encoder: Encoder, *, seed: int = 0) -> Encoder:
+    """The same architecture and pooling with fresh weights: the control that says what training gave."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        fresh = AutoModel.from_config(copy.deepcopy(encoder.config)).float()
+    return Encoder(fresh, encoder.pooling)
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda was asked for, but PyTorch sees no GPU; use --device cpu or auto")
+    return torch.device(name)
