@@ -10,7 +10,8 @@ The folders keep sentence-transformers' long-standing layout, because its newest
 - Families with a pooler (BERT, RoBERTa) get one of zeros: it takes no part in the embedding, and a checkpoint without
   it makes every loader report newly initialised weights.
 A static encoder (models/static_embedding.py) becomes a StaticEmbedding: its files stand in the root, its width is cut
-in the table itself, and its tokenizer adds no special tokens and cuts texts by itself.
+in the table itself, and its tokenizer adds no special tokens and cuts texts by itself. With `--table int8` the file is
+a quarter as large: codes and a scale a token, which sentence-transformers multiplies out when it loads them.
 One maximal length has to serve queries and documents in that layout: it is the longer of the two.
 """
 
@@ -40,12 +41,22 @@ from models.sizes import Ladder, Size
 from trainer.command import USER_MISTAKES
 from trainer.config import ConfigError
 from trainer.model_card import LIMITS, results_section, training_section
+from trainer.quantisation import int8_table
 
 log = logging.getLogger(__name__)
 
 ENCODER_FOLDER = "encoder"
 RECEIPT_FILE = "export.json"
 _MODULES = "sentence_transformers.models"
+_USAGE = """```python
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("path/to/this/folder")
+queries = model.encode_query(["what is an espresso?"])
+documents = model.encode_document(["Espresso is coffee brewed under pressure."])
+print(model.similarity(queries, documents))
+```
+"""
 
 
 def export_sizes(
@@ -55,12 +66,14 @@ def export_sizes(
     sizes: Sequence[str | Size] | None = None,
     results: str | Path | None = None,
     watts_per_rank: float | None = None,
+    table: str = "float32",
 ) -> dict[str, Path]:
     """Write a folder per size and `encoder/` into `output`; returns size name -> folder.
 
     `model_folder`: a trained folder (Hugging Face files and barista.json). `sizes`: names of its ladder, or any
     LAYERSxDIM; None: the whole ladder. `output` appears whole or not at all; an earlier export there is replaced,
-    anything else refused. `results`, `watts_per_rank`: for the model cards (trainer/model_card.py).
+    anything else refused. `results`, `watts_per_rank`: for the model cards (trainer/model_card.py). `table`: float32 or
+    int8, how a static encoder's token table is written.
     """
     model_folder, output = Path(model_folder), Path(output)
     settings = EmbeddingSettings.load(model_folder)
@@ -68,6 +81,8 @@ def export_sizes(
         raise ConfigError(f"{model_folder} has no barista.json with a ladder; give the model folder of a trained run")
     _check_output(output)
     encoder = load_encoder(model_folder)
+    if table == "int8" and not encoder.is_static:
+        raise ConfigError(f"{model_folder} is no static model and has no token table alone; leave --table int8 out")
     tokenizer = load_tokenizer(model_folder)
     chosen = _chosen_sizes(sizes, settings.sizes)
     for size in chosen.values():
@@ -93,10 +108,11 @@ def export_sizes(
         # From the deepest size on, so that one copy in memory can be cut step by step.
         for name, size in sorted(chosen.items(), key=lambda item: item[1], reverse=True):
             if encoder.is_static:
-                _write_static(encoder.word_embeddings.weight, tokenizer, settings, name, size, partial / name)
-                continue
-            truncate_layers(backbone, size.layers)
-            _write_sentence_transformer(backbone, tokenizer, settings, name, size, partial / name)
+                tensors = _table_tensors(encoder.word_embeddings.weight.detach(), in_int8=table == "int8")
+                _write_static(tensors, tokenizer, settings, name, size, partial / name)
+            else:
+                truncate_layers(backbone, size.layers)
+                _write_sentence_transformer(backbone, tokenizer, settings, name, size, partial / name)
             with (partial / name / "README.md").open("a", encoding="utf-8") as card:
                 card.write(f"\n{facts[size]}")
         receipt = {"format": 1, "sizes": {name: [size.layers, size.dim] for name, size in chosen.items()}}
@@ -203,23 +219,33 @@ def _write_sentence_transformer(
     (folder / "README.md").write_text(_card(backbone, settings, name, size), encoding="utf-8")
 
 
+def _table_tensors(table: torch.Tensor, *, in_int8: bool) -> dict[str, torch.Tensor]:
+    """A token table [V, D] under the names that StaticEmbedding looks for. One scale a row serves every width of it."""
+    if not in_int8:
+        return {"embedding.weight": table}
+    codes, scales = int8_table(table)
+    return {"embeddings": codes, "weights": scales}
+
+
 def _write_static(
-    table: torch.Tensor,
+    tensors: dict[str, torch.Tensor],
     tokenizer: PreTrainedTokenizerBase,
     settings: EmbeddingSettings,
     name: str,
     size: Size,
     folder: Path,
 ) -> None:
-    """One width of a token table [V, D] as a StaticEmbedding, which has no maximal length: the tokenizer's file has."""
+    """One width of a token table. A StaticEmbedding has no maximal length: the tokenizer's file has."""
     folder.mkdir(parents=True)
-    weight = table.detach()[:, : size.dim].contiguous()
-    save_file({"embedding.weight": weight}, folder / "model.safetensors", metadata={"format": "pt"})
+    cut = {key: each[:, : size.dim].contiguous() if each.ndim == 2 else each for key, each in tensors.items()}
+    save_file(cut, folder / "model.safetensors", metadata={"format": "pt"})
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.enable_truncation(tokenizer.model_max_length - tokenizer.num_special_tokens_to_add())
     backend.save(str(folder / "tokenizer.json"))
     _write_modules(folder, ["StaticEmbedding"], settings)
-    (folder / "README.md").write_text(_static_card(weight, tokenizer, settings, name, size), encoding="utf-8")
+    rows, stored = len(next(iter(tensors.values()))), "float32" if len(tensors) == 1 else "int8 codes and a scale each"
+    card = _static_card(f"{rows:,}, {stored}", tokenizer, settings, name, size)
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _write_modules(folder: Path, modules: list[str], settings: EmbeddingSettings) -> None:
@@ -268,19 +294,11 @@ the first {size.dim} dimensions of one encoder that was trained to work at every
 | longest text | {length} tokens |
 | trained with | queries of {settings.query_max_length} tokens, passages of {settings.passage_max_length} |
 
-```python
-from sentence_transformers import SentenceTransformer
-
-model = SentenceTransformer("path/to/this/folder")
-queries = model.encode_query(["what is an espresso?"])
-documents = model.encode_document(["Espresso is coffee brewed under pressure."])
-print(model.similarity(queries, documents))
-```
-"""
+{_USAGE}"""
 
 
 def _static_card(
-    weight: torch.Tensor, tokenizer: PreTrainedTokenizerBase, settings: EmbeddingSettings, name: str, size: Size
+    tokens: str, tokenizer: PreTrainedTokenizerBase, settings: EmbeddingSettings, name: str, size: Size
 ) -> str:
     title = f"{name} ({size.dim} dimensions)"
     kind = "unit vectors, compared by cosine" if settings.similarity == "cosine" else "compared by dot product"
@@ -296,18 +314,10 @@ The mean of a text's token vectors, from a table whose every prefix of columns w
 | | |
 | --- | --- |
 | embedding dimensions | {size.dim} ({kind}) |
-| tokens in the table | {weight.shape[0]:,} |
+| tokens in the table | {tokens} |
 | longest text | {tokenizer.model_max_length - tokenizer.num_special_tokens_to_add()} tokens |
 
-```python
-from sentence_transformers import SentenceTransformer
-
-model = SentenceTransformer("path/to/this/folder")
-queries = model.encode_query(["what is an espresso?"])
-documents = model.encode_document(["Espresso is coffee brewed under pressure."])
-print(model.similarity(queries, documents))
-```
-"""
+{_USAGE}"""
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -327,6 +337,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--watts-per-rank", type=float, metavar="W", help="for the cards' energy estimate (50 on a CPU, 500 on a GPU)"
     )
+    parser.add_argument(
+        "--table", choices=("float32", "int8"), default="float32", help="of a static model's tokens (%(default)s)"
+    )
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     hf_logging.set_verbosity_error()
@@ -334,7 +347,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = None if args.sizes == "all" else [name.strip() for name in args.sizes.split(",") if name.strip()]
     try:
         folders = export_sizes(
-            args.model, args.output, sizes=sizes, results=args.results, watts_per_rank=args.watts_per_rank
+            args.model,
+            args.output,
+            sizes=sizes,
+            results=args.results,
+            watts_per_rank=args.watts_per_rank,
+            table=args.table,
         )
     except USER_MISTAKES as error:
         sys.stderr.write(f"error: {error}\n")

@@ -31,7 +31,9 @@ from models.sizes import Size
 from models.static_embedding import StaticModel
 from tests.benchmarks.smae_step import SHARED
 from trainer.evaluation.encode import encode, encoder_forward
+from trainer.evaluation.quantised import with_int8_table
 from trainer.evaluation.sts import cosine_of_pairs, read_sts, spearman
+from trainer.quantisation import from_int8, int8_ranges, to_int8, to_signs
 
 RECIPE = "launch/recipes/static_tatoeba.toml"
 DIMS = (32, 64, 128, 256, 512, 1024)
@@ -81,24 +83,9 @@ def vectors_of(encoder: Encoder, folder: Path) -> Vectors:
     return lambda texts: encode(forward, tokenizer, texts, [full], **shared)[full]
 
 
-def int8_table(encoder: Encoder) -> Encoder:
-    """The table rounded to 255 steps a row: what a file of int8 and a scale a row gives back."""
-    weight = encoder.word_embeddings.weight.detach()
-    scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
-    table = StaticModel(encoder.config)
-    with torch.no_grad():
-        table.embedding.weight.copy_((weight / scale).round() * scale)
-    return Encoder(table, "mean")
-
-
-def int8(vectors: np.ndarray) -> np.ndarray:
-    scale = np.abs(vectors).max(1, keepdims=True) / 127 + 1e-12
-    return np.rint(vectors / scale).astype(np.int8).astype(np.float32)
-
-
-def one_bit(vectors: np.ndarray) -> np.ndarray:
-    """Cosine of signs ranks as the Hamming distance does."""
-    return np.where(vectors > 0, 1.0, -1.0).astype(np.float32)
+def in_int8(vectors: np.ndarray) -> np.ndarray:
+    ranges = int8_ranges(vectors)
+    return from_int8(to_int8(vectors, ranges), ranges)
 
 
 def scores(vectors: Vectors, *, bits: Bits = lambda v: v) -> dict[str, dict[int, float]]:
@@ -167,9 +154,9 @@ def main() -> None:
     results = {
         "trained": scores(vectors),
         "random": scores(vectors_of(Encoder(StaticModel(trained.config), "mean"), folder)),
-        "int8 table": scores(vectors_of(int8_table(trained), folder)),
-        "int8 vectors": scores(vectors, bits=int8),
-        "one-bit vectors": scores(vectors, bits=one_bit),
+        "int8 table": scores(vectors_of(with_int8_table(trained), folder)),
+        "int8 vectors": scores(vectors, bits=in_int8),
+        "one-bit vectors": scores(vectors, bits=to_signs),
     }
     for task in ("bitext", "sts"):
         print(f"{task:<18}" + "".join(f"{dim:>8}" for dim in DIMS))
