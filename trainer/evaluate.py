@@ -4,6 +4,7 @@
     python -m trainer.evaluate compare results other_results
     python -m trainer.evaluate latency --model runs/x/model --beir data/scifact
     python -m trainer.evaluate rerank --model runs/x/model --beir data/scifact --output reranked
+    python -m trainer.evaluate quantised --model runs/x/model --beir data/scifact
     python -m trainer.evaluate score --qrels Q --run R
 
 `sizes` writes `results.json`: {"format": 1, "model", "sizes", "settings", "records"}, where each record is flat:
@@ -22,19 +23,31 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
+from models.encoder import Encoder
+from models.sizes import Size
 from trainer.command import USER_MISTAKES, tell_mistake
 from trainer.config import ConfigError
 from trainer.evaluation.arguments import Command, build_parser
 from trainer.evaluation.comparison import compare_results
-from trainer.evaluation.encode import encode, encoder_forward
+from trainer.evaluation.encode import EncodeTexts, encode, encoder_forward
 from trainer.evaluation.latency import measure_costs
 from trainer.evaluation.output import output_folder, write_json
+from trainer.evaluation.quantised import (
+    Row,
+    plot_precisions,
+    precision_markdown,
+    ranges_json,
+    retrieval_rows,
+    sts_rows,
+    with_int8_table,
+)
 from trainer.evaluation.raw import RAW_FILE, read_raw
 from trainer.evaluation.report import Record, markdown_table, plot_records, results_markdown
 from trainer.evaluation.rerank import compare_ways, plot_ways, ways_markdown
@@ -55,6 +68,7 @@ from trainer.evaluation.subject import choose_device, load_subject, untrained_en
 from trainer.stopping import STOPPED_CODE, Stopped
 
 _RERANK_FILES = ("rerank.json", "rerank.md", "rerank.png")
+_QUANTISED_FILES = ("quantised.json", "quantised.md", "figures")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -207,6 +221,67 @@ def _rerank(args: argparse.Namespace) -> int:
     return 0
 
 
+def _quantised(args: argparse.Namespace) -> int:
+    if not args.sts and not args.beir:
+        raise ConfigError("there is nothing to evaluate on; give --sts FILE or --beir FOLDER")
+    device = choose_device(args.device)
+    output = output_folder(args.output, _QUANTISED_FILES)
+    sts = [read_sts(path) for path in args.sts]
+    beir = [load_beir(path, split=args.split) for path in args.beir]
+    encoder, tokenizer, settings, sizes = load_subject(args)
+
+    def encoding(model: Encoder) -> Callable[..., Mapping[Size, np.ndarray]]:
+        return partial(
+            encode,
+            encoder_forward(model.to(device).eval(), sizes),
+            tokenizer,
+            sizes=sizes,
+            flat=model.is_static,
+            device=device,
+            batch_tokens=args.batch_tokens,
+            progress=sys.stderr.isatty(),
+        )
+
+    def both_sides(model: Callable[..., Mapping[Size, np.ndarray]]) -> tuple[EncodeTexts, EncodeTexts]:
+        """Of queries and of documents."""
+        alike = partial(model, similarity=settings.similarity)
+        return (
+            partial(alike, max_length=settings.query_max_length, prompt=settings.query_prompt),
+            partial(alike, max_length=settings.passage_max_length, prompt=settings.passage_prompt),
+        )
+
+    models = [encoding(encoder), *([encoding(with_int8_table(encoder))] if encoder.is_static else [])]
+    longest = max(settings.query_max_length, settings.passage_max_length)
+    rows: list[Row] = []
+    ranges = {}
+    for task in sts:
+        # Cosine of the pairs' vectors whatever the model's similarity, but of unit vectors, for int8's ranges.
+        options: dict[str, Any] = {"similarity": "cosine", "max_length": longest, "prompt": settings.query_prompt}
+        first, *variant = (partial(model, **options) for model in models)
+        rows += sts_rows(first, task, table_variant=variant[0] if variant else None)
+    for data in beir:
+        (queries, documents), *variants = (both_sides(model) for model in models)
+        found, of_task = retrieval_rows(
+            queries,
+            documents,
+            data,
+            top_k=args.top_k,
+            rescored=args.rescored,
+            device=device,
+            table_variant=variants[0] if variants else None,
+        )
+        rows += found
+        ranges[data.name] = ranges_json(of_task)
+    table = precision_markdown(rows, settings.sizes.name)
+    sys.stdout.write(table)
+    if output:
+        (output / "quantised.md").write_text(table, encoding="utf-8")
+        plot_precisions(rows, output / "figures")
+        content = {"format": 1, "model": str(args.model), "rows": [row.as_json() for row in rows]}
+        write_json(output / "quantised.json", content | {"int8_ranges": ranges})
+    return 0
+
+
 def _compare(args: argparse.Namespace) -> int:
     folders = [args.baseline, *args.others]
     results = {str(folder): read_raw(folder / RAW_FILE) for folder in folders}
@@ -288,6 +363,7 @@ _COMMANDS: dict[str, Command] = {
     "compare": _compare,
     "latency": _latency,
     "rerank": _rerank,
+    "quantised": _quantised,
     "transfer": _transfer,
     "mteb": _mteb,
 }

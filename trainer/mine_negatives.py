@@ -282,7 +282,7 @@ def _search(
             count = min(per_block, num_passages - start)
             # Read, not mapped: mapped pages would count as this process' memory.
             block = np.fromfile(file, np.float32, count * dim).reshape(count, dim)
-            found.add_block(on_device, torch.from_numpy(block))
+            found.add_block(on_device, torch.from_numpy(block), start=start)
     return found.result()
 
 

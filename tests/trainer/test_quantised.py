@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
 from tests.trainer.support import MODEL
 from trainer.config import ConfigError
+from trainer.evaluate import main
 from trainer.evaluation.quantised import (
     BINARY,
     FLOAT32,
@@ -27,7 +29,7 @@ from trainer.evaluation.quantised import (
     sts_rows,
     with_int8_table,
 )
-from trainer.evaluation.retrieval import evaluate_retrieval, retrieval_data
+from trainer.evaluation.retrieval import evaluate_retrieval, in_blocks, retrieval_data
 from trainer.evaluation.sts import STSTask
 from trainer.export import export_sizes
 from trainer.quantisation import from_int8, int8_ranges, int8_table, to_int8, to_signs
@@ -142,7 +144,8 @@ def test_rows_are_what_a_search_with_those_vectors_scores() -> None:
     assert [row.precision for row in rows if row.size == SIZES[0]] == [FLOAT32, INT8, BINARY, RESCORED]
 
     def scored(encode_queries, encode_documents) -> dict[Size, float]:
-        found = evaluate_retrieval(encode_queries, encode_documents, data, top_k=50)
+        blocks = in_blocks(encode_documents, data.documents, 60)
+        found = evaluate_retrieval(encode_queries, blocks, data, top_k=50)
         return {size: scores.means["ndcg_cut_10"] for size, scores in found.items()}
 
     def changed(change):
@@ -191,3 +194,35 @@ def test_bytes_of_an_embedding() -> None:
     found = [embedding_bytes(size, precision) for precision in (FLOAT32, INT8, BINARY, RESCORED, TABLE)]
     assert found == [120, 30, 4, 34, 120]
     assert Row("a", "spearman", size, INT8, 30, 0.5, None).as_json()["size"] == "2x30"
+
+
+def test_the_command(
+    static_folder: Path, docstrings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beir = tmp_path / "docs"
+    (beir / "qrels").mkdir(parents=True)
+    texts = [" ".join(text.split()) for text in docstrings if len(text.split()) > 12][:40]
+    (beir / "corpus.jsonl").write_text(
+        "".join(json.dumps({"_id": f"d{i}", "text": t}) + "\n" for i, t in enumerate(texts))
+    )
+    rows = [{"_id": f"q{i}", "text": " ".join(texts[i].split()[:8])} for i in range(15)]
+    (beir / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (beir / "qrels" / "test.tsv").write_text("q\td\tscore\n" + "".join(f"q{i}\td{i}\t1\n" for i in range(15)))
+    (tmp_path / "pairs.tsv").write_text("".join(f"{i % 6}\t{texts[i][:60]}\t{texts[i + 1][:60]}\n" for i in range(30)))
+    words = ["quantised", "--model", str(static_folder)]
+    tasks = ["--beir", str(beir), "--sts", str(tmp_path / "pairs.tsv")]
+    assert main([*words, *tasks, "--output", str(tmp_path / "out")]) == 0
+    found = json.loads((tmp_path / "out" / "quantised.json").read_text())
+    value = {(row["task"], row["size"], row["precision"]): row["value"] for row in found["rows"]}
+    assert len(value) == len(SIZES) * (5 + 4)
+    assert np.array(found["int8_ranges"]["docs"]["1x32"]).shape == (2, 32)
+    assert (tmp_path / "out" / "quantised.md").read_text() == capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "out" / "figures").iterdir()) == ["docs.png", "pairs.png"]
+    # float32 is what `sizes` gives.
+    assert main(["sizes", *words[1:], *tasks, "--json", str(tmp_path / "sizes.json")]) == 0
+    whole = json.loads((tmp_path / "sizes.json").read_text())["records"]
+    for record in whole:
+        if record["metric"] in ("ndcg_cut_10", "spearman"):
+            size = f"{record['layers']}x{record['dim']}"
+            assert value[record["task"], size, FLOAT32] == pytest.approx(record["value"], abs=1e-6)
+    assert main(words) == 2 and "nothing to evaluate on" in capsys.readouterr().err

@@ -139,6 +139,22 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     add("--queries", type=_positive, default=100, metavar="N", help="how many are timed (%(default)s)")
     add("--output", type=Path, metavar="FOLDER", help="write rerank.json, rerank.md and rerank.png here")
 
+    quantised = added.add_parser(
+        "quantised",
+        help="what int8 and binary embeddings lose, size by size",
+        description="Score every size in float32, int8 and one bit a dimension, with significance against float32; a "
+        "static model with an int8 token table too.",
+    )
+    quantised.set_defaults(command=commands["quantised"])
+    _model_options(quantised)
+    add = quantised.add_argument
+    add("--sts", nargs="+", default=[], type=Path, metavar="FILE", help="TSV (score, sentence, sentence) or jsonl")
+    add("--beir", nargs="+", default=[], type=Path, metavar="FOLDER", help="BEIR folders")
+    add("--split", default="test", help="which qrels of the BEIR folders (%(default)s)")
+    add("--top-k", type=_positive, default=DEFAULT_TOP_K, help="documents searched for (%(default)s)")
+    add("--rescored", type=_positive, default=100, metavar="N", help="found by bits, scored in int8 (%(default)s)")
+    add("--output", type=Path, metavar="FOLDER", help="write quantised.json, quantised.md and figures/ here")
+
     transfer = added.add_parser(
         "transfer",
         help="SentEval's classification tasks on frozen embeddings, at every size",
