@@ -586,7 +586,7 @@ def test_the_matryoshka_study_is_sound() -> None:
     study = load_study(ROOT / "launch" / "studies" / "matryoshka.toml")
     runs = runs_of(study)
     assert len(runs) == len(study.seeds) * len(study.arms)
-    assert {(run.recipe.train.steps, run.recipe.train.global_batch_size) for run in runs} == {(270, 64)}
+    assert {(run.recipe.train.steps, run.recipe.train.global_batch_size) for run in runs} == {(135, 64)}
     assert study.evaluation.task_names == ("stsb_test",)
     reduced = [result for result in results_of(study) if result.arm == "mlm/mrl_reduced"]
     assert {str(result.run.recipe.ladder.full) for result in reduced} == {"6x96"}
