@@ -29,6 +29,7 @@ from typing import Any
 
 from launch import checks
 from launch.checks import BAD, OK, SEVERITY, Finding
+from launch.record import commit
 
 
 @dataclass(frozen=True)
@@ -233,10 +234,11 @@ def _versions() -> str:
     import torch
     import transformers
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    checkout = commit(Path.cwd())
+    revision = checkout["commit"][:7] if checkout else "?"
     python = ".".join(map(str, sys.version_info[:3]))
     versions = [f"Python {python}", f"torch {torch.__version__}", f"deepspeed {deepspeed.__version__}"]
-    return ", ".join([*versions, f"transformers {transformers.__version__}", f"commit {commit.stdout.strip() or '?'}"])
+    return ", ".join([*versions, f"transformers {transformers.__version__}", f"commit {revision}"])
 
 
 def _several_hosts() -> bool:

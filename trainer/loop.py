@@ -145,7 +145,7 @@ def train(
                 f"not finite; the last checkpoint is as it was: look at the step with --debug.replay={state.step}, "
                 "then lower optim.lr, or raise train.max_skipped_steps"
             )
-        if state.step % plan.save_every_steps == 0 or reason is not None:
+        if state.step % plan.save_every_steps == 0:
             hooks.beat("save", patient=True)
             hooks.saves.begin()
             saved_at = state.step
