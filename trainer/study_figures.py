@@ -16,6 +16,7 @@ from trainer.evaluation.comparison import Sample
 from trainer.evaluation.report import (
     HEADLINE_METRICS,
     METRIC_LABELS,
+    add_legend,
     file_name,
     new_axes,
     plot_heat_map,
@@ -75,8 +76,7 @@ def plot_curves(
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.set_title(title)
-    if len(curves) > 1:
-        axes.legend(frameon=False, fontsize=8)
+    add_legend(axes)
     return save_figure(figure, path)
 
 

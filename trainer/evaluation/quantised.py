@@ -21,7 +21,7 @@ import torch
 from models.encoder import Encoder
 from models.sizes import Size
 from trainer.evaluation.encode import EncodeTexts
-from trainer.evaluation.report import METRIC_LABELS, markdown_table, new_axes, save_figure
+from trainer.evaluation.report import METRIC_LABELS, add_legend, markdown_table, new_axes, save_figure
 from trainer.evaluation.rerank import rerank
 from trainer.evaluation.retrieval import RetrievalData, RunScores, as_run, score_run, search
 from trainer.evaluation.significance import LEVEL, TestResult, fisher_z_test, p_text, paired_t_test
@@ -158,7 +158,7 @@ def plot_precisions(rows: Sequence[Row], folder: Path) -> list[Path]:
         axes.set_xlabel("bytes of a stored embedding")
         axes.set_ylabel(METRIC_LABELS[of_task[0].metric])
         axes.set_title(task)
-        axes.legend(frameon=False, fontsize=8)
+        add_legend(axes)
         written.append(save_figure(figure, folder / f"{task}.png"))
     return written
 

@@ -151,8 +151,7 @@ def plot_score_by_size(
     axes.set_title(title)
     axes.grid(axis="y", linewidth=0.5, alpha=0.5)
     axes.spines[["top", "right"]].set_visible(False)
-    if len(curves) + len(levels or {}) > 1:
-        axes.legend(frameon=False)
+    add_legend(axes)
     return save_figure(figure, path)
 
 
@@ -251,6 +250,16 @@ def new_axes() -> tuple[Any, Any]:
     axes.grid(axis="y", linewidth=0.5, alpha=0.5)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+def add_legend(axes: Any) -> None:
+    """Names where there are several; beside the axes where many lines would run through them."""
+    entries = len(axes.get_legend_handles_labels()[1])
+    if entries > 4:
+        axes.figure.set_figwidth(axes.figure.get_figwidth() + 1.6)
+        axes.figure.legend(loc="outside right center", frameon=False, fontsize=8)
+    elif entries > 1:
+        axes.legend(frameon=False, fontsize=8)
 
 
 def save_figure(figure: Any, path: str | Path) -> Path:
