@@ -9,6 +9,7 @@ without them: the model leaves them out itself, however a text was tokenized. A 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,6 +76,16 @@ class StaticModel(PreTrainedModel):
             kept &= tokens != special
         before = torch.cat([offsets.new_zeros(1), kept.cumsum(0)])
         return tokens[kept], before[offsets]
+
+
+def cut_table(model: StaticModel, dim: int) -> StaticModel:
+    """A table of the first `dim` columns alone."""
+    config = copy.deepcopy(model.config)
+    config.hidden_size = dim
+    cut = StaticModel(config)
+    with torch.no_grad():
+        cut.embedding.weight.copy_(model.embedding.weight[:, :dim])
+    return cut
 
 
 def flatten(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,14 +29,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from models.encoder import Encoder
+from models.encoder import EmbeddingSettings, Encoder
 from models.sizes import Size
 from trainer.command import USER_MISTAKES, tell_mistake
 from trainer.config import ConfigError
 from trainer.evaluation.arguments import Command, build_parser
 from trainer.evaluation.comparison import compare_results
-from trainer.evaluation.encode import EncodeTexts, encode, encoder_forward
+from trainer.evaluation.encode import EncodeTexts, encoding_of
 from trainer.evaluation.latency import measure_costs
 from trainer.evaluation.output import output_folder, write_json
 from trainer.evaluation.quantised import (
@@ -193,18 +194,8 @@ def _rerank(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--depth {max(args.depth)} is more than the --top-k {args.top_k} that are searched; raise it"
         )
-    encode_texts = partial(
-        encode,
-        encoder_forward(encoder.to(device).eval(), sizes),
-        tokenizer,
-        sizes=sizes,
-        similarity=settings.similarity,
-        device=device,
-        batch_tokens=args.batch_tokens,
-        progress=sys.stderr.isatty(),
-    )
-    queries = encode_texts(data.queries, max_length=settings.query_max_length, prompt=settings.query_prompt)
-    documents = encode_texts(data.documents, max_length=settings.passage_max_length, prompt=settings.passage_prompt)
+    encode_queries, encode_documents = _both_sides(args, encoder, tokenizer, settings, sizes)
+    queries, documents = encode_queries(data.queries), encode_documents(data.documents)
     costs = measure_costs(encoder, tokenizer, sizes, settings, data.queries[: args.queries], device=device)
     ways = compare_ways(
         data, queries, documents, costs, small=small, large=large, depths=args.depth, top_k=args.top_k, device=device
@@ -230,37 +221,17 @@ def _quantised(args: argparse.Namespace) -> int:
     beir = [load_beir(path, split=args.split) for path in args.beir]
     encoder, tokenizer, settings, sizes = load_subject(args)
 
-    def encoding(model: Encoder) -> Callable[..., Mapping[Size, np.ndarray]]:
-        return partial(
-            encode,
-            encoder_forward(model.to(device).eval(), sizes),
-            tokenizer,
-            sizes=sizes,
-            flat=model.is_static,
-            device=device,
-            batch_tokens=args.batch_tokens,
-            progress=sys.stderr.isatty(),
-        )
-
-    def both_sides(model: Callable[..., Mapping[Size, np.ndarray]]) -> tuple[EncodeTexts, EncodeTexts]:
-        """Of queries and of documents."""
-        alike = partial(model, similarity=settings.similarity)
-        return (
-            partial(alike, max_length=settings.query_max_length, prompt=settings.query_prompt),
-            partial(alike, max_length=settings.passage_max_length, prompt=settings.passage_prompt),
-        )
-
-    models = [encoding(encoder), *([encoding(with_int8_table(encoder))] if encoder.is_static else [])]
+    models = [encoder, *([with_int8_table(encoder)] if encoder.is_static else [])]
     longest = max(settings.query_max_length, settings.passage_max_length)
     rows: list[Row] = []
     ranges = {}
     for task in sts:
         # Cosine of the pairs' vectors whatever the model's similarity, but of unit vectors, for int8's ranges.
         options: dict[str, Any] = {"similarity": "cosine", "max_length": longest, "prompt": settings.query_prompt}
-        first, *variant = (partial(model, **options) for model in models)
+        first, *variant = (partial(_encoding(args, model, tokenizer, sizes), **options) for model in models)
         rows += sts_rows(first, task, table_variant=variant[0] if variant else None)
     for data in beir:
-        (queries, documents), *variants = (both_sides(model) for model in models)
+        (queries, documents), *variants = (_both_sides(args, model, tokenizer, settings, sizes) for model in models)
         found, of_task = retrieval_rows(
             queries,
             documents,
@@ -282,6 +253,34 @@ def _quantised(args: argparse.Namespace) -> int:
     return 0
 
 
+def _encoding(
+    args: argparse.Namespace, encoder: Encoder, tokenizer: PreTrainedTokenizerBase, sizes: Sequence[Size]
+) -> Callable[..., Mapping[Size, np.ndarray]]:
+    return encoding_of(
+        encoder,
+        tokenizer,
+        sizes,
+        device=choose_device(args.device),
+        batch_tokens=args.batch_tokens,
+        progress=sys.stderr.isatty(),
+    )
+
+
+def _both_sides(
+    args: argparse.Namespace,
+    encoder: Encoder,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: EmbeddingSettings,
+    sizes: Sequence[Size],
+) -> tuple[EncodeTexts, EncodeTexts]:
+    """What encodes queries, and what encodes documents."""
+    alike = partial(_encoding(args, encoder, tokenizer, sizes), similarity=settings.similarity)
+    return (
+        partial(alike, max_length=settings.query_max_length, prompt=settings.query_prompt),
+        partial(alike, max_length=settings.passage_max_length, prompt=settings.passage_prompt),
+    )
+
+
 def _compare(args: argparse.Namespace) -> int:
     folders = [args.baseline, *args.others]
     results = {str(folder): read_raw(folder / RAW_FILE) for folder in folders}
@@ -292,7 +291,6 @@ def _compare(args: argparse.Namespace) -> int:
 def _transfer(args: argparse.Namespace) -> int:
     if unknown := [name for name in args.tasks if name not in SENTEVAL_TASKS]:
         raise ConfigError(f"SentEval task {unknown[0]!r} is unknown; choose from {', '.join(SENTEVAL_TASKS)}")
-    device = choose_device(args.device)
     output = output_folder(args.output)
     tasks = [read_task(args.data, name) for name in args.tasks]
     encoder, tokenizer, settings, sizes = load_subject(args)
@@ -302,16 +300,10 @@ def _transfer(args: argparse.Namespace) -> int:
     records: list[Record] = []
     for method, model in methods.items():
         encode_texts = partial(
-            encode,
-            encoder_forward(model.to(device).eval(), sizes),
-            tokenizer,
-            sizes=sizes,
+            _encoding(args, model, tokenizer, sizes),
             similarity="dot",  # the classifier sees the embeddings as they are
             max_length=max(settings.query_max_length, settings.passage_max_length),
             prompt=settings.query_prompt,
-            device=device,
-            batch_tokens=args.batch_tokens,
-            progress=sys.stderr.isatty(),
         )
         records += evaluate_transfer(encode_texts, tasks, name_of=settings.sizes.name, method=method, seed=args.seed)
     table = results_markdown(records)

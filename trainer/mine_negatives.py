@@ -43,7 +43,7 @@ from models.encoder import EmbeddingSettings, load_encoder
 from models.sizes import Size
 from trainer.command import USER_MISTAKES, run_command
 from trainer.config import LOCK, ConfigError
-from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS, encode, encoder_forward
+from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS, encoding_of
 from trainer.evaluation.retrieval import TopK
 from trainer.negatives import DROPPED, Rules, choose
 from trainer.run_lock import Locked, lock
@@ -389,20 +389,14 @@ def load_miner(args: argparse.Namespace) -> tuple[Miner, dict[str, Any]]:
         raise ConfigError(f"--rerank {large} is no larger than --size {small}, which searches; exchange them")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     sizes = list(dict.fromkeys([small, large]))
-    forward = encoder_forward(encoder.eval().to(device), sizes)
+    run = encoding_of(encoder, tokenizer, sizes, device=device, batch_tokens=args.batch_tokens)
 
     def encode_side(texts: Sequence[str], queries: bool) -> Mapping[Size, np.ndarray]:
-        return encode(
-            forward,
-            tokenizer,
+        return run(
             texts,
-            sizes,
             similarity=settings.similarity,
             max_length=settings.query_max_length if queries else settings.passage_max_length,
             prompt=settings.query_prompt if queries else settings.passage_prompt,
-            device=device,
-            flat=encoder.is_static,
-            batch_tokens=args.batch_tokens,
         )
 
     files = [*sorted(folder.glob("*.safetensors")), folder / "barista.json", *sorted(folder.glob("tokenizer.json"))]

@@ -12,6 +12,7 @@ from scipy import stats
 
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
 from models.sizes import Size
+from models.static_embedding import StaticConfig, StaticModel
 from trainer import evaluate
 from trainer.evaluation.latency import Cost, cut_encoder
 from trainer.evaluation.raw import read_raw
@@ -52,6 +53,26 @@ def beir_folder(docstrings: list[str], tmp_path_factory: pytest.TempPathFactory)
     (folder / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in queries))
     (folder / "qrels" / "test.tsv").write_text("q\td\tscore\n" + "".join(f"q{i}\td{i}\t1\n" for i in range(20)))
     return folder
+
+
+def test_a_static_model_reranks(
+    tiny_tokenizer, beir_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It takes texts without padding; its way with the large size alone is what `sizes` scores."""
+    torch.manual_seed(0)
+    folder = tmp_path / "model"
+    StaticModel(StaticConfig(len(tiny_tokenizer), 16, special_ids=[0, 2, 3])).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    EmbeddingSettings(pooling="mean", ladder=((1, 4), (1, 16)), query_max_length=16, passage_max_length=32).save(folder)
+    words = ["--model", str(folder), "--beir", str(beir_folder)]
+    assert evaluate.main(["rerank", *words, "--depth", "5", "--output", str(tmp_path / "out")]) == 0
+    assert evaluate.main(["sizes", *words, "--json", str(tmp_path / "sizes.json")]) == 0
+    capsys.readouterr()
+    ways = {way["name"]: way["scores"] for way in json.loads((tmp_path / "out" / "rerank.json").read_text())["ways"]}
+    for record in json.loads((tmp_path / "sizes.json").read_text())["records"]:
+        size = f"{record['layers']}x{record['dim']}"
+        assert ways[size][record["metric"]] == pytest.approx(record["value"], abs=1e-6)
+    assert ways["1x4"] != ways["1x16"]  # negative control
 
 
 def vectors(seed: int, rows: int, dim: int) -> np.ndarray:

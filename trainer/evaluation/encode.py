@@ -140,6 +140,28 @@ def encode(
     }
 
 
+def encoding_of(
+    encoder: Encoder,
+    tokenizer: PreTrainedTokenizerBase,
+    sizes: Sequence[Size],
+    *,
+    device: torch.device | str,
+    batch_tokens: int = DEFAULT_BATCH_TOKENS,
+    progress: bool = False,
+) -> Callable[..., dict[Size, np.ndarray]]:
+    """`encode` with all bound that the model decides; texts, `similarity`, `max_length` and `prompt` are left."""
+    return functools.partial(
+        encode,
+        encoder_forward(encoder.to(device).eval(), sizes),
+        tokenizer,
+        sizes=sizes,
+        flat=encoder.is_static,
+        device=device,
+        batch_tokens=batch_tokens,
+        progress=progress,
+    )
+
+
 def token_batches(lengths: np.ndarray, batch_tokens: int) -> list[np.ndarray]:
     """Rows in batches, longest first, each of at most `batch_tokens` tokens with padding (or one row)."""
     order = np.argsort(-lengths, kind="stable")

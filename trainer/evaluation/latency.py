@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from models.encoder import EmbeddingSettings, Encoder, truncate_layers
 from models.sizes import Size
+from models.static_embedding import StaticModel, cut_table
 
 BYTES_PER_DIMENSION = 4  # float32, as vectors are searched
 
@@ -33,7 +34,9 @@ class Cost:
 
 
 def cut_encoder(encoder: Encoder, size: Size) -> Encoder:
-    """A copy with the size's layers alone."""
+    """A copy with the size's layers alone, or with its columns alone if it is a token table."""
+    if isinstance(encoder.backbone, StaticModel):
+        return Encoder(cut_table(encoder.backbone, size.dim), encoder.pooling).eval()
     return Encoder(truncate_layers(copy.deepcopy(encoder.backbone), size.layers), encoder.pooling).eval()
 
 

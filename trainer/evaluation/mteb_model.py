@@ -24,7 +24,7 @@ from data.tokens import load_tokenizer
 from models.encoder import EmbeddingSettings, Encoder, load_encoder
 from models.sizes import Size
 from trainer.config import ConfigError
-from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS, encode, encoder_forward
+from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS, encoding_of
 
 
 class MtebModel:
@@ -74,18 +74,10 @@ class MtebModel:
             length = settings.query_max_length
         elif prompt_type == PromptType.document:
             length, prompt = settings.passage_max_length, settings.passage_prompt
-        vectors = encode(
-            encoder_forward(self._encoder, [self._size]),
-            self._tokenizer,
-            texts,
-            [self._size],
-            similarity=settings.similarity,
-            max_length=length,
-            prompt=prompt,
-            device=self._device,
-            batch_tokens=self._batch_tokens,
+        run = encoding_of(
+            self._encoder, self._tokenizer, [self._size], device=self._device, batch_tokens=self._batch_tokens
         )
-        return vectors[self._size]
+        return run(texts, similarity=settings.similarity, max_length=length, prompt=prompt)[self._size]
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
         """[n, m], of the model's own similarity: cosine vectors are of unit length already."""
