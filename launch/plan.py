@@ -180,8 +180,8 @@ def _shape_of(recipe: Recipe, given: str, vocabulary: int) -> tuple[Shape, int]:
     if not values["vocab_size"]:
         raise ConfigError(f"{said} does not say how many tokens its vocabulary has; give --vocabulary, such as 30522")
     shape = Shape(hidden, inner, layers, _number(values, said, "vocab_size", default=0))
-    full = recipe.ladder.full
-    if (shape.layers, shape.hidden) != (full.layers, full.dim):
+    full, width = recipe.ladder.full, recipe.model.output_dim or hidden
+    if (layers, width) != (full.layers, full.dim) or width > hidden:
         raise ConfigError(
             f"{said} has {layers} layers of {hidden} dimensions, and the ladder ends with {full}; "
             "give the recipe's own encoder, or change model.ladder"

@@ -141,7 +141,7 @@ def test_interrupts_end_every_process(
     corpus: Path, tiny_tokenizer_path: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     _, rest = stopped(corpus, tmp_path, tiny_tokenizer_path, number=number)
-    assert b"Traceback" not in rest
+    assert b"Traceback" not in rest, rest.decode()
 
 
 def test_a_finished_folder_is_left_alone_and_others_are_refused(
