@@ -225,7 +225,8 @@ def test_a_node_that_dies(setting):
     setting.slurm.kill_node(setting.slurm.nodes[1])
     assert not (run / "DONE").exists()
     until(lambda: setting.slurm.job(number)["Restarts"] == "1", what=lambda: logs_of(run))
-    assert setting.slurm.job(number)["JobState"] == "PENDING"
+    # First its processes are cleaned up: COMPLETING.
+    until(lambda: setting.slurm.job(number)["JobState"] == "PENDING", what=lambda: logs_of(run))
     setting.slurm.start_node(setting.slurm.nodes[1])
     job = setting.slurm.wait_for(number, "COMPLETED", "FAILED", "CANCELLED", seconds=240)
     assert job["JobState"] == "COMPLETED", logs_of(run)
