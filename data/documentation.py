@@ -27,6 +27,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,8 @@ def without_interrupts() -> Iterator[None]:
 
     The signal mask is inherited, so that not even a process that is still starting dies with a traceback.
     """
+    # Now, for the first spawned process starts it, and starting it unblocks SIGINT.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

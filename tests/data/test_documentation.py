@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,10 +19,12 @@ from data.documentation import (
     installed_docstrings,
     installed_documentation,
     split_summary,
+    without_interrupts,
     write_documentation,
 )
 from data.errors import DataError
 
+ROOT = Path(__file__).resolve().parents[2]
 BODY = "It has many words in it, so that there are certainly more than fifteen of them in this body."
 
 MODULE = f'''"""Module of samples.
@@ -162,3 +168,29 @@ def test_mistakes_are_refused(sample: None) -> None:
         installed_documentation(["samplepackage"], num_held_out=500)
     with pytest.raises(DataError, match="make no evaluation"):
         installed_documentation(["samplepackage"], num_held_out=5, num_bodies=2)
+
+
+def report_mask(connection) -> None:
+    connection.send(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+
+def masks_of_two(*, guarded: bool) -> None:
+    """Print whether SIGINT is blocked in each of two processes that are started one after the other."""
+    context = multiprocessing.get_context("spawn")
+    found = []
+    for _ in range(2):
+        ours, theirs = context.Pipe()
+        with without_interrupts() if guarded else contextlib.nullcontext():
+            process = context.Process(target=report_mask, args=(theirs,))
+            process.start()
+        found.append(ours.recv())
+        process.join()
+    print(found, signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+
+@pytest.mark.parametrize(("guarded", "said"), [(True, "[True, True] False"), (False, "[False, False] False")])
+def test_not_even_the_first_process_sees_an_interrupt(guarded: bool, said: str) -> None:
+    """The first that is spawned starts multiprocessing's resource tracker, which unblocks SIGINT."""
+    script = f"from tests.data.test_documentation import masks_of_two; masks_of_two(guarded={guarded})"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == said, done.stderr
