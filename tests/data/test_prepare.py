@@ -36,6 +36,16 @@ def corpus(docstrings: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
+@pytest.fixture(scope="module")
+def long_corpus(docstrings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Enough files that the command is still at work when a signal comes, even late."""
+    folder = tmp_path_factory.mktemp("long_corpus")
+    text = "".join(json.dumps({"text": text}) + "\n" for text in docstrings)
+    for number in range(16):
+        (folder / f"{number:02d}.jsonl").write_text(text)
+    return folder
+
+
 def run(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
@@ -138,9 +148,9 @@ def stopped(corpus: Path, folder: Path, tokenizer: Path, *options: str, number: 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupts_end_every_process(
-    corpus: Path, tiny_tokenizer_path: Path, tmp_path: Path, number: signal.Signals
+    long_corpus: Path, tiny_tokenizer_path: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    _, rest = stopped(corpus, tmp_path, tiny_tokenizer_path, number=number)
+    _, rest = stopped(long_corpus, tmp_path, tiny_tokenizer_path, number=number)
     assert b"Traceback" not in rest, rest.decode()
 
 

@@ -214,13 +214,13 @@ def starts(recipes: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def differences(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> tuple[float, float, float]:
-    """Largest over steps: loss (relative, absolute below 1), norm (relative), any parameter (absolute).
+    """Largest over steps: loss (relative, of 4 where it is below), norm (relative), any parameter (absolute).
 
-    A loss below 1 is a difference of logits of 20 and more, which float32 holds to no more than 1e-6.
+    A loss is a difference of logits of 20 and more, which float32 holds to 2e-6, however small the difference.
     """
     loss = norm = parameter = 0.0
     for ours, theirs in zip(got, want):
-        loss = max(loss, abs(ours["loss"] - theirs["loss"]) / max(1.0, abs(theirs["loss"])))
+        loss = max(loss, abs(ours["loss"] - theirs["loss"]) / max(4.0, abs(theirs["loss"])))
         norm = max(norm, abs(ours["norm"] - theirs["norm"]) / theirs["norm"])
         assert ours["parameters"].keys() == theirs["parameters"].keys()
         for name, value in theirs["parameters"].items():
@@ -270,7 +270,7 @@ def test_the_cases_are_the_hard_ones(two_ranks: Results, expected: Results) -> N
         ("symmetric_spans", "spans"),
     ):
         loss, *_ = differences(expected[name], expected[other])
-        assert loss > 1e-3
+        assert loss > 100 * LOSS_TOLERANCE, (name, other)
     for step in two_ranks["srl-float32_zero3"]:
         assert min(step["micro_batches"]) > 1
     assert any(len(set(step["micro_batches"])) > 1 for step in two_ranks["srl-float32_zero3"])

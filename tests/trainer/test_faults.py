@@ -83,7 +83,7 @@ def test_a_step_without_numbers_is_skipped_on_all_ranks(engine: str, fault: str,
     got, want = records(broken), records(told)
     assert all(got[step] == want[step] for step in range(1, STEPS + 1) if step != 3)
     assert all(torch.equal(value, weights(told)[name]) for name, value in weights(broken).items())
-    assert lines(broken)[-2]["skipped_steps"] == 1 or lines(broken)[-1]["skipped_steps"] == 1
+    assert [line["skipped_steps"] for line in lines(broken) if "skipped_steps" in line][-1] == 1
 
 
 def test_a_skipped_step_makes_a_difference(runs: Path) -> None:

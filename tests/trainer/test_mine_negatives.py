@@ -145,6 +145,9 @@ def model(tiny_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("static")
     table = StaticModel(StaticConfig(vocab_size=len(tiny_tokenizer), hidden_size=48, special_ids=[0, 2, 3, 4]))
     table.save_pretrained(folder)
+    # What another test's call left in it would be saved, and obeyed by sentence-transformers.
+    tiny_tokenizer.backend_tokenizer.no_truncation()
+    tiny_tokenizer.backend_tokenizer.no_padding()
     tiny_tokenizer.save_pretrained(folder)
     settings = EmbeddingSettings("mean", "cosine", ((1, 16), (1, 48)), query_max_length=10**5, passage_max_length=10**5)
     settings.save(folder)
