@@ -105,10 +105,12 @@ def export_sizes(
         backbone = _with_idle_pooler(encoder.backbone.float())
         _save_checkpoint(backbone, tokenizer, partial / ENCODER_FOLDER)
         settings.save(partial / ENCODER_FOLDER)
+        tensors = {}
+        if encoder.is_static:
+            tensors = _table_tensors(encoder.word_embeddings.weight.detach(), in_int8=table == "int8")
         # From the deepest size on, so that one copy in memory can be cut step by step.
         for name, size in sorted(chosen.items(), key=lambda item: item[1], reverse=True):
             if encoder.is_static:
-                tensors = _table_tensors(encoder.word_embeddings.weight.detach(), in_int8=table == "int8")
                 _write_static(tensors, tokenizer, settings, name, size, partial / name)
             else:
                 truncate_layers(backbone, size.layers)
