@@ -19,6 +19,7 @@ from trainer.evaluation.raw import BM25, Key, RawResults
 from trainer.evaluation.report import HEADLINE_METRICS, METRIC_LABELS, Verdict, markdown_table
 from trainer.evaluation.retrieval import RetrievalData
 from trainer.evaluation.significance import (
+    LEVEL,
     Interval,
     TestResult,
     confidence_interval,
@@ -98,7 +99,7 @@ def compare(sample: Sample, baseline: Sample) -> TestResult:
 BETTER, WORSE = "†", "‡"
 
 
-def mark(difference: float, p: float, *, level: float = 0.05) -> str:
+def mark(difference: float, p: float, *, level: float = LEVEL) -> str:
     """† significantly better than the baseline, ‡ significantly worse, else nothing."""
     if math.isnan(p) or p >= level:
         return ""

@@ -20,11 +20,12 @@ import torch
 
 from models.encoder import Encoder
 from models.sizes import Size
+from trainer.evaluation.comparison import mark
 from trainer.evaluation.encode import EncodeTexts
 from trainer.evaluation.report import METRIC_LABELS, add_legend, markdown_table, new_axes, save_figure
 from trainer.evaluation.rerank import rerank
 from trainer.evaluation.retrieval import RetrievalData, RunScores, as_run, score_run, search
-from trainer.evaluation.significance import LEVEL, TestResult, fisher_z_test, p_text, paired_t_test
+from trainer.evaluation.significance import TestResult, fisher_z_test, p_text, paired_t_test
 from trainer.evaluation.sts import STSTask, cosine_of_pairs, spearman
 from trainer.quantisation import from_int8, int8_ranges, int8_table, to_int8, to_signs
 
@@ -136,7 +137,7 @@ def precision_markdown(rows: Sequence[Row], name_of: Callable[[Size], str]) -> s
             if test is not None:
                 whole = row.value - test.difference
                 kept = f"{100 * row.value / whole:.1f} %" if whole > 0 else "–"
-                sign = "" if not test.p < LEVEL else "†" if test.difference > 0 else "‡"
+                sign = mark(test.difference, test.p)
             p = "–" if test is None else p_text(test.p)
             size = f"{name_of(row.size)} ({row.size})" if name_of(row.size) != str(row.size) else str(row.size)
             body.append([size, row.precision, f"{row.bytes:,}", f"{row.value:.4f}{sign}", kept, p])

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from models.sizes import Size
+from trainer.evaluation.comparison import mark
 from trainer.evaluation.latency import Cost
 from trainer.evaluation.report import METRIC_LABELS, markdown_table, new_axes, save_figure
 from trainer.evaluation.retrieval import RetrievalData, as_run, score_run, search
@@ -149,9 +150,7 @@ def ways_markdown(ways: Sequence[Way]) -> str:
     for way in ways:
         scores = [way.scores.get(name) for name in ("recip_rank_10", "recall_100")]
         test = way.against_full
-        sign = ""
-        if test is not None and test.p < 0.05:
-            sign = "†" if test.difference > 0 else "‡"
+        sign = mark(test.difference, test.p) if test else ""
         rows.append(
             [
                 way.name.replace("x", "×"),
