@@ -82,6 +82,12 @@ class Texts:
         return input_ids, (columns < lengths[:, None]).long()
 
 
+def concatenate(first: Texts, second: Texts) -> Texts:
+    """The texts of both, one after the other."""
+    offsets = torch.cat([first.offsets, second.offsets[1:] + first.offsets[-1]])
+    return Texts(torch.cat([first.tokens, second.tokens]), offsets)
+
+
 @dataclass(frozen=True)
 class MaskedBatch:
     """B texts masked for the encoder and, where there is one, for the decoder; with `pairs`, of fewer samples."""
@@ -370,16 +376,17 @@ class MaskedPairCollator:
 
     def __call__(self, samples: Sequence[Sample]) -> MaskedBatch:
         pairs = self.pairs(samples)
-        queries, passages = pairs.queries, pairs.passages
-        tokens = torch.cat([queries.tokens, passages.tokens]).numpy()
-        offsets = torch.cat([queries.offsets, passages.offsets[1:] + queries.offsets[-1]]).numpy()
+        passages = pairs.passages
+        texts = concatenate(pairs.queries, passages)
         keys = _keys(samples, self.masked.seed)  # [n]
         owners = pairs.passage_query
         numbers = torch.arange(1, len(passages) + 1) - pairs.targets[owners]  # a query's passages are 1, 2, ...
         text_keys = np.concatenate(
             [_text_keys(keys, np.zeros(len(keys))), _text_keys(keys[owners.numpy()], numbers.numpy())]
         )
-        return self.masked.mask(tokens, offsets, keys=text_keys, sample_ids=pairs.sample_ids, pairs=pairs)
+        return self.masked.mask(
+            texts.tokens.numpy(), texts.offsets.numpy(), keys=text_keys, sample_ids=pairs.sample_ids, pairs=pairs
+        )
 
 
 def _text_keys(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:

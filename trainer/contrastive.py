@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from data.collate import PairBatch, Texts
+from data.collate import PairBatch, Texts, concatenate
 from trainer.backward import Passes, StepReport, grad_cache, hand_over, micro_batches
 from trainer.config import Recipe
 from trainer.distributed import derive_seed, gather_counts, gather_rows, scatter_gradients, sum_over_ranks
@@ -333,11 +333,6 @@ def _known_false_negatives(batch: PairBatch, targets: Tensor, counts: list[int])
     known = gather_rows(known.to(device), gather_counts(len(known), device)).T.contiguous()  # [2, t]
     passage_hashes = gather_rows(batch.passage_hashes.to(device), counts)
     return false_negatives(batch.query_hashes.to(device), targets, passage_hashes, known[0], known[1])
-
-
-def concatenate(first: Texts, second: Texts) -> Texts:
-    offsets = torch.cat([first.offsets, second.offsets[1:] + first.offsets[-1]])
-    return Texts(torch.cat([first.tokens, second.tokens]), offsets)
 
 
 def contrastive(

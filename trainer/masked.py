@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.collate import MaskedBatch, PairBatch, pad_flat
+from data.collate import MaskedBatch, PairBatch, concatenate, pad_flat
 from models.masked_autoencoder import IGNORED
 from models.visibility import visible_positions
 from trainer.backward import Passes, StepReport, accumulate, embed_all, micro_batches
 from trainer.config import Recipe
-from trainer.contrastive import ContrastiveObjective, concatenate, contrastive
+from trainer.contrastive import ContrastiveObjective, contrastive
 from trainer.distributed import derive_seed, sum_over_ranks
 from trainer.flops import FORWARD_AND_BACKWARD, Shape, masked_flops
 from trainer.guide import Guide
