@@ -308,8 +308,13 @@ def _pair_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> PairCollat
 def _negatives_from(recipe: Recipe, sources: Sequence[ShardFolder]) -> list[int]:
     """The position in the stream from which each negative is drawn: that of a whole step."""
     shares, batch = recipe.data.negatives_from, recipe.train.global_batch_size
-    steps = recipe.train.steps or -(-_total_samples(recipe, sources) // batch)
+    steps = total_steps(recipe, sources)
     return [round(share * steps) * batch for share in shares] * (recipe.data.num_negatives if len(shares) == 1 else 1)
+
+
+def total_steps(recipe: Recipe, sources: Sequence[ShardFolder]) -> int:
+    """Of a whole run, by steps or by epochs."""
+    return recipe.train.steps or -(-_total_samples(recipe, sources) // recipe.train.global_batch_size)
 
 
 def _total_samples(recipe: Recipe, sources: Sequence[ShardFolder]) -> int:

@@ -45,6 +45,7 @@ from trainer.command import USER_MISTAKES, run_command
 from trainer.config import LOCK, ConfigError
 from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS, encoding_of
 from trainer.evaluation.retrieval import TopK
+from trainer.evaluation.subject import choose_device
 from trainer.negatives import DROPPED, Rules, choose
 from trainer.run_lock import Locked, lock
 from trainer.stopping import STOP_FILE_VARIABLE, Stopped, StopRequests
@@ -387,7 +388,7 @@ def load_miner(args: argparse.Namespace) -> tuple[Miner, dict[str, Any]]:
             )
     if args.rerank and (large.layers < small.layers or large.dim < small.dim):
         raise ConfigError(f"--rerank {large} is no larger than --size {small}, which searches; exchange them")
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    device = str(choose_device(args.device))
     sizes = list(dict.fromkeys([small, large]))
     run = encoding_of(encoder, tokenizer, sizes, device=device, batch_tokens=args.batch_tokens)
 

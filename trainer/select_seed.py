@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_atomically
-from trainer.build import open_shards
+from trainer.build import open_shards, total_steps
 from trainer.command import run_command
-from trainer.config import ConfigError, Recipe, as_toml, load_recipe
+from trainer.config import ConfigError, as_toml, load_recipe
 from trainer.evaluation.retrieval import load_beir
 from trainer.evaluation.sts import read_sts
-from trainer.study_work import Job, RunFailed, Work
+from trainer.study_work import Job, RunFailed, Work, training_job
 
 log = logging.getLogger(__name__)
 
@@ -110,10 +110,11 @@ def make_plan(args: argparse.Namespace, settings: Sequence[str]) -> Plan:
         read_sts(path)
     for folder in recipe.evaluation.beir:
         load_beir(folder, split=recipe.evaluation.split)
-    step = round(args.share * _total_steps(recipe))
-    if not 1 <= step < _total_steps(recipe):
+    steps = recipe.train.steps or total_steps(recipe, open_shards(recipe))
+    step = round(args.share * steps)
+    if not 1 <= step < steps:
         raise ConfigError(
-            f"--share {args.share} of {_total_steps(recipe)} steps is step {step}, which leaves nothing to compare or "
+            f"--share {args.share} of {steps} steps is step {step}, which leaves nothing to compare or "
             "to go on with; give another share or more steps"
         )
     output = Path(args.output)
@@ -197,34 +198,14 @@ def _rest(plan: Plan, seed: int, work: Work) -> Job:
 
 def _training(plan: Plan, seed: int, work: Work, name: str, more: Sequence[str], *, done: Callable[[], bool]) -> Job:
     run = plan.run(seed)
-
-    def command() -> list[str]:
-        settings = [*plan.overrides, *more, f"run.seed={seed}", f"run.output={run}", "run.resume=auto"]
-        if work.minutes_left is not None:
-            settings.append(f"train.stop_after_minutes={max(0.02, work.minutes_left):.3f}")
-        return [plan.module, "--config", str(plan.recipe_file), *(f"--{each}" for each in settings)]
-
-    return Job(
-        name,
-        "start" if more else "rest",
-        command,
-        ranks=plan.ranks,
-        before=lambda: (run / "STOPPED").unlink(missing_ok=True),
-        done=done,
-        stopped=(run / "STOPPED").is_file,
-    )
+    settings = [*plan.overrides, *more, f"run.seed={seed}", f"run.output={run}", "run.resume=auto"]
+    kind = "start" if more else "rest"
+    return training_job(name, kind, plan.module, plan.recipe_file, settings, run, work, ranks=plan.ranks, done=done)
 
 
 def _has_come_to(run: Path, step: int) -> bool:
     saved = (run / "checkpoints" / f"step_{step:08d}").is_dir()
     return saved and bool(scores_at(run, step)) and not (run / "STOPPED").is_file()
-
-
-def _total_steps(recipe: Recipe) -> int:
-    if recipe.train.steps:
-        return recipe.train.steps
-    samples = sum(source.num_samples for source in open_shards(recipe))
-    return -(-max(1, round(recipe.train.epochs * samples)) // recipe.train.global_batch_size)
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ goes on.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import logging
@@ -37,7 +38,7 @@ from trainer.evaluation.retrieval import load_beir
 from trainer.evaluation.sts import read_sts
 from trainer.study_plan import Result, Run, Study, load_study, results_of, runs_of
 from trainer.study_report import LATENCY_FILE, write_report
-from trainer.study_work import Job, RunFailed, Work
+from trainer.study_work import Job, RunFailed, Work, training_job
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def _chosen(study: Study, arms: Sequence[str] | None) -> tuple[list[Run], list[R
     if unknown := [arm for arm in arms if arm not in study.arms]:
         raise ConfigError(f"--arms names {unknown[0]!r}; the arms of {study.path} are {', '.join(study.arms)}")
     results = [result for result in results if result.arm in arms]
-    makers = {str(run.folder / "model"): run for run in runs}
+    makers = _by_model(runs)
     wanted, open_ends = set[str](), [result.run for result in results]
     while open_ends:
         run = open_ends.pop()
@@ -101,16 +102,21 @@ def _chosen(study: Study, arms: Sequence[str] | None) -> tuple[list[Run], list[R
     return [run for run in runs if run.name in wanted], results
 
 
+def _by_model(runs: Sequence[Run]) -> dict[str, Run]:
+    """Runs by the model that they make, as other runs' model.source names it."""
+    return {str(run.folder / "model"): run for run in runs}
+
+
 def _jobs(study: Study, runs: Sequence[Run], results: Sequence[Result], work: Work) -> list[Job]:
     """What is left to do, in order: each run before its evaluation, a backbone before what starts from it."""
     by_run = {result.run.name: result for result in results}
-    makers = {str(run.folder / "model"): run.name for run in runs}
+    makers = _by_model(runs)
     jobs: list[Job] = []
     for run in runs:
         to_train = not is_done(run)
         if to_train:
             maker = makers.get(run.recipe.model.source)
-            jobs.append(_training(study, run, work, needs=frozenset({maker} if maker else ())))
+            jobs.append(_training(study, run, work, needs=frozenset({maker.name} if maker else ())))
         result = by_run.get(run.name)
         if result is not None and (to_train or not is_evaluated(study, result)):
             jobs.append(_evaluation(study, result))
@@ -162,25 +168,22 @@ def evaluation_command(study: Study, result: Result) -> list[str]:
 
 
 def _training(study: Study, run: Run, work: Work, *, needs: frozenset[str]) -> Job:
-    stopped = run.folder / "STOPPED"
-
-    def command() -> list[str]:
-        settings = [f"--{override}" for override in run.overrides]
-        if work.minutes_left is not None:
-            settings.append(f"--train.stop_after_minutes={max(0.02, work.minutes_left):.3f}")
-        return [run.module, "--config", str(run.recipe_file), *settings]
-
-    return Job(
+    job = training_job(
         run.name,
         _kind(run),
-        command,
-        needs,
-        study.ranks,
-        before=lambda: stopped.unlink(missing_ok=True),
+        run.module,
+        run.recipe_file,
+        run.overrides,
+        run.folder,
+        work,
+        ranks=study.ranks,
+        done=lambda: is_done(run),
+    )
+    return dataclasses.replace(
+        job,
+        needs=needs,
         # Only a stopped run needs them again.
         after=lambda: shutil.rmtree(run.folder / "checkpoints", ignore_errors=True),
-        done=lambda: is_done(run),
-        stopped=stopped.is_file,
     )
 
 
@@ -220,10 +223,10 @@ def _check_files(study: Study, runs: Sequence[Run]) -> None:
         read_sts(path, subsets=study.evaluation.sts_subsets or None)
     for folder in study.evaluation.beir:
         load_beir(folder, split=study.evaluation.split)
-    by_model = {str(run.folder / "model"): run for run in runs}
+    makers = _by_model(runs)
     for run in runs:
         check_output_folder(run.recipe)
-        start = by_model.get(run.recipe.model.source)
+        start = makers.get(run.recipe.model.source)
         if start is not None and is_done(run) and not (is_done(start) and _finished(start) <= _finished(run)):
             raise ConfigError(
                 f"{run.folder} started from an earlier {start.folder}, which is gone or was trained again since; "

@@ -229,6 +229,36 @@ class Work:
         return f", about {_duration(total / self.places)} left{open_end}" if total else ""
 
 
+def training_job(
+    name: str,
+    kind: str,
+    module: str,
+    recipe_file: Path,
+    settings: Sequence[str],
+    folder: Path,
+    work: Work,
+    *,
+    ranks: int,
+    done: Callable[[], bool],
+) -> Job:
+    """A training run in `folder`, which is told how many of the work's minutes are left when it starts."""
+    stopped = folder / "STOPPED"
+
+    def command() -> list[str]:
+        left = [] if work.minutes_left is None else [f"train.stop_after_minutes={max(0.02, work.minutes_left):.3f}"]
+        return [module, "--config", str(recipe_file), *(f"--{setting}" for setting in (*settings, *left))]
+
+    return Job(
+        name,
+        kind,
+        command,
+        ranks=ranks,
+        before=lambda: stopped.unlink(missing_ok=True),
+        done=done,
+        stopped=stopped.is_file,
+    )
+
+
 def _terminate(process: subprocess.Popen[bytes]) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):  # it has just ended, and its thread has not yet said so
