@@ -28,10 +28,8 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     sizes.set_defaults(command=commands["sizes"])
     add = sizes.add_argument
     _model_options(sizes)
-    add("--sts", nargs="+", default=[], type=Path, metavar="FILE", help="TSV (score, sentence, sentence) or jsonl")
+    _task_options(sizes)
     add("--sts-subsets", type=Path, metavar="FILE", help="TSV of dataset, subset, first row, rows (with a header)")
-    add("--beir", nargs="+", default=[], type=Path, metavar="FOLDER", help="BEIR folders")
-    add("--split", default="test", help="which qrels of the BEIR folders (%(default)s)")
     add("--random-init", action="store_true", help="score the same architecture with fresh weights too, as the control")
     add("--seed", type=int, default=0, help="of the fresh weights (%(default)s)")
     add("--bm25", action="store_true", help="score BM25 too (needs the package bm25s)")
@@ -148,9 +146,7 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     quantised.set_defaults(command=commands["quantised"])
     _model_options(quantised)
     add = quantised.add_argument
-    add("--sts", nargs="+", default=[], type=Path, metavar="FILE", help="TSV (score, sentence, sentence) or jsonl")
-    add("--beir", nargs="+", default=[], type=Path, metavar="FOLDER", help="BEIR folders")
-    add("--split", default="test", help="which qrels of the BEIR folders (%(default)s)")
+    _task_options(quantised)
     add("--top-k", type=_positive, default=DEFAULT_TOP_K, help="documents searched for (%(default)s)")
     add("--rescored", type=_positive, default=100, metavar="N", help="found by bits, scored in int8 (%(default)s)")
     add("--output", type=Path, metavar="FOLDER", help="write quantised.json, quantised.md and figures/ here")
@@ -182,6 +178,14 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the scores to this file")
     return parser
+
+
+def _task_options(parser: argparse.ArgumentParser) -> None:
+    """What every command takes that scores a model on any number of tasks."""
+    add = parser.add_argument
+    add("--sts", nargs="+", default=[], type=Path, metavar="FILE", help="TSV (score, sentence, sentence) or jsonl")
+    add("--beir", nargs="+", default=[], type=Path, metavar="FOLDER", help="BEIR folders")
+    add("--split", default="test", help="which qrels of the BEIR folders (%(default)s)")
 
 
 def _model_options(parser: argparse.ArgumentParser) -> None:
