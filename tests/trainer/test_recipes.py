@@ -71,7 +71,8 @@ def trained(
         arguments += [f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in overrides.items()]
         cases.append({"task": "masked" if masked else "contrastive", "arguments": arguments})
         if path in CONTRASTIVE:
-            changed = [f"--run.output={root / path.stem}-direct", "--objective.backward=direct", "--train.steps=1"]
+            # As many steps: a curriculum goes by the share of them that is done.
+            changed = [f"--run.output={root / path.stem}-direct", "--objective.backward=direct"]
             cases.append({"task": "contrastive", "arguments": [*arguments, *changed]})
         if path.stem == "srl_nli":
             # The same with all that can be said of how folders are fed.
