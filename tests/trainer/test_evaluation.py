@@ -455,9 +455,14 @@ def test_keys_order_like_scores_then_positions() -> None:
     assert keys == sorted(keys) and len(set(keys)) == len(keys)
 
 
-def test_search_refuses_nan() -> None:
+@pytest.mark.parametrize("top_k", [2, 300])
+@pytest.mark.parametrize("place", [0, 150, 299])
+def test_search_refuses_nan(top_k: int, place: int) -> None:
+    queries, documents = np.ones((2, 2), np.float32), np.ones((300, 2), np.float32)
+    search(queries, documents, top_k=top_k)
+    documents[place] = np.nan
     with pytest.raises(FloatingPointError, match="NaN"):
-        search(np.full((1, 2), np.nan, np.float32), np.ones((3, 2), np.float32), top_k=2)
+        search(queries, documents, top_k=top_k)
 
 
 @pytest.mark.parametrize("block", [1, 3, 1000])

@@ -301,14 +301,16 @@ class TopK:
 
     def _merged(self, scores: Tensor, top: int, start: int) -> Tensor:
         """Best keys of the queries from `top` on, after their scores [rows, m] for the m documents from `start` on."""
-        if torch.isnan(scores).any():
-            raise FloatingPointError("a score is not a number: the model's embeddings hold NaN or infinity")
         positions = torch.arange(start, start + scores.shape[1], device=scores.device)
         if scores.shape[1] > self.k:
-            best, places = torch.topk(scores, self.k, dim=1)
-            # Choosing among floats first is several times faster, and right unless a tie straddles the cut.
-            if int((scores >= best[:, -1:]).sum(1).max()) == self.k:
-                scores, positions = best, positions[places]
+            # One more than asked: choosing among floats first is several times faster, and right unless a tie
+            # straddles the cut. NaN counts as the largest of all, so it is among them.
+            best, places = torch.topk(scores, self.k + 1, dim=1)
+            _refuse_nan(best)
+            if not (best[:, -2] == best[:, -1]).any():
+                scores, positions = best[:, :-1], positions[places[:, :-1]]
+        else:
+            _refuse_nan(scores)
         keys = torch.cat([self.keys[top : top + len(scores)], _sort_keys(scores, positions)], dim=1)
         return torch.topk(keys, min(self.k, keys.shape[1]), dim=1).values
 
@@ -319,6 +321,11 @@ class TopK:
         ordered = (keys >> 32).to(torch.int32)
         scores = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32)
         return scores.cpu().numpy(), positions.cpu().numpy()
+
+
+def _refuse_nan(scores: Tensor) -> None:
+    if torch.isnan(scores).any():
+        raise FloatingPointError("a score is not a number: the model's embeddings hold NaN or infinity")
 
 
 def _sort_keys(scores: Tensor, positions: Tensor) -> Tensor:
