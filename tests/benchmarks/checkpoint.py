@@ -24,6 +24,7 @@ import torch
 
 from models.encoder import Encoder, base_of, build_masked_lm
 from models.sizes import Size
+from tests.benchmarks.support import write_figures
 from trainer.checkpoint import Checkpointer
 from trainer.config import build_recipe
 from trainer.distributed import start
@@ -75,8 +76,7 @@ def main() -> None:
         }
     for figure, value in figures.items():
         print(f"{figure} {value:.3f}")
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    write_figures(figures, args.json)
 
 
 if __name__ == "__main__":

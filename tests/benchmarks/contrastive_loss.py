@@ -17,7 +17,6 @@ taken in turn; memory is the peak of a process of its own, beyond inputs and the
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import time
@@ -28,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.benchmarks.smae_step import alternate, peak_mib
+from tests.benchmarks.support import Figures, alternate, peak_mib
 from trainer import losses
 from trainer.losses import Tiling, choose_tiling, multi_size_contrastive
 
@@ -152,27 +151,21 @@ def main() -> None:
     if args.memory_of:
         print(*measure_memory(args.memory_of, args.queries, args.passages))
         return
-    figures: dict[str, float] = {}
-
-    def show(**new: float) -> None:
-        figures.update(new)
-        print("  ".join(f"{name} {value:.3f}" for name, value in new.items()), flush=True)
-
+    figures = Figures()
     if args.queries:
         memory, seconds = extra_memory("ours", args.queries, args.passages)
-        show(extra_memory_mib=memory, seconds=seconds)
+        figures.show(extra_memory_mib=memory, seconds=seconds)
     else:
-        measure_ladder(show, quick=args.quick)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        measure_ladder(figures, quick=args.quick)
+    figures.write(args.json)
 
 
-def measure_ladder(show: Callable[..., None], *, quick: bool) -> None:
+def measure_ladder(figures: Figures, *, quick: bool) -> None:
     ladder = (64, 128) if quick else (1024, 2048, 4096, 8192)
     many = 1024 if quick else 131072
     for num_queries in ladder:
         found = gemm_ratios(num_queries, 2 * num_queries, repeats=2 if num_queries > 4096 else 4)
-        show(
+        figures.show(
             **{
                 f"gemm_ratio_{num_queries}": found["ratio"],
                 f"seconds_{num_queries}": found["seconds"],
@@ -180,23 +173,23 @@ def measure_ladder(show: Callable[..., None], *, quick: bool) -> None:
             }
         )
     # Every tile of the largest batch costs what these do.
-    show(gemm_ratio_slice=gemm_ratios(512, many, repeats=2)["ratio"])
+    figures.show(gemm_ratio_slice=gemm_ratios(512, many, repeats=2)["ratio"])
     found = gemm_ratios(512, many, repeats=2, score_memory_mib=0.5 if quick else 64.0)
-    show(gemm_ratio_two_sweeps=found["ratio"], gemm_ratio_bare_two_sweeps=found["bare"])
+    figures.show(gemm_ratio_two_sweeps=found["ratio"], gemm_ratio_bare_two_sweeps=found["bare"])
     queries, passages = unit_vectors(ladder[1], seed=1), unit_vectors(2 * ladder[1], seed=2)
     floor = products_alone(queries, passages, tiling_of(queries, passages, 256.0))
     for name, options in (("margin", {"false_negative_margin": 0.1}), ("moving_teacher", {"detach_teacher": False})):
         products, seconds = alternate(floor, lambda options=options: ours(queries, passages, **options), 3)
-        show(**{f"gemm_ratio_bare_{name}": seconds / products})
+        figures.show(**{f"gemm_ratio_bare_{name}": seconds / products})
     direct, tiled = alternate(lambda: naive(queries, passages), lambda: ours(queries, passages), 3)
-    show(naive_time_ratio=direct / tiled)
+    figures.show(naive_time_ratio=direct / tiled)
     memory = {way: extra_memory(way, ladder[1], 2 * ladder[1])[0] for way in ("naive", "ours")}
-    show(naive_memory_ratio=memory["naive"] / memory["ours"], naive_memory_mib=memory["naive"])
+    figures.show(naive_memory_ratio=memory["naive"] / memory["ours"], naive_memory_mib=memory["naive"])
     extra = {
         num_queries: extra_memory("ours", num_queries, 2 * ladder[-1])[0] for num_queries in (ladder[0], ladder[-1])
     }
-    show(**{f"memory_mib_{num_queries}": mib for num_queries, mib in extra.items()})
-    show(memory_growth=extra[ladder[-1]] / extra[ladder[0]])
+    figures.show(**{f"memory_mib_{num_queries}": mib for num_queries, mib in extra.items()})
+    figures.show(memory_growth=extra[ladder[-1]] / extra[ladder[0]])
 
 
 if __name__ == "__main__":

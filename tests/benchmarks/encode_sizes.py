@@ -16,7 +16,6 @@ of 32; the faster counts. Vectors are compared first: both compute the same. Fig
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import tempfile
@@ -33,7 +32,7 @@ from transformers.utils import logging as hf_logging
 
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
 from models.sizes import Ladder
-from tests.benchmarks.smae_step import SHARED
+from tests.benchmarks.support import SHARED, Figures
 from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS, encode, encoder_forward
 from trainer.evaluation.retrieval import load_beir
 from trainer.export import export_sizes
@@ -95,12 +94,7 @@ def main() -> None:
     documents = load_beir(SHARED / "retrieval" / "scifact").documents
     count = 16 if args.quick else args.documents
     texts = [documents[i * len(documents) // count] for i in range(count)]
-    figures: dict[str, float] = {}
-
-    def show(**new: float) -> None:
-        figures.update(new)
-        print("  ".join(f"{name} {value:.3f}" for name, value in new.items()), flush=True)
-
+    figures = Figures()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tokenizer = write_model(folder / "model", ladder, args.pooling)
@@ -140,12 +134,13 @@ def main() -> None:
         seconds = take_turns(actions, repeats=args.repeats)
         own = seconds["ours"]
         cut, full = (min(seconds[f"{kind} {batch}"] for batch in batches) for kind in ("cut", "full"))
-        show(texts=float(count), texts_a_second_ours=count / own)
-        show(texts_a_second_cut=count / cut, texts_a_second_full=count / full)
-        show(same_batch_ratio=seconds[f"cut {same}"] / own, same_batch_full_depth_ratio=seconds[f"full {same}"] / own)
-        show(throughput_ratio=cut / own, full_depth_ratio=full / own)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        figures.show(texts=float(count), texts_a_second_ours=count / own)
+        figures.show(texts_a_second_cut=count / cut, texts_a_second_full=count / full)
+        figures.show(
+            same_batch_ratio=seconds[f"cut {same}"] / own, same_batch_full_depth_ratio=seconds[f"full {same}"] / own
+        )
+        figures.show(throughput_ratio=cut / own, full_depth_ratio=full / own)
+    figures.write(args.json)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ token in Python, and for each position a copy of one of them with itself hidden;
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,8 @@ from data.stream import Sample
 from data.tokens import Vocabulary
 from models.sizes import Size
 from models.visibility import visible_positions
-from tests.benchmarks.smae_step import Subject, alternate
+from tests.benchmarks.smae_step import Subject
+from tests.benchmarks.support import Figures, alternate
 
 SHARE = 0.5
 POOL = 128  # masks a text
@@ -167,13 +167,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    figures: dict[str, float] = {}
-
-    def show(**new: float) -> None:
-        figures.update(new)
-        print("  ".join(f"{name} {value:.3f}" for name, value in new.items()), flush=True)
-
-    show(**visibility_ratios(2 if args.quick else 8, repeats=1 if args.quick else 3))
+    figures = Figures()
+    figures.show(**visibility_ratios(2 if args.quick else 8, repeats=1 if args.quick else 3))
     subject = Subject(quick=args.quick)
     short, long = (Step(subject, *((4, 32) if args.quick else shape)) for shape in ((4, 128), (2, 512)))
     ladder, full = subject.sizes, subject.sizes[-1:]
@@ -189,9 +184,8 @@ def main() -> None:
             partial(step.run, sizes, *basic, enhanced=False),
             1 if args.quick else 2,
         )
-        show(**{name: enhanced_seconds / basic_seconds, f"{name}_seconds": enhanced_seconds})
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2))
+        figures.show(**{name: enhanced_seconds / basic_seconds, f"{name}_seconds": enhanced_seconds})
+    figures.write(args.json)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from models.encoder import Encoder
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
 from tests.benchmarks import srl_step
-from tests.benchmarks.smae_step import SHARED, alternate, peak_mib
+from tests.benchmarks.support import SHARED, Figures, alternate, peak_mib
 from trainer.config import build_recipe
 from trainer.contrastive import ContrastiveObjective, contrastive
 from trainer.distributed import start
@@ -121,16 +121,11 @@ def main() -> None:
     if args.memory_of:
         print(*measure_memory(args.memory_of[0] == "guided", int(args.memory_of[1])))
         return
-    figures: dict[str, float] = {}
-
-    def show(**new: float) -> None:
-        figures.update(new)
-        print("  ".join(f"{name} {value:.3f}" for name, value in new.items()), flush=True)
-
+    figures = Figures()
     count = 16 if args.quick else 256
     (plain, plain_step), (guided, guided_step) = memory_of(False, count), memory_of(True, count)
-    show(memory_ratio=guided / plain, plain_mib=plain, guided_mib=guided)
-    show(step_memory_ratio=guided_step / plain_step, plain_step_mib=plain_step, guided_step_mib=guided_step)
+    figures.show(memory_ratio=guided / plain, plain_mib=plain, guided_mib=guided)
+    figures.show(step_memory_ratio=guided_step / plain_step, plain_step_mib=plain_step, guided_step_mib=guided_step)
 
     batch, guide, ours = srl_step._batch(srl_step.nli_rows(count)), build_guide(), srl_step.Ours()
     plainly = ours.objective
@@ -142,7 +137,7 @@ def main() -> None:
             partial(take_step, ours, plainly, batch), partial(take_step, ours, objective, batch), 2
         )
         ratio = {f"{name}_time_ratio": with_guide / base}
-        show(**ratio, **{f"{name}_seconds_plain": base, f"{name}_seconds_guided": with_guide})
+        figures.show(**ratio, **{f"{name}_seconds_plain": base, f"{name}_seconds_guided": with_guide})
 
     table, many = Static(), srl_step._batch(srl_step.nli_rows(4 * count))
     guided_table = filtered(table.objective, guide)
@@ -150,9 +145,10 @@ def main() -> None:
     base, with_guide = alternate(
         partial(take_step, table, table.objective, many), partial(take_step, table, guided_table, many), 2
     )
-    show(static_filter_time_ratio=with_guide / base, static_seconds_plain=base, static_seconds_guided=with_guide)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    figures.show(
+        static_filter_time_ratio=with_guide / base, static_seconds_plain=base, static_seconds_guided=with_guide
+    )
+    figures.write(args.json)
 
 
 if __name__ == "__main__":

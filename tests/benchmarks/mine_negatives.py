@@ -31,8 +31,8 @@ import torch
 from data.tokens import load_tokenizer
 from models.encoder import EmbeddingSettings, load_encoder
 from models.static_embedding import StaticConfig, StaticModel
-from tests.benchmarks.smae_step import SHARED, peak_mib
 from tests.benchmarks.static_embedding import ENGLISH_ROWS, SPECIALS, scifact, tatoeba, write_tokenizer
+from tests.benchmarks.support import SHARED, Figures, peak_mib, resident_mib
 from trainer.mine_negatives import main as mine
 
 NUM_NEGATIVES, MARGIN, DIM = 5, 0.05, 256
@@ -78,11 +78,6 @@ def mine_theirs(pairs: Path, model: Path, output: Path, batch_size: int) -> tupl
     return time.process_time() - begin, before
 
 
-def resident_mib() -> float:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1]) / 1024
-
-
 def turn(side: str, pairs: Path, model: Path, output: Path) -> dict[str, float]:
     """One process: "ours", or "32" and the like for theirs with that batch size."""
     command = [
@@ -124,7 +119,7 @@ def main() -> None:
         )
         print(json.dumps({"seconds": seconds, "peak": peak_mib(), "growth": peak_mib() - before}))
         return
-    figures: dict[str, float] = {}
+    figures = Figures()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokenizer(folder)
@@ -140,20 +135,19 @@ def main() -> None:
             best = {side: {key: min(each[key] for each in done) for key in done[0]} for side, done in turns.items()}
             peer = min(("32", "1024"), key=lambda side: best[side]["seconds"])
             ours, theirs = (negatives_of(folder / f"{data}_{side}_0" / "tuples.jsonl") for side in ("ours", peer))
-            new = {
-                f"{data}_time_ratio": best[peer]["seconds"] / best["ours"]["seconds"],
-                f"{data}_peak_ratio": best[peer]["peak"] / best["ours"]["peak"],
-                f"{data}_growth_ratio": best[peer]["growth"] / best["ours"]["growth"],
-                f"{data}_same": len(ours & theirs) / max(1, len(ours | theirs)),
-                f"{data}_seconds_ours": best["ours"]["seconds"],
-                f"{data}_seconds_theirs": best[peer]["seconds"],
-                f"{data}_peak_mib_ours": best["ours"]["peak"],
-                f"{data}_peak_mib_theirs": best[peer]["peak"],
-            }
-            figures |= new
-            print("  ".join(f"{name} {value:.3f}" for name, value in new.items()), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+            figures.show(
+                **{
+                    f"{data}_time_ratio": best[peer]["seconds"] / best["ours"]["seconds"],
+                    f"{data}_peak_ratio": best[peer]["peak"] / best["ours"]["peak"],
+                    f"{data}_growth_ratio": best[peer]["growth"] / best["ours"]["growth"],
+                    f"{data}_same": len(ours & theirs) / max(1, len(ours | theirs)),
+                    f"{data}_seconds_ours": best["ours"]["seconds"],
+                    f"{data}_seconds_theirs": best[peer]["seconds"],
+                    f"{data}_peak_mib_ours": best["ours"]["peak"],
+                    f"{data}_peak_mib_theirs": best[peer]["peak"],
+                }
+            )
+    figures.write(args.json)
 
 
 if __name__ == "__main__":

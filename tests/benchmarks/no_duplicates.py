@@ -16,7 +16,6 @@ Figures a global batch size (128, 1024, 4096), CPU time of one thread:
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from data.collate import PairBatch, PairCollator
 from data.prepare import main as prepare
 from data.shards import ShardFolder
 from data.stream import WINDOW_BATCHES, Stream
+from tests.benchmarks.support import write_figures
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 SIZES = (128, 1024, 4096)
@@ -137,8 +137,7 @@ def main() -> None:
             figures |= {f"{name}_{size}": value for name, value in found.items()}
     for name, value in figures.items():
         sys.stdout.write(f"{name} {value}\n")
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_figures(figures, args.json)
 
 
 if __name__ == "__main__":

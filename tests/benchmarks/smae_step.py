@@ -27,7 +27,6 @@ ways and the profile's top ten.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import subprocess
@@ -52,13 +51,13 @@ from data.tokens import Vocabulary
 from models.encoder import base_of, build_masked_lm
 from models.masked_autoencoder import MaskedAutoencoder
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
+from tests.benchmarks.support import SHARED, Figures, alternate, peak_mib
 from tests.models.naive import bert_layer_like, naive_loss
 from trainer.backward import micro_batches
 from trainer.config import TrainConfig
 from trainer.flops import FORWARD_AND_BACKWARD, Shape, bf16_slowdown, masked_flops, peak_flops
 from trainer.optim import adamw
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 BASE = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)
 SMALL = dict(hidden_size=96, num_hidden_layers=6, num_attention_heads=6, intermediate_size=192)
 SMALL_LADDER = Ladder.of([(1, 16), (2, 32), (3, 48), (4, 64), (5, 80), (6, 96)])
@@ -137,17 +136,6 @@ def batch(lengths: list[int], vocabulary: int) -> Inputs:
     return ids, attention, *sides
 
 
-def alternate(first: Callable[[], object], second: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """CPU seconds of each, the best of `repeats`, taken in turn."""
-    best = [float("inf")] * 2
-    for _ in range(repeats):
-        for index, action in enumerate((first, second)):
-            begin = time.process_time()
-            action()
-            best[index] = min(best[index], time.process_time() - begin)
-    return best[0], best[1]
-
-
 def product_floor(subject: Subject, inputs: Inputs) -> tuple[float, float]:
     """(seconds of the step's matrix products alone, their operations): each shape timed by itself."""
     config = subject.model.encoder.config
@@ -220,12 +208,6 @@ def measure_memory(way: str, *, quick: bool) -> float:
     before = peak_mib()
     action(batch([512, 512] if not quick else [64, 64], subject.vocabulary))
     return peak_mib() - before
-
-
-def peak_mib() -> float:
-    """Peak resident memory of this process alone: rusage's figure would be the parent's, if that was larger."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) / 1024
 
 
 def real_lengths() -> list[int] | None:
@@ -334,7 +316,7 @@ def _tokenizer(names: list[str]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=core, **special)
 
 
-def on_cuda(show: Callable[..., None]) -> None:
+def on_cuda(figures: Figures) -> None:
     """64 × 512 tokens in bf16: speed of the whole step, MFU, memory of both ways, the profile."""
     subject = Subject(quick=False, dtype=torch.bfloat16, device="cuda")
     inputs = tuple(part.cuda() for part in batch([512] * 64, subject.vocabulary))
@@ -364,7 +346,7 @@ def on_cuda(show: Callable[..., None]) -> None:
         decoder_rows=rows[1],
         sizes=subject.sizes,
     )
-    show(
+    figures.show(
         cuda_tokens_a_second=64 * 512 / seconds,
         cuda_mfu=flops / seconds / peak_flops(torch.device("cuda")),
         cuda_peak_gib=peak / 2**30,
@@ -381,7 +363,7 @@ def on_cuda(show: Callable[..., None]) -> None:
     begin = time.perf_counter()
     subject.direct(few)
     torch.cuda.synchronize()
-    show(
+    figures.show(
         cuda_direct_tokens_a_second=8 * 512 / (time.perf_counter() - begin),
         cuda_direct_peak_gib_at_8=torch.cuda.max_memory_allocated() / 2**30,
     )
@@ -398,32 +380,29 @@ def main() -> None:
         print(measure_memory(args.memory_of, quick=args.quick))
         return
     repeats = 1 if args.quick else 2
-    figures: dict[str, float] = {}
-
-    def show(**new: float) -> None:
-        figures.update(new)
-        print("  ".join(f"{name} {value:.3f}" for name, value in new.items()), flush=True)
-
+    figures = Figures()
     subject = Subject(quick=args.quick)
     for name, lengths in (("dense_time_ratio", [128] * 4), ("dense_time_ratio_2x512", [512] * 2)):
         inputs = batch(lengths if not args.quick else [32] * 4, subject.vocabulary)
         subject.ours(inputs)
         direct, ours = alternate(partial(subject.direct, inputs), partial(subject.ours, inputs), repeats)
-        show(**{name: direct / ours, f"{name}_seconds_ours": ours})
+        figures.show(**{name: direct / ours, f"{name}_seconds_ours": ours})
         if name == "dense_time_ratio":
             floor, operations = product_floor(subject, inputs)
-            show(floor_ratio=ours / floor, gemm_gflops=operations / floor / 1e9)
+            figures.show(floor_ratio=ours / floor, gemm_gflops=operations / floor / 1e9)
             optimizer = adamw(subject.model, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
             optimizer.step()
             encoder, update = alternate(partial(subject.encoder_alone, inputs), optimizer.step, repeats)
             whole = ours + update
-            show(encoder_share=encoder / whole, loss_share=(ours - encoder) / whole, optimizer_share=update / whole)
+            figures.show(
+                encoder_share=encoder / whole, loss_share=(ours - encoder) / whole, optimizer_share=update / whole
+            )
             optimizer.zero_grad()
     lengths = real_lengths()
     if lengths is None:
         print("real lengths: skipped, ../shared/data is absent")
     else:
-        show(padding_share=padding_share(lengths, batch_size=128, token_budget=8 * 512))
+        figures.show(padding_share=padding_share(lengths, batch_size=128, token_budget=8 * 512))
         some, budget = (lengths[:8], 2 * 512) if not args.quick else ([min(32, n) for n in lengths[:8]], 64)
         inputs = batch(some, subject.vocabulary)
         padded = partial(subject.ours_by_length, inputs, token_budget=budget)
@@ -432,13 +411,14 @@ def main() -> None:
             padded, partial(subject.ours_by_length, inputs, token_budget=budget, packed=True), 2
         )
         subject.masked_lm.base_model.set_attn_implementation("sdpa")
-        show(real_lengths_time_ratio=direct / ours, packed_time_ratio=direct / ours * ours_again / packed)
+        figures.show(real_lengths_time_ratio=direct / ours, packed_time_ratio=direct / ours * ours_again / packed)
     inputs = batch([128] * 4 if not args.quick else [32] * 4, subject.vocabulary)
     subject.ours(inputs)
     plain = min(_cpu_seconds(partial(subject.ours, inputs)) for _ in range(repeats + 1))
     subject.model.encoder.backbone.compile(dynamic=True)
     subject.ours(inputs)
-    show(compiled_time_ratio=plain / min(_cpu_seconds(partial(subject.ours, inputs)) for _ in range(repeats + 1)))
+    compiled = min(_cpu_seconds(partial(subject.ours, inputs)) for _ in range(repeats + 1))
+    figures.show(compiled_time_ratio=plain / compiled)
     del subject
     if (slowdown := bf16_slowdown(torch.device("cpu"))) > 1:
         print(f"bf16: skipped, this CPU takes {slowdown:.0f} times as long for it as for float32")
@@ -447,15 +427,14 @@ def main() -> None:
         inputs = batch([128] * 4 if not args.quick else [32] * 4, low.vocabulary)
         low.ours(inputs)
         direct, ours = alternate(partial(low.direct, inputs), partial(low.ours, inputs), repeats)
-        show(bf16_time_ratio=direct / ours, bf16_seconds_ours=ours)
+        figures.show(bf16_time_ratio=direct / ours, bf16_seconds_ours=ours)
         del low
     memory = {way: peak_memory(way, quick=args.quick) for way in ("direct", "ours")}
-    show(memory_ratio_2x512=memory["ours"] / memory["direct"], memory_mib_ours=memory["ours"])
-    show(**masking_ratios())
+    figures.show(memory_ratio_2x512=memory["ours"] / memory["direct"], memory_mib_ours=memory["ours"])
+    figures.show(**masking_ratios())
     if torch.cuda.is_available() and not args.quick:
-        on_cuda(show)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        on_cuda(figures)
+    figures.write(args.json)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from data.shards import Tuple
 from data.stream import Sample
 from data.tokens import vocabulary_of
 from models.encoder import Encoder, base_of, build_masked_lm
-from tests.benchmarks.smae_step import SHARED, alternate, peak_mib
+from tests.benchmarks.support import SHARED, Figures, alternate, peak_mib
 from trainer.config import Recipe, build_recipe
 from trainer.contrastive import contrastive
 from trainer.distributed import start
@@ -222,16 +222,11 @@ def main() -> None:
     if args.memory_of:
         print(*measure_memory(args.memory_of))
         return
-    figures: dict[str, float] = {}
-
-    def show(**new: float) -> None:
-        figures.update(new)
-        print("  ".join(f"{name} {value:.3f}" for name, value in new.items()), flush=True)
-
+    figures = Figures()
     small, large = (8, 64) if args.quick else (512, 4096)
     (peak, step), (large_peak, large_step) = peak_memory(small), peak_memory(large)
-    show(peak_memory_growth=large_peak / peak, peak_memory_mib=peak, large_peak_memory_mib=large_peak)
-    show(step_memory_growth=large_step / step, step_memory_mib=step, large_step_memory_mib=large_step)
+    figures.show(peak_memory_growth=large_peak / peak, peak_memory_mib=peak, large_peak_memory_mib=large_peak)
+    figures.show(step_memory_growth=large_step / step, step_memory_mib=step, large_step_memory_mib=large_step)
     ours = Ours()
     theirs = Theirs(
         **(
@@ -248,12 +243,11 @@ def main() -> None:
     for data, rows_of in (("nli", nli_rows), ("mixed", mixed_rows), ("scifact", scifact_rows)):
         batch = _batch(rows_of(small))
         peer, own = alternate(partial(theirs.step, columns_of(batch)), lambda b=batch: reports.append(ours.step(b)), 1)
-        show(**{f"{data}_seconds_theirs": peer, f"{data}_seconds_ours": own, f"{data}_time_ratio": peer / own})
+        figures.show(**{f"{data}_seconds_theirs": peer, f"{data}_seconds_ours": own, f"{data}_time_ratio": peer / own})
         totals = [totals[0] + peer, totals[1] + own]
     padding = 1 - sum(report.tokens for report in reports) / sum(report.padded_tokens for report in reports)
-    show(time_ratio=totals[0] / totals[1], padding_share=padding)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    figures.show(time_ratio=totals[0] / totals[1], padding_share=padding)
+    figures.write(args.json)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from data.tokens import load_tokenizer
 from models.encoder import Encoder
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
-from tests.benchmarks.smae_step import SHARED, alternate, peak_mib
+from tests.benchmarks.support import SHARED, Figures, alternate, peak_mib
 from trainer.build import open_stream
 from trainer.config import Recipe, build_recipe
 from trainer.contrastive import contrastive
@@ -203,12 +203,7 @@ def main() -> None:
     if args.memory_of:
         print(measure_memory(Path(args.memory_of[0]), *map(int, args.memory_of[1:])))
         return
-    figures: dict[str, float] = {}
-
-    def show(**new: float) -> None:
-        figures.update(new)
-        print("  ".join(f"{name} {value:.3f}" for name, value in new.items()), flush=True)
-
+    figures = Figures()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokenizer(folder)
@@ -218,7 +213,7 @@ def main() -> None:
         small, large = (64, 512) if args.quick else (2048, 16384)
         for prefix, rows in (("", MULTILINGUAL_ROWS), ("english_", ENGLISH_ROWS)):
             peaks = [peak_memory(shards["tatoeba"], batch, rows) for batch in (small, large)]
-            show(
+            figures.show(
                 **{
                     f"{prefix}memory_growth": peaks[1] / peaks[0],
                     f"{prefix}peak_mib": peaks[0],
@@ -238,7 +233,7 @@ def main() -> None:
                 partial(theirs.step_from, columns), partial(ours.step_from, stream), repeats=args.repeats
             )
             bare, _ = alternate(partial(theirs.step, theirs.features(columns)), lambda: None, args.repeats)
-            show(
+            figures.show(
                 **{
                     f"{data}_train_ratio": peer / own,
                     f"{data}_untokenized": bare / own,
@@ -248,8 +243,8 @@ def main() -> None:
             )
             totals = [totals[0] + peer, totals[1] + own]
             sparse, dense = sparse_ratio(batch)
-            show(**{f"{data}_sparse_ratio": sparse / dense})
-        show(train_ratio=totals[0] / totals[1])
+            figures.show(**{f"{data}_sparse_ratio": sparse / dense})
+        figures.show(train_ratio=totals[0] / totals[1])
 
         texts = [text for found in pairs.values() for pair in found[: 50 if args.quick else None] for text in pair]
         texts = list(dict.fromkeys(texts))
@@ -269,14 +264,13 @@ def main() -> None:
             peers[batch_size], seconds = alternate(partial(encode_theirs, batch_size), encode_ours, args.repeats)
             own = min(own, seconds)
         peer = min(peers.values())
-        show(
+        figures.show(
             encode_ratio=peer / own,
             texts_a_second_theirs=len(texts) / peer,
             texts_a_second_ours=len(texts) / own,
             default_batch_encode_ratio=peers[32] / own,
         )
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    figures.write(args.json)
 
 
 if __name__ == "__main__":

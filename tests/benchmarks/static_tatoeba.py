@@ -29,7 +29,7 @@ from data.tokens import load_tokenizer
 from models.encoder import Encoder, load_encoder
 from models.sizes import Size
 from models.static_embedding import StaticModel
-from tests.benchmarks.smae_step import SHARED
+from tests.benchmarks.support import SHARED, write_figures
 from trainer.evaluation.encode import encode, encoder_forward
 from trainer.evaluation.quantised import with_int8_table
 from trainer.evaluation.sts import cosine_of_pairs, read_sts, spearman
@@ -164,8 +164,7 @@ def main() -> None:
             print(f"  {method:<16}" + "".join(f"{found[task][dim]:8.1f}" for dim in DIMS))
     if args.figure:
         draw(results, args.figure)
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write_figures(results, args.json)
 
 
 if __name__ == "__main__":

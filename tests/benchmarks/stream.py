@@ -43,6 +43,7 @@ from data.remote import Cache
 from data.shards import ShardFolder
 from data.stream import Stream
 from tests.benchmarks.stream_readers import BATCH, flat_samples
+from tests.benchmarks.support import write_figures
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared" / "data"
@@ -254,8 +255,7 @@ def main() -> None:
         )
     for name, value in figures.items():
         print(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_figures(figures, args.json)
 
 
 if __name__ == "__main__":
