@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from models.encoder import EmbeddingSettings, Encoder, build_masked_lm, load_encoder
 from models.sizes import Size
+from tests.trainer.support import write_beir
 from trainer import evaluate
 from trainer.config import ConfigError
 from trainer.evaluation import evaluate_tasks
@@ -81,16 +82,10 @@ def encoder(model_folder: Path) -> Encoder:
 @pytest.fixture(scope="module")
 def beir_folder(docstrings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Find a docstring by its first words: queries q0.., documents d0.. (and queries named like documents)."""
-    folder = tmp_path_factory.mktemp("beir") / "docs"
-    (folder / "qrels").mkdir(parents=True)
     texts = [text for text in docstrings if len(text.split()) > 12][:60]
-    rows = [{"_id": f"d{i}", "title": f"Title {i}", "text": text} for i, text in enumerate(texts)]
-    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    queries = [{"_id": f"q{i}", "text": " ".join(texts[i].split()[:8])} for i in range(20)]
-    (folder / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in queries))
-    lines = ["query-id\tcorpus-id\tscore", *(f"q{i}\td{i}\t1" for i in range(12))]
-    (folder / "qrels" / "test.tsv").write_text("\n".join(lines) + "\n")
-    return folder
+    documents = [{"title": f"Title {i}", "text": text} for i, text in enumerate(texts)]
+    queries = [" ".join(text.split()[:8]) for text in texts[:20]]
+    return write_beir(tmp_path_factory.mktemp("beir") / "docs", documents, queries, judged=12)
 
 
 # Encoding

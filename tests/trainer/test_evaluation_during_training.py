@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from models.encoder import load_encoder
-from tests.trainer.support import float32_ds_config, launch, recipe_of, recipe_values
+from tests.trainer.support import float32_ds_config, launch, recipe_of, recipe_values, write_beir
 from trainer.config import as_toml
 from trainer.evaluate import main as evaluate
 
@@ -17,14 +17,8 @@ from trainer.evaluate import main as evaluate
 def tasks(tmp_path: Path, docstrings: list[str]) -> dict[str, list[str]]:
     """A BEIR folder of (summary, body) pairs and an STS file of graded ones, from real documentation."""
     pairs = [text.split("\n\n", 1) for text in docstrings if "\n\n" in text][:60]
-    beir = tmp_path / "pydoc"
-    (beir / "qrels").mkdir(parents=True)
-    corpus = [json.dumps({"_id": f"d{i}", "title": "", "text": body}) for i, (_, body) in enumerate(pairs)]
-    queries = [json.dumps({"_id": f"q{i}", "text": query}) for i, (query, _) in enumerate(pairs[:20])]
-    (beir / "corpus.jsonl").write_text("\n".join(corpus) + "\n")
-    (beir / "queries.jsonl").write_text("\n".join(queries) + "\n")
-    rows = ["query-id\tcorpus-id\tscore", *(f"q{i}\td{i}\t1" for i in range(20))]
-    (beir / "qrels" / "test.tsv").write_text("\n".join(rows) + "\n")
+    documents, queries = [{"title": "", "text": body} for _, body in pairs], [query for query, _ in pairs[:20]]
+    beir = write_beir(tmp_path / "pydoc", documents, queries)
     lines = []
     for i, (query, _) in enumerate(pairs):
         other = pairs[(i + i % 3) % len(pairs)][1]

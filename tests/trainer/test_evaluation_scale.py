@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
 from models.sizes import Size
-from tests.trainer.support import ROOT, free_port, launch, run_process
+from tests.trainer.support import ROOT, free_port, launch, run_process, write_beir
 from trainer import evaluate
 from trainer.config import ConfigError
 from trainer.evaluation import faiss_search, vectors
@@ -69,14 +69,9 @@ def tasks(docstrings: list[str], tmp_path_factory: pytest.TempPathFactory) -> li
     folder = tmp_path_factory.mktemp("tasks")
     texts = [text for text in docstrings if len(text.split()) > 12]
     for name, part in (("first", texts[:90]), ("second", texts[90:150])):
-        (folder / name / "qrels").mkdir(parents=True)
-        rows = [{"_id": f"d{i}", "title": "", "text": text} for i, text in enumerate(part)]
-        rows.append({"_id": "copy", "title": "", "text": part[0]})  # ties with d0 everywhere
-        (folder / name / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        queries = [{"_id": f"q{i}", "text": " ".join(part[i].split()[:6])} for i in range(20)]
-        (folder / name / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in queries))
-        lines = ["query-id\tcorpus-id\tscore", *(f"q{i}\td{i}\t1" for i in range(20))]
-        (folder / name / "qrels" / "test.tsv").write_text("\n".join(lines) + "\n")
+        documents = [{"title": "", "text": text} for text in part]
+        documents.append({"_id": "copy", "title": "", "text": part[0]})  # ties with d0 everywhere
+        write_beir(folder / name, documents, [" ".join(text.split()[:6]) for text in part[:20]])
     sts = folder / "pairs.tsv"
     words = [" ".join(text.split()[:8]) for text in texts[:40]]
     sts.write_text("".join(f"{i % 5}\t{words[i]}\t{words[(i * (i % 5)) % 40]}\n" for i in range(40)))

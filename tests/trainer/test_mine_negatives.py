@@ -22,6 +22,7 @@ from data.tokens import load_tokenizer
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
+from tests.trainer.support import write_beir
 from trainer import mine_negatives as command
 from trainer.command import run_command
 from trainer.config import ConfigError
@@ -299,14 +300,10 @@ def test_a_signal_stops_between_blocks(
 
 
 def test_beir_folders_bring_their_corpus(model: Path, docstrings: list[str], tmp_path: Path) -> None:
-    folder = tmp_path / "beir"
-    (folder / "qrels").mkdir(parents=True)
     texts = docstrings[:90]
-    rows = [{"_id": f"d{i}", "title": "About", "text": text} for i, text in enumerate(texts)]
-    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    queries = [{"_id": f"q{i}", "text": " ".join(texts[i].split()[:6])} for i in range(20)]
-    (folder / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in queries))
-    (folder / "qrels" / "train.tsv").write_text("q\td\tscore\n" + "".join(f"q{i}\td{i}\t1\n" for i in range(20)))
+    documents = [{"title": "About", "text": text} for text in texts]
+    queries = [" ".join(text.split()[:6]) for text in texts[:20]]
+    folder = write_beir(tmp_path / "beir", documents, queries, split="train")
     got = run(folder, model, tmp_path / "out", "--num-negatives", "5")
     assert json.loads((tmp_path / "out" / REPORT).read_text())["passages"] == 90
     assert {text for line in got for text in line["negatives"]} - {f"About {text}" for text in texts[:20]}

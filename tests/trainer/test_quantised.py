@@ -12,7 +12,7 @@ import torch
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
-from tests.trainer.support import MODEL
+from tests.trainer.support import MODEL, write_beir
 from trainer.config import ConfigError
 from trainer.evaluate import main
 from trainer.evaluation.quantised import (
@@ -199,15 +199,8 @@ def test_bytes_of_an_embedding() -> None:
 def test_the_command(
     static_folder: Path, docstrings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    beir = tmp_path / "docs"
-    (beir / "qrels").mkdir(parents=True)
     texts = [" ".join(text.split()) for text in docstrings if len(text.split()) > 12][:40]
-    (beir / "corpus.jsonl").write_text(
-        "".join(json.dumps({"_id": f"d{i}", "text": t}) + "\n" for i, t in enumerate(texts))
-    )
-    rows = [{"_id": f"q{i}", "text": " ".join(texts[i].split()[:8])} for i in range(15)]
-    (beir / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (beir / "qrels" / "test.tsv").write_text("q\td\tscore\n" + "".join(f"q{i}\td{i}\t1\n" for i in range(15)))
+    beir = write_beir(tmp_path / "docs", texts, [" ".join(text.split()[:8]) for text in texts[:15]])
     (tmp_path / "pairs.tsv").write_text("".join(f"{i % 6}\t{texts[i][:60]}\t{texts[i + 1][:60]}\n" for i in range(30)))
     words = ["quantised", "--model", str(static_folder)]
     tasks = ["--beir", str(beir), "--sts", str(tmp_path / "pairs.tsv")]

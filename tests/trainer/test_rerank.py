@@ -13,6 +13,7 @@ from scipy import stats
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
+from tests.trainer.support import write_beir
 from trainer import evaluate
 from trainer.evaluation.latency import Cost, cut_encoder
 from trainer.evaluation.raw import read_raw
@@ -44,15 +45,9 @@ def make_model(tiny_tokenizer, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def beir_folder(docstrings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("beir") / "docs"
-    (folder / "qrels").mkdir(parents=True)
     texts = [text for text in docstrings if len(text.split()) > 12][:60]
-    rows = [{"_id": f"d{i}", "text": text} for i, text in enumerate(texts)]
-    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    queries = [{"_id": f"q{i}", "text": " ".join(texts[i].split()[:8])} for i in range(20)]
-    (folder / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in queries))
-    (folder / "qrels" / "test.tsv").write_text("q\td\tscore\n" + "".join(f"q{i}\td{i}\t1\n" for i in range(20)))
-    return folder
+    queries = [" ".join(text.split()[:8]) for text in texts[:20]]
+    return write_beir(tmp_path_factory.mktemp("beir") / "docs", texts, queries)
 
 
 def test_a_static_model_reranks(

@@ -21,7 +21,7 @@ from scipy import stats
 
 from models.encoder import build_masked_lm
 from models.sizes import Size
-from tests.trainer.support import LADDER, MODEL, ROOT, float32_ds_config, recipe_values, run_process
+from tests.trainer.support import LADDER, MODEL, ROOT, float32_ds_config, recipe_values, run_process, write_beir
 from trainer import study as command
 from trainer.command import run_command
 from trainer.config import ConfigError
@@ -315,14 +315,8 @@ def real_study(
     recipe["model"] = {"source": "set by the study", "ladder": LADDER, "pooling": "mean"}
     recipe["engine"] = {"ds_config": str(float32_ds_config(folder, 0))}
     write_toml(folder / "recipe.toml", recipe)
-    beir = folder / "docs"
-    (beir / "qrels").mkdir(parents=True)
     texts = [text for text in docstrings if len(text.split()) > 12][:40]
-    corpus = [{"_id": f"d{i}", "text": text} for i, text in enumerate(texts)]
-    queries = [{"_id": f"q{i}", "text": " ".join(texts[i].split()[:8])} for i in range(15)]
-    (beir / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in corpus))
-    (beir / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in queries))
-    (beir / "qrels" / "test.tsv").write_text("q\td\tscore\n" + "".join(f"q{i}\td{i}\t1\n" for i in range(15)))
+    beir = write_beir(folder / "docs", texts, [" ".join(text.split()[:8]) for text in texts[:15]])
     values = {
         "study": {
             "output": str(folder / "out"),
