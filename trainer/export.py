@@ -40,6 +40,7 @@ from models.encoder import EmbeddingSettings, load_encoder, truncate_layers
 from models.sizes import Ladder, Size
 from trainer.command import USER_MISTAKES
 from trainer.config import ConfigError
+from trainer.evaluation.subject import check_sizes, trained_settings
 from trainer.model_card import LIMITS, results_section, training_section
 from trainer.quantisation import int8_table
 
@@ -76,22 +77,14 @@ def export_sizes(
     int8, how a static encoder's token table is written.
     """
     model_folder, output = Path(model_folder), Path(output)
-    settings = EmbeddingSettings.load(model_folder)
-    if settings is None or not settings.ladder:
-        raise ConfigError(f"{model_folder} has no barista.json with a ladder; give the model folder of a trained run")
+    settings = trained_settings(model_folder)
     _check_output(output)
     encoder = load_encoder(model_folder)
     if table == "int8" and not encoder.is_static:
         raise ConfigError(f"{model_folder} is no static model and has no token table alone; leave --table int8 out")
     tokenizer = load_tokenizer(model_folder)
     chosen = _chosen_sizes(sizes, settings.sizes)
-    for size in chosen.values():
-        if size.layers > encoder.num_layers or size.dim > encoder.hidden_size:
-            raise ConfigError(
-                f"size {size} outgrows the encoder of {encoder.num_layers} layers and {encoder.hidden_size} "
-                "dimensions; choose a smaller one"
-            )
-
+    check_sizes(chosen.values(), encoder)
     results = Path(results) if results is not None else None
     training = training_section(model_folder, watts_per_rank=watts_per_rank)
     facts = {size: f"{training}\n{results_section(results, size)}\n{LIMITS}" for size in chosen.values()}

@@ -39,13 +39,13 @@ from data.corpora import TUPLE_FORMATS, Unit, corpus_of, plan_tuples
 from data.files import sync, write_atomically
 from data.passages import Passages, build, is_built
 from data.tokens import load_tokenizer
-from models.encoder import EmbeddingSettings, load_encoder
+from models.encoder import load_encoder
 from models.sizes import Size
 from trainer.command import USER_MISTAKES, run_command
 from trainer.config import LOCK, ConfigError
 from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS, encoding_of
 from trainer.evaluation.retrieval import TopK
-from trainer.evaluation.subject import choose_device
+from trainer.evaluation.subject import check_sizes, choose_device, trained_settings
 from trainer.negatives import DROPPED, Rules, choose
 from trainer.run_lock import Locked, lock
 from trainer.stopping import STOP_FILE_VARIABLE, Stopped, StopRequests
@@ -372,20 +372,13 @@ def load_miner(args: argparse.Namespace) -> tuple[Miner, dict[str, Any]]:
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     folder = Path(args.model)
-    settings = EmbeddingSettings.load(folder) if folder.is_dir() else None
-    if settings is None:
-        raise ConfigError(f"--model {folder} is no folder with a barista.json; give the model folder of a run")
+    settings = trained_settings(folder)
     encoder = load_encoder(folder, pooling=settings.pooling)
     tokenizer = load_tokenizer(folder)
     ladder = settings.sizes
     small = ladder.find(args.size) if args.size else ladder.full
     large = ladder.find(args.rerank) if args.rerank else small
-    for size in (small, large):
-        if size.layers > encoder.num_layers or size.dim > encoder.hidden_size:
-            raise ConfigError(
-                f"size {size} outgrows the model of {encoder.num_layers} layers and {encoder.hidden_size} dimensions; "
-                f"choose one of {', '.join(map(str, ladder))}"
-            )
+    check_sizes((small, large), encoder)
     if args.rerank and (large.layers < small.layers or large.dim < small.dim):
         raise ConfigError(f"--rerank {large} is no larger than --size {small}, which searches; exchange them")
     device = str(choose_device(args.device))

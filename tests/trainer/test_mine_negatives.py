@@ -334,7 +334,7 @@ def test_what_is_mined_trains(pairs: Path, model: Path, tiny_tokenizer_path: Pat
         (["--size", "2x16"], "outgrows"),
         (["--corpus", "absent.jsonl"], "absent.jsonl does not exist"),
         (["--query-column", "absent"], "has no column 'absent'"),
-        (["--model", "absent"], "no folder with a barista.json"),
+        (["--model", "absent"], "has no barista.json"),
     ],
 )
 def test_mistakes_are_one_sentence_and_leave_nothing(

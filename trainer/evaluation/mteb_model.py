@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerBase
 from data.tokens import load_tokenizer
 from models.encoder import EmbeddingSettings, Encoder, load_encoder
 from models.sizes import Size
-from trainer.config import ConfigError
 from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS, encoding_of
+from trainer.evaluation.subject import check_sizes, trained_settings
 
 
 class MtebModel:
@@ -91,16 +91,10 @@ def load_mteb_model(
     model_folder: str | Path, size: str = "", *, device: torch.device | str = "cpu", name: str = ""
 ) -> MtebModel:
     """A trained folder at one size: a name of its ladder, LAYERSxDIM, or the largest."""
-    settings = EmbeddingSettings.load(model_folder)
-    if settings is None or not settings.ladder:
-        raise ConfigError(f"{model_folder} has no barista.json with a ladder; give the model folder of a trained run")
+    settings = trained_settings(model_folder)
     encoder = load_encoder(model_folder)
     chosen = settings.sizes.find(size) if size else settings.sizes.full
-    if chosen.layers > encoder.num_layers or chosen.dim > encoder.hidden_size:
-        raise ConfigError(
-            f"size {chosen} outgrows the encoder of {encoder.num_layers} layers and {encoder.hidden_size} dimensions; "
-            "choose a smaller one"
-        )
+    check_sizes([chosen], encoder)
     folder = Path(model_folder).resolve()
     own_name = name or (folder.parent.name if folder.name == "model" else folder.name)
     return MtebModel(encoder, load_tokenizer(model_folder), settings, chosen, name=own_name, device=device)

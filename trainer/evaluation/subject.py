@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -77,13 +78,26 @@ def choose_sizes(text: str, ladder: Ladder, encoder: Encoder) -> list[Size]:
         sizes = [ladder.find(name.strip()) for name in text.split(",") if name.strip()]
     if not sizes:
         raise ConfigError(f"--sizes {text!r} names no size; use ladder, grid, or a list such as 2x32,4x64")
+    check_sizes(sizes, encoder)
+    return list(dict.fromkeys(sizes))
+
+
+def check_sizes(sizes: Iterable[Size], encoder: Encoder) -> None:
+    """Refuse sizes that the encoder has not."""
     for size in sizes:
         if size.layers > encoder.num_layers or size.dim > encoder.hidden_size:
             raise ConfigError(
                 f"size {size} outgrows the encoder of {encoder.num_layers} layers and {encoder.hidden_size} "
-                "dimensions; choose a smaller one with --sizes"
+                "dimensions; choose a smaller one"
             )
-    return list(dict.fromkeys(sizes))
+
+
+def trained_settings(folder: str | Path) -> EmbeddingSettings:
+    """The settings of a folder that training left; others are refused."""
+    settings = EmbeddingSettings.load(folder) if Path(folder).is_dir() else None
+    if settings is None or not settings.ladder:
+        raise ConfigError(f"{folder} has no barista.json with a ladder; give the model folder of a trained run")
+    return settings
 
 
 def untrained_encoder(encoder: Encoder, *, seed: int = 0) -> Encoder:
