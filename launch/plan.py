@@ -23,6 +23,7 @@ from launch.scaling import (
     STAGES,
     Assumptions,
     Cluster,
+    FrozenGuide,
     Lengths,
     Link,
     Model,
@@ -36,13 +37,14 @@ from trainer.counts import Shape
 FINEWEB_TOKENS = {"10BT": 10e9, "100BT": 100e9}
 CUSTOM_LATENCY = 10e-6  # of an interconnect that is given by its rate alone
 
-# Hub names of encoders that recipes start from: shape and positions, from their config.json.
+# Hub names of encoders that recipes start from, with what matters here of their config.json.
+_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
 _KNOWN = {
-    "google-bert/bert-base-uncased": (Shape(768, 3072, 12, 30522), 512),
-    "google-bert/bert-large-uncased": (Shape(1024, 4096, 24, 30522), 512),
-    "FacebookAI/roberta-base": (Shape(768, 3072, 12, 50265), 514),
-    "FacebookAI/xlm-roberta-base": (Shape(768, 3072, 12, 250002), 514),
-    "microsoft/MiniLM-L12-H384-uncased": (Shape(384, 1536, 12, 30522), 512),
+    "google-bert/bert-base-uncased": (768, 3072, 12, 30522, 512),
+    "google-bert/bert-large-uncased": (1024, 4096, 24, 30522, 512),
+    "FacebookAI/roberta-base": (768, 3072, 12, 50265, 514),
+    "FacebookAI/xlm-roberta-base": (768, 3072, 12, 250002, 514),
+    "microsoft/MiniLM-L12-H384-uncased": (384, 1536, 12, 30522, 512),
 }
 
 
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shape, positions = _shape_of(recipe, args.model, args.vocabulary)
         rows = plan(
             recipe,
-            Model.of(recipe, shape, positions=positions),
+            Model.of(recipe, shape, positions=positions, guide=guide_of(recipe, args.guide)),
             nodes=parse_nodes(args.nodes),
             gpus_per_node=_at_least("--gpus-per-node", args.gpus_per_node, 1),
             gpu=args.gpu,
@@ -146,47 +148,73 @@ def parse_interconnect(text: str) -> Link:
 
 def _shape_of(recipe: Recipe, given: str, vocabulary: int) -> tuple[Shape, int]:
     """The encoder's shape and positions: --model, else the recipe's own; a vocabulary by --vocabulary."""
-    values: dict[str, Any]
     if not given and recipe.model.config:
-        values = dict(recipe.model.config)
-        said = "[model.config]"
+        values, said = dict(recipe.model.config), "[model.config]"
     else:
-        name = given or recipe.model.source
-        if name in _KNOWN:
-            shape, positions = _KNOWN[name]
-            return (dataclasses.replace(shape, vocabulary=vocabulary) if vocabulary else shape), positions
-        path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
-        if not path.is_file():
-            raise ConfigError(
-                f"the shape of {name!r} is not known here; give --model, the path of its config.json "
-                f"or one of {', '.join(_KNOWN)}"
-            )
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not valid JSON ({error}); give a model's config.json") from None
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path} must hold a JSON object; give a model's config.json")
-        said = str(path)
+        values, said = _config_of(given or recipe.model.source, "--model")
     if "static" in (values.get("model_type"), recipe.model.config.get("model_type")):
         raise ConfigError(
             f"{said} is a static embedding, a table without matrix products: what is predicted here are transformer "
             "encoders; docs/static.md has measured rates and memory"
         )
-    values["vocab_size"] = vocabulary or values.get("vocab_size", 0)
-    hidden = _number(values, said, "hidden_size", "dim", default=recipe.ladder.full.dim)
-    layers = _number(values, said, "num_hidden_layers", "n_layers", default=recipe.ladder.full.layers)
-    inner = _number(values, said, "intermediate_size", "hidden_dim", default=4 * hidden)
-    if not values["vocab_size"]:
+    full = recipe.ladder.full
+    shape, positions = _read_shape(
+        values | ({"vocab_size": vocabulary} if vocabulary else {}), said, full.dim, full.layers
+    )
+    if not shape.vocabulary:
         raise ConfigError(f"{said} does not say how many tokens its vocabulary has; give --vocabulary, such as 30522")
-    shape = Shape(hidden, inner, layers, _number(values, said, "vocab_size", default=0))
-    full, width = recipe.ladder.full, recipe.model.output_dim or hidden
-    if (layers, width) != (full.layers, full.dim) or width > hidden:
+    width = recipe.model.output_dim or shape.hidden
+    if (shape.layers, width) != (full.layers, full.dim) or width > shape.hidden:
         raise ConfigError(
-            f"{said} has {layers} layers of {hidden} dimensions, and the ladder ends with {full}; "
+            f"{said} has {shape.layers} layers of {shape.hidden} dimensions, and the ladder ends with {full}; "
             "give the recipe's own encoder, or change model.ladder"
         )
-    return shape, _number(values, said, "max_position_embeddings", default=512)
+    return shape, positions
+
+
+def guide_of(recipe: Recipe, given: str = "") -> FrozenGuide | None:
+    """The guide's shape: --guide, else guide.model's own."""
+    if not recipe.guide.model:
+        if given:
+            raise ConfigError(f"--guide {given!r} is given, and the recipe has no guide.model; leave it out")
+        return None
+    values, said = _config_of(given or recipe.guide.model, "--guide")
+    shape, positions = _read_shape(values, said)
+    if values.get("model_type") == "static":
+        shape = dataclasses.replace(shape, layers=0)
+    elif not shape.layers:
+        raise ConfigError(f"{said} does not say num_hidden_layers; give a model's config.json")
+    if not shape.hidden or not shape.vocabulary:
+        raise ConfigError(f"{said} does not say hidden_size and vocab_size; give a model's config.json")
+    return FrozenGuide.of(shape, positions=positions)
+
+
+def _read_shape(values: dict[str, Any], said: str, hidden: int = 0, layers: int = 0) -> tuple[Shape, int]:
+    """Shape and positions. hidden, layers: where the config does not say them."""
+    hidden = _number(values, said, "hidden_size", "dim", default=hidden)
+    layers = _number(values, said, "num_hidden_layers", "n_layers", default=layers)
+    inner = _number(values, said, "intermediate_size", "hidden_dim", default=4 * hidden)
+    vocabulary = _number(values, said, "vocab_size", default=0)
+    return Shape(hidden, inner, layers, vocabulary), _number(values, said, "max_position_embeddings", default=512)
+
+
+def _config_of(name: str, option: str) -> tuple[dict[str, Any], str]:
+    """What is known of a model's config.json, and where it stands. option: which gives another."""
+    if name in _KNOWN:
+        return dict(zip(_KEYS, _KNOWN[name])), name
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if not path.is_file():
+        raise ConfigError(
+            f"the shape of {name!r} is not known here; give {option}, the path of its config.json "
+            f"or one of {', '.join(_KNOWN)}"
+        )
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid JSON ({error}); give a model's config.json") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a JSON object; give a model's config.json")
+    return values, str(path)
 
 
 def _number(values: dict[str, Any], said: str, *names: str, default: int) -> int:
@@ -293,6 +321,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", choices=tuple(GPUS), default="h100")
     parser.add_argument("--interconnect", default="ib-ndr-8x", help=f"{', '.join(INTERCONNECTS)}, or a node's Gbit/s")
     parser.add_argument("--model", default="", help="config.json, a model's folder or a known hub name; the recipe's")
+    parser.add_argument("--guide", default="", help="the same for guide.model, where the recipe has one")
     parser.add_argument("--vocabulary", type=int, default=0, help="tokens, where no config.json says it")
     parser.add_argument(
         "--batch-per-gpu", type=int, default=0, help="samples a GPU; default: the recipe's global batch"

@@ -133,16 +133,31 @@ def parameter_sizes(shape: Shape, *, positions: int, masked: bool, decoder: bool
 
 
 @dataclass(frozen=True)
+class FrozenGuide:
+    """A guide (trainer/guide.py): whole on every rank at any stage, one forward pass of all texts a step."""
+
+    shape: Shape  # a table of token embeddings has 0 layers
+    bytes: float
+
+    @classmethod
+    def of(cls, shape: Shape, *, positions: int = 512) -> FrozenGuide:
+        if not shape.layers:  # a table stays in float32
+            return cls(shape, 4.0 * shape.vocabulary * shape.hidden)
+        return cls(shape, 2.0 * sum(parameter_sizes(shape, positions=positions, masked=False, decoder=False)))
+
+
+@dataclass(frozen=True)
 class Model:
-    """Parameters, those that train, and those that stage 3 divides."""
+    """Parameters, those that train, and those that stage 3 divides; the guide beside it."""
 
     shape: Shape
     parameters: float
     trained: float
     divided: float
+    guide: FrozenGuide | None = None
 
     @classmethod
-    def of(cls, recipe: Recipe, shape: Shape, *, positions: int = 512) -> Model:
+    def of(cls, recipe: Recipe, shape: Shape, *, positions: int = 512, guide: FrozenGuide | None = None) -> Model:
         if recipe.single_size is not None:
             shape = dataclasses.replace(shape, layers=recipe.single_size.layers)
         masked = recipe.objective.name == "masked"
@@ -158,7 +173,7 @@ class Model:
             trained = layers * rank * (4 * 2 * hidden + 2 * (hidden + inner))
             total += trained
         divided = sum(size for size in sizes if size > PERSISTENT_ELEMENTS)
-        return cls(shape, total, trained, divided)
+        return cls(shape, total, trained, divided, guide)
 
 
 def sizes_of(recipe: Recipe) -> list[Size]:
@@ -268,9 +283,23 @@ def _loss_flops(recipe: Recipe, texts: Texts, all_passages: float) -> float:
     """Scores, and the gradients of queries and passages, at every size; scores again where a row does not fit."""
     if recipe.objective.loss == "cosent":
         return 0.0
+    queries, once = _loss_queries(recipe, texts, all_passages)
+    return (3 if once else 4) * 2 * queries * all_passages * sum(size.dim for size in sizes_of(recipe))
+
+
+def _loss_queries(recipe: Recipe, texts: Texts, all_passages: float) -> tuple[float, bool]:
+    """A rank's queries, and whether their scores are made once: where a row fits."""
     queries = texts.count / (2 + recipe.data.num_negatives)
-    fits = 4 * 2 * min(128, queries) * all_passages <= recipe.train.score_memory_mib * MIB
-    return (3 if fits else 4) * 2 * queries * all_passages * sum(size.dim for size in sizes_of(recipe))
+    return queries, 4 * 2 * min(128, queries) * all_passages <= recipe.train.score_memory_mib * MIB
+
+
+def guide_flops(recipe: Recipe, guide: FrozenGuide, texts: Texts, *, all_passages: float) -> float:
+    """Its forward pass, and its scores as often as the loss makes the student's."""
+    total = encoder_flops(guide.shape, texts)
+    if recipe.objective.name == "contrastive":
+        queries, once = _loss_queries(recipe, texts, all_passages)
+        total += (1 if once else 2) * 2 * queries * all_passages * guide.shape.hidden
+    return total
 
 
 def moved_bytes(recipe: Recipe, model: Model, texts: Texts, *, stage: int, ranks: int, micro_batches: float) -> float:
@@ -280,8 +309,9 @@ def moved_bytes(recipe: Recipe, model: Model, texts: Texts, *, stage: int, ranks
     activation 2i; its backward twice as much (docs/scaling.md).
     """
     shape, width = model.shape, 2.0
-    forward = shape.layers * texts.tokens * (14 * shape.hidden + 2 * shape.inner) * width
-    total = forward * encoder_passes(recipe)
+    total = _forward_bytes(shape, texts, width) * encoder_passes(recipe)
+    if model.guide is not None:
+        total += _forward_bytes(model.guide.shape, texts, width)
     if recipe.objective.name == "masked":
         rows = sum(masked_rows(recipe, texts)) * len(sizes_of(recipe))
         total += 2 * width * rows * shape.vocabulary  # softmax over logits, read and written
@@ -291,6 +321,10 @@ def moved_bytes(recipe: Recipe, model: Model, texts: Texts, *, stage: int, ranks
     return total + accumulation + 30 * share  # Adam: weight, two moments, gradient, new weights
 
 
+def _forward_bytes(shape: Shape, texts: Texts, width: float) -> float:
+    return shape.layers * texts.tokens * (14 * shape.hidden + 2 * shape.inner) * width
+
+
 # --- memory ------------------------------------------------------------------------------------------------------
 
 
@@ -298,7 +332,7 @@ def moved_bytes(recipe: Recipe, model: Model, texts: Texts, *, stage: int, ranks
 class Memory:
     """Bytes on one GPU at the peak of a step."""
 
-    states: float  # weights, gradients, masters, moments
+    states: float  # weights, gradients, masters, moments; a guide's weights
     buckets: float  # DeepSpeed's reduction bucket, and the fused loss's float32 gradient of the table
     activations: float  # kept for backward, of one micro-batch
     loss: float  # blocks of logits or scores, embeddings and their gradients
@@ -377,13 +411,19 @@ def memory_of(
     table = 4.0 * model.shape.vocabulary * model.shape.hidden if recipe.objective.name == "masked" else 0.0
     # Under autocast, at stage 0, norms and residuals stay in float32 and weights have copies in bf16.
     autocast = stage == 0
+    states = state_bytes(model, stage, ranks) + (2.0 * model.parameters if autocast else 0.0)
+    loss = loss_bytes(recipe, model.shape, share, all_passages=passages)
+    if model.guide is not None:
+        # Its activations are gone before the student's are kept.
+        states += model.guide.bytes
+        loss += 4.0 * model.guide.shape.hidden * (share.count + passages)
     return Memory(
-        states=state_bytes(model, stage, ranks) + (2.0 * model.parameters if autocast else 0.0),
+        states=states,
         buckets=kept.bucket * BUCKET_ELEMENTS + table,
         activations=activation_bytes(recipe, model.shape, micro, width=3.0 if autocast else 2.0)
         # Gradients alive inside the layer that is sent back.
         + 2.0 * micro.tokens * (2 * model.shape.inner + 4 * model.shape.hidden),
-        loss=loss_bytes(recipe, model.shape, share, all_passages=passages),
+        loss=loss,
         context=assumed.context_bytes,
     )
 
@@ -438,6 +478,8 @@ def collectives(
     if recipe.objective.name == "contrastive" and recipe.objective.loss == "infonce":
         whole = 4.0 * passages * sum(size.dim for size in sizes_of(recipe))
         found += [Collective("all_gather", whole), Collective("reduce_scatter", whole)]
+        if model.guide is not None:
+            found.append(Collective("all_gather", 4.0 * passages * model.guide.shape.hidden))
     return found
 
 
@@ -509,11 +551,15 @@ def predict(
     micro = Texts(share.count * part, share.tokens * part, share.pairs * part)
     all_passages = _passages(recipe, whole)
     products = computed_flops(recipe, model.shape, share, all_passages=all_passages)
+    passes = encoder_passes(recipe) * model.shape.layers
+    if model.guide is not None:
+        products += guide_flops(recipe, model.guide, share, all_passages=all_passages)
+        passes += model.guide.shape.layers
     moved = moved_bytes(recipe, model, share, stage=stage, ranks=ranks, micro_batches=micro_batches)
     busy = products / (gpu.peak_flops * assumed.matrix_share)
     busy += moved / (gpu.memory_bandwidth * assumed.memory_share)
     # About 20 kernels a layer and pass in eager mode: small micro-batches wait for the host.
-    host = micro_batches * encoder_passes(recipe) * model.shape.layers * 20 * assumed.launch_seconds
+    host = micro_batches * passes * 20 * assumed.launch_seconds
     compute = max(busy, host)
     calls = collectives(recipe, model, stage=stage, micro_batches=micro_batches, passages=all_passages)
     communication = sum(collective_seconds(each, cluster, assumed) for each in calls)

@@ -21,10 +21,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from launch import plan, scaling
 from launch.scaling import Collective, Model, Texts
+from models.encoder import EmbeddingSettings, build_masked_lm
 from tests.launch.hosts import Unavailable, deepspeed_commands, made, run_on_all
 from tests.trainer.support import MODEL, ROOT, recipe_of, recipe_values
 from trainer import build
-from trainer.config import Recipe
+from trainer.config import Recipe, load_recipe
 from trainer.counts import Shape
 from trainer.distributed import World
 
@@ -45,6 +46,16 @@ def planned_model(recipe: Recipe, vocabulary: int) -> Model:
     return Model.of(recipe, shape, positions=WIDER["max_position_embeddings"])
 
 
+@pytest.fixture(scope="module")
+def wider_guide(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("guide")
+    config = WIDER | {"hidden_size": 192, "num_hidden_layers": 4, "intermediate_size": 768}
+    build_masked_lm(config, vocab_size=len(tiny_tokenizer), pad_token_id=0).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    EmbeddingSettings("mean", "cosine", ((1, 8), (4, 192)), 64, 64, temperature=0.2).save(folder)
+    return folder
+
+
 @dataclasses.dataclass
 class PlainEngine:
     """The trainer's engine without DeepSpeed, for one process that counts."""
@@ -62,15 +73,22 @@ class PlainEngine:
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
+    def beat(self, place: str) -> None: ...
 
-@pytest.mark.parametrize("name", ["masked", "enhanced", "spans", "contrastive"])
+
+@pytest.mark.parametrize("name", ["masked", "enhanced", "spans", "contrastive", "guided"])
 @pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": True}])
 def test_products_are_those_computed(
-    name: str, changes: dict[str, Any], document_shards: Path, tuple_shards: Path
+    name: str, changes: dict[str, Any], document_shards: Path, tuple_shards: Path, wider_guide: Path
 ) -> None:
     """Counted by PyTorch while a step runs; texts of one length, so that there is no padding to compute."""
-    shards = tuple_shards if name == "contrastive" else document_shards
-    values = wider_values(shards, name if name == "contrastive" else "masked", **changes)
+    contrastive = name in ("contrastive", "guided")
+    values = wider_values(
+        tuple_shards if contrastive else document_shards, "contrastive" if contrastive else "masked", **changes
+    )
+    if name == "guided":
+        values["guide"] = {"model": str(wider_guide)}
+        values["objective"] |= {"filter_false_negatives": True, "filter_by": "guide", "kl_teacher": "guide"}
     values["objective"] |= {"enhanced": {"decoding": "enhanced"}, "spans": {"pairs": "spans"}}.get(name, {})
     values["data"] |= {"max_length": 16, "query_max_length": 8, "passage_max_length": 8, "num_negatives": 1}
     recipe = recipe_of(values)
@@ -87,7 +105,13 @@ def test_products_are_those_computed(
     passages = len(getattr(batch, "passages", ()))
     shape = planned_model(recipe, sources[0].vocabulary.size).shape
     computed, padding = counter.get_total_flops(), report.padded_tokens / report.tokens - 1
-    ratio = computed / scaling.computed_flops(recipe, shape, texts, all_passages=passages)
+    predicted = scaling.computed_flops(recipe, shape, texts, all_passages=passages)
+    if name == "guided":
+        assert computed > 1.1 * predicted
+        guide = plan.guide_of(recipe)
+        assert guide is not None
+        predicted += scaling.guide_flops(recipe, guide, texts, all_passages=passages)
+    ratio = computed / predicted
     print(f"{name} {changes}: computed ÷ predicted {ratio:.3f}, padding {padding:.1%}")
     assert 0.97 < ratio < 1.03 + padding
     # The metrics' count, by which MFU is predicted, is another: it counts no repetition, and nothing as skipped.
@@ -283,6 +307,29 @@ def test_a_slower_link_and_a_smaller_gpu_are_noticed() -> None:
     assert old["compute_seconds"] > 1.5 * fast["compute_seconds"]
 
 
+def test_a_guide_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights whole on every GPU, its pass, its passages' vectors; a table costs memory alone."""
+    monkeypatch.chdir(ROOT)
+    bert = {"hidden_size": 768, "num_hidden_layers": 12, "vocab_size": 30522}
+    table = {"model_type": "static", "hidden_size": 1024, "vocab_size": 30522}
+    found = {}
+    for name, config in (("none", None), ("bert", bert), ("table", table)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+        recipe = "launch/recipes/srl_guided_msmarco.toml" if config else "launch/recipes/srl_msmarco.toml"
+        guide = ["--guide", str(tmp_path / f"{name}.json")] if config else []
+        assert plan.main([recipe, "--nodes", "2", "--json", "--model", "google-bert/bert-base-uncased", *guide]) == 0
+        found[name] = json.loads(capsys.readouterr().out)[0]["stages"][1]
+    none, encoder, vectors = found["none"], found["bert"], found["table"]
+    assert encoder["memory"]["states"] - none["memory"]["states"] == 2 * 108_891_648  # BERT base without its pooler
+    assert vectors["memory"]["states"] - none["memory"]["states"] == 4 * 1024 * 30522
+    assert encoder["compute_seconds"] > 1.15 * none["compute_seconds"]
+    assert vectors["compute_seconds"] < 1.05 * none["compute_seconds"]
+    gathered = [each["sent_bytes"] - none["sent_bytes"] for each in (encoder, vectors)]
+    assert gathered[1] / gathered[0] == pytest.approx(1024 / 768)
+
+
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """A loss that wants more than the GPU has, at every stage."""
     logits = "--train.logits_memory_mib=40000"
@@ -325,7 +372,12 @@ def test_every_recipe_can_be_planned(
     layers, hidden = (6, 192) if recipe.stem.startswith("demo") else (12, 768)
     values = {"hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": 30522}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    code = plan.main([str(recipe), "--nodes", "1", "--model", str(tmp_path), "--json"])
+    guided = bool(load_recipe(recipe).guide.model)
+    command = [str(recipe), "--nodes", "1", "--model", str(tmp_path), "--json"]
+    if guided and not recipe.stem.startswith("static"):
+        assert plan.main(command) == 2
+        assert "give --guide" in capsys.readouterr().err
+    code = plan.main([*command, *(["--guide", str(tmp_path)] if guided else [])])
     if recipe.stem.startswith("static"):
         assert code == 2 and "is a static embedding" in capsys.readouterr().err
         return
