@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from launch.scaling import BUCKET_ELEMENTS
 from models.encoder import build_masked_lm
 from tests.trainer.support import (
     MODEL,
@@ -169,6 +170,19 @@ def ds_configs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 
 @pytest.fixture(scope="module")
+def small_buckets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The shipped configurations with buckets smaller than the model's table."""
+    folder, found = tmp_path_factory.mktemp("small_buckets"), {}
+    for name in BF16[1:]:
+        content = json.loads((ROOT / f"ds_configs/{name}.json").read_text())
+        assert content["zero_optimization"]["reduce_bucket_size"] == BUCKET_ELEMENTS
+        content["zero_optimization"]["reduce_bucket_size"] = 3000
+        found[name] = folder / f"{name}_small_buckets.json"
+        found[name].write_text(json.dumps(content))
+    return found
+
+
+@pytest.fixture(scope="module")
 def one_rank(recipes: dict[str, Any], ds_configs: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> Results:
     # Stage 3 comes last everywhere: it changes F.linear for its process.
     cases = [case(recipes, name, ds_configs[stage]) for stage in STAGES for name in ON_ONE_RANK]
@@ -177,7 +191,10 @@ def one_rank(recipes: dict[str, Any], ds_configs: dict[int, Path], tmp_path_fact
 
 @pytest.fixture(scope="module")
 def two_ranks(
-    recipes: dict[str, Any], ds_configs: dict[int, Path], tmp_path_factory: pytest.TempPathFactory
+    recipes: dict[str, Any],
+    ds_configs: dict[int, Path],
+    small_buckets: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Results:
     everywhere = RECIPES
     variants = ("smae_recomputed", "srl_recomputed", "smae_packed", "srl_packed")
@@ -185,8 +202,10 @@ def two_ranks(
     cases += [case(recipes, name, ds_configs[1]) for name in recipes if name.endswith("_dropout") or name in variants]
     cases += [case(recipes, name, ds_configs[1], label=c, control=c) for c, name in CONTROLS.items()]
     cases += [case(recipes, name, ROOT / f"ds_configs/{ds}.json") for ds in BF16[:3] for name in ("smae", "srl")]
+    cases += [case(recipes, name, small_buckets[ds]) for ds in BF16[1:3] for name in ("smae", "srl")]
     cases += [case(recipes, name, ds_configs[3]) for name in (*everywhere, *variants, "srl_dropout")]
     cases += [case(recipes, name, ROOT / f"ds_configs/{ds}.json") for ds in BF16[3:] for name in ("smae", "srl")]
+    cases += [case(recipes, name, small_buckets[ds]) for ds in BF16[3:] for name in ("smae", "srl")]
     return run_cases(cases, tmp_path_factory.mktemp("two") / "run", ranks=2)
 
 
@@ -330,3 +349,13 @@ def test_bf16_stays_near(
     expected_move = torch.cat([(want["parameters"][key] - start[key]).flatten() for key in start])
     move = torch.cat([(got["parameters"][key] - start[key]).flatten() for key in start])
     assert float((move - expected_move).norm() / expected_move.norm()) < 0.06
+
+
+@pytest.mark.parametrize("ds_config", BF16[1:])
+@pytest.mark.parametrize("name", ["smae", "srl"])
+def test_a_parameter_larger_than_a_bucket_changes_nothing(name: str, ds_config: str, two_ranks: Results) -> None:
+    """As XLM-R's table is in the shipped ones."""
+    shipped, small = two_ranks[f"{name}-{ds_config}"], two_ranks[f"{name}-{ds_config}_small_buckets"]
+    for step, other in zip(shipped, small, strict=True):
+        assert step["loss"] == other["loss"]
+        assert all(torch.equal(step["parameters"][key], other["parameters"][key]) for key in step["parameters"])
