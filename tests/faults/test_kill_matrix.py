@@ -1,6 +1,6 @@
 """The kill matrix in short: real runs killed at random moments end as if nothing had happened.
 
-Six trials over all ZeRO stages, and one whose checkpoint is made wrong, which the figures must show. That they show
+A trial at every ZeRO stage, and one whose checkpoint is made wrong, which the figures must show. That they show
 every other difference is seen on copies of a run's records.
 """
 
@@ -19,7 +19,7 @@ from tests.faults.comparison import NO_DIFFERENCES, compare, step_records
 from tests.faults.kill_matrix import MOMENTS, MUST_BE_0, draw_moment, is_good, run_matrix
 from tests.faults.tiny_run import SAVE_EVERY_STEPS, STEPS, TARGETS
 
-TRIALS = 6
+TRIALS = 4
 
 
 @pytest.fixture(scope="module")
