@@ -452,12 +452,13 @@ def test_keys_order_like_scores_then_positions() -> None:
 
 @pytest.mark.parametrize("top_k", [2, 300])
 @pytest.mark.parametrize("place", [0, 150, 299])
-def test_search_refuses_nan(top_k: int, place: int) -> None:
-    queries, documents = np.ones((2, 2), np.float32), np.ones((300, 2), np.float32)
-    search(queries, documents, top_k=top_k)
+@pytest.mark.parametrize("max_scores", [100, 1 << 20])
+def test_search_refuses_nan(max_scores: int, top_k: int, place: int) -> None:
+    queries, documents = np.ones((2, 2), np.float32), np.random.default_rng(0).normal(size=(300, 2)).astype(np.float32)
+    search(queries, documents, top_k=top_k, max_scores=max_scores)
     documents[place] = np.nan
     with pytest.raises(FloatingPointError, match="NaN"):
-        search(queries, documents, top_k=top_k)
+        search(queries, documents, top_k=top_k, max_scores=max_scores)
 
 
 @pytest.mark.parametrize("block", [1, 3, 1000])

@@ -301,26 +301,44 @@ class TopK:
 
     def _merged(self, scores: Tensor, top: int, start: int) -> Tensor:
         """Best keys of the queries from `top` on, after their scores [rows, m] for the m documents from `start` on."""
-        positions = torch.arange(start, start + scores.shape[1], device=scores.device)
-        if scores.shape[1] > self.k:
-            # One more than asked: choosing among floats first is several times faster, and right unless a tie
-            # straddles the cut. NaN counts as the largest of all, so it is among them.
-            best, places = torch.topk(scores, self.k + 1, dim=1)
-            _refuse_nan(best)
-            if not (best[:, -2] == best[:, -1]).any():
-                scores, positions = best[:, :-1], positions[places[:, :-1]]
-        else:
-            _refuse_nan(scores)
-        keys = torch.cat([self.keys[top : top + len(scores)], _sort_keys(scores, positions)], dim=1)
+        held = self.keys[top : top + len(scores)]
+        if (keys := self._better(held, scores, start)) is None:
+            positions = torch.arange(start, start + scores.shape[1], device=scores.device)
+            if scores.shape[1] > self.k:
+                # One more than asked: choosing among floats first is several times faster, and right unless a tie
+                # straddles the cut. NaN counts as the largest of all, so it is among them.
+                best, places = torch.topk(scores, self.k + 1, dim=1)
+                if not (best[:, -2] == best[:, -1]).any():
+                    scores, positions = best[:, :-1], positions[places[:, :-1]]
+                _refuse_nan(best)
+            else:
+                _refuse_nan(scores)
+            keys = _sort_keys(scores, positions)
+        keys = torch.cat([held, keys], dim=1)
         return torch.topk(keys, min(self.k, keys.shape[1]), dim=1).values
+
+    def _better(self, held: Tensor, scores: Tensor, start: int) -> Tensor | None:
+        """Keys [rows, c] of the scores that no worst one of k held ones beats, or None where a row has more than k.
+
+        They grow fewer from block to block, and are found in one pass over the scores.
+        """
+        if held.shape[1] < self.k or scores.shape[1] <= self.k:
+            return None
+        rows, columns = (~(scores < _scores_of(held[:, -1:]))).nonzero(as_tuple=True)  # NaN, too
+        counts = torch.bincount(rows, minlength=len(scores))
+        if (most := int(counts.max())) > self.k:
+            return None
+        found = scores[rows, columns]
+        _refuse_nan(found)
+        keys = held.new_full((len(scores), most), torch.iinfo(torch.int64).min)
+        firsts = counts.cumsum(0) - counts
+        keys[rows, torch.arange(len(rows), device=rows.device) - firsts[rows]] = _sort_keys(found, columns + start)
+        return keys
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
         """Scores float32 and document positions int64, both [queries, min(k, documents)], best first."""
-        keys = self.keys
-        positions = 0xFFFFFFFF - (keys & 0xFFFFFFFF)
-        ordered = (keys >> 32).to(torch.int32)
-        scores = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32)
-        return scores.cpu().numpy(), positions.cpu().numpy()
+        positions = 0xFFFFFFFF - (self.keys & 0xFFFFFFFF)
+        return _scores_of(self.keys).cpu().numpy(), positions.cpu().numpy()
 
 
 def _refuse_nan(scores: Tensor) -> None:
@@ -335,6 +353,12 @@ def _sort_keys(scores: Tensor, positions: Tensor) -> Tensor:
     # Negative floats' bits grow downwards; flipping all but the sign makes integers order like the floats.
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
     return (ordered << 32) | (0xFFFFFFFF - positions)
+
+
+def _scores_of(keys: Tensor) -> Tensor:
+    """float32, of `_sort_keys`."""
+    ordered = (keys >> 32).to(torch.int32)
+    return torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32)
 
 
 def search(
