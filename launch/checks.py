@@ -108,15 +108,22 @@ def bf16() -> Finding:
     """Speed of a bf16 product against a float32 one, on this rank's device."""
     import torch
 
-    from trainer.flops import product_seconds
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and torch.cuda.get_device_capability()[0] < 8:
         name = torch.cuda.get_device_name()
         return Finding("bf16", BAD, f"{name} has no bf16 units", "use --engine.ds_config=ds_configs/zero1_float32.json")
     size = 4096 if device.type == "cuda" else 512
-    seconds = [product_seconds(size, dtype, device) for dtype in (torch.float32, torch.bfloat16)]
-    return judge_bf16(*seconds, size=size, device=device.type)
+
+    def seconds(dtype: Any) -> float:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        best = float("inf")
+        for _ in range(5):
+            begin = time.perf_counter()
+            (a @ b).float().sum().item()
+            best = min(best, time.perf_counter() - begin)
+        return best
+
+    return judge_bf16(seconds(torch.float32), seconds(torch.bfloat16), size=size, device=device.type)
 
 
 def judge_bf16(float32_seconds: float, bf16_seconds: float, *, size: int, device: str) -> Finding:

@@ -56,18 +56,18 @@ def peak_flops(device: torch.device) -> float:
         for key, value in _PEAKS.items():
             if key in name:
                 return value
-        return 2 * 4096**3 / product_seconds(4096, torch.bfloat16, device)
+        return 2 * 4096**3 / _product_seconds(4096, torch.bfloat16, device)
     dtype = torch.float32 if bf16_slowdown(device) > 1 else torch.bfloat16
-    return 2 * 1024**3 / product_seconds(1024, dtype, device)
+    return 2 * 1024**3 / _product_seconds(1024, dtype, device)
 
 
 @functools.cache
 def bf16_slowdown(device: torch.device) -> float:
     """How many times as long a bf16 product takes as a float32 one: up to a hundred on CPUs without bf16 units."""
-    return product_seconds(256, torch.bfloat16, device) / product_seconds(256, torch.float32, device)
+    return _product_seconds(256, torch.bfloat16, device) / _product_seconds(256, torch.float32, device)
 
 
-def product_seconds(size: int, dtype: torch.dtype, device: torch.device) -> float:
+def _product_seconds(size: int, dtype: torch.dtype, device: torch.device) -> float:
     """The shortest of five square products."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = float("inf")
