@@ -554,10 +554,12 @@ def test_runs_of_an_earlier_backbone_are_refused(study_file: Path, tmp_path: Pat
         command._check_files(study, runs)
 
 
-STUDIES = sorted(path.name for path in (ROOT / "launch" / "studies").glob("*.toml"))
+def test_all_shipped_studies_are_looked_at() -> None:
+    shipped = {path.name for path in (ROOT / "launch" / "studies").glob("*.toml")}
+    assert shipped == {"starbucks_small.toml", "starbucks_smoke.toml", "starbucks_longer.toml", "matryoshka.toml"}
 
 
-@pytest.mark.parametrize("name", [name for name in STUDIES if name.startswith("starbucks")])
+@pytest.mark.parametrize("name", ["starbucks_small.toml", "starbucks_smoke.toml"])
 def test_shipped_studies_are_sound(name: str) -> None:
     """Every recipe of every run resolves, and pre-training is compared from the same start for the same tokens."""
     study = load_study(ROOT / "launch" / "studies" / name)
@@ -573,6 +575,21 @@ def test_shipped_studies_are_sound(name: str) -> None:
     }  # fmt: skip
     tuned = [run.recipe for run in runs.values() if run.module == "trainer.finetune"]
     assert len({(each.train.steps, each.train.global_batch_size, each.optim.lr) for each in tuned}) == 1
+
+
+def test_the_longer_study_differs_in_its_steps_alone() -> None:
+    """From the encoders of starbucks_small.toml, on its tests, each arm with its recipe but for the steps."""
+    short, long = (load_study(ROOT / "launch" / "studies" / f"starbucks_{name}.toml") for name in ("small", "longer"))
+    assert long.evaluation.task_names == short.evaluation.task_names and long.baseline == short.baseline
+    before = {run.name: run for run in runs_of(short)}
+    found = runs_of(long)
+    assert len(found) == len(long.seeds) * (len(long.arms) - 1 + len(long.ladder))
+    for run in found:
+        other = before[run.name].recipe
+        assert run.recipe.train.steps == 4 * other.train.steps
+        assert Path(run.recipe.model.source) == Path(other.model.source)
+        for part in ("data", "objective", "optim", "engine"):
+            assert getattr(run.recipe, part) == getattr(other, part), (run.name, part)
 
 
 def test_the_matryoshka_study_is_sound() -> None:
