@@ -302,23 +302,27 @@ class TopK:
     def _merged(self, scores: Tensor, top: int, start: int) -> Tensor:
         """Best keys of the queries from `top` on, after their scores [rows, m] for the m documents from `start` on."""
         held = self.keys[top : top + len(scores)]
-        if (keys := self._better(held, scores, start)) is None:
-            positions = torch.arange(start, start + scores.shape[1], device=scores.device)
-            if scores.shape[1] > self.k:
-                # One more than asked: choosing among floats first is several times faster, and right unless a tie
-                # straddles the cut. NaN counts as the largest of all, so it is among them.
-                best, places = torch.topk(scores, self.k + 1, dim=1)
-                if not (best[:, -2] == best[:, -1]).any():
-                    scores, positions = best[:, :-1], positions[places[:, :-1]]
-                _refuse_nan(best)
-            else:
-                _refuse_nan(scores)
-            keys = _sort_keys(scores, positions)
+        keys = self._entering(held, scores, start)
+        if keys is None:
+            keys = self._best(scores, start)
         keys = torch.cat([held, keys], dim=1)
         return torch.topk(keys, min(self.k, keys.shape[1]), dim=1).values
 
-    def _better(self, held: Tensor, scores: Tensor, start: int) -> Tensor | None:
-        """Keys [rows, c] of the scores that no worst one of k held ones beats, or None where a row has more than k.
+    def _best(self, scores: Tensor, start: int) -> Tensor:
+        """Keys of each row's k best scores, or of all where there are no more or a tie straddles the cut."""
+        positions = torch.arange(start, start + scores.shape[1], device=scores.device)
+        if scores.shape[1] <= self.k:
+            _refuse_nan(scores)
+            return _sort_keys(scores, positions)
+        # Choosing among floats first is several times faster; one more than asked shows a tie, and NaN, the largest.
+        best, places = torch.topk(scores, self.k + 1, dim=1)
+        _refuse_nan(best)
+        if (best[:, -2] == best[:, -1]).any():
+            return _sort_keys(scores, positions)
+        return _sort_keys(best[:, :-1], positions[places[:, :-1]])
+
+    def _entering(self, held: Tensor, scores: Tensor, start: int) -> Tensor | None:
+        """Keys of the scores that are not below their row's worst held one; None: few are held, or a row has over k.
 
         They grow fewer from block to block, and are found in one pass over the scores.
         """
