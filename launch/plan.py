@@ -31,7 +31,7 @@ from launch.scaling import (
     best_of_stage,
     recommended,
 )
-from trainer.config import ConfigError, Recipe, load_recipe
+from trainer.config import ConfigError, Recipe, load_recipe, parse_json
 from trainer.counts import Shape
 
 FINEWEB_TOKENS = {"10BT": 10e9, "100BT": 100e9}
@@ -208,13 +208,7 @@ def _config_of(name: str, option: str) -> tuple[dict[str, Any], str]:
             f"the shape of {name!r} is not known here; give {option}, the path of its config.json "
             f"or one of {', '.join(_KNOWN)}"
         )
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid JSON ({error}); give a model's config.json") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a JSON object; give a model's config.json")
-    return values, str(path)
+    return parse_json(path, "the model's", hint="give a model's config.json"), str(path)
 
 
 def _number(values: dict[str, Any], said: str, *names: str, default: int) -> int:

@@ -327,6 +327,19 @@ def parse_toml(path: Path, what: str, *, hint: str) -> dict[str, Any]:
         raise ConfigError(f"{what} {path} is not valid TOML ({error}); mend that line") from None
 
 
+def parse_json(path: Path, what: str, *, hint: str) -> dict[str, Any]:
+    """A JSON file's object. `what` it is and a `hint` to a right one, for the sentence if there is none."""
+    if not path.is_file():
+        raise ConfigError(f"{what} {path} does not exist; {hint}")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what} {path} is not valid JSON ({error}); {hint}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{what} {path} holds no JSON object; {hint}")
+    return values
+
+
 def read_toml(path: Path, _seen: tuple[Path, ...] = ()) -> dict[str, dict[str, Any]]:
     """A recipe file merged over its `base`, which is named relative to it."""
     values = parse_toml(path, "recipe", hint="shipped recipes are in launch/recipes")

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.config import ConfigError, Recipe
+from trainer.config import ConfigError, Recipe, parse_json
 from trainer.distributed import World
 from trainer.optim import adamw
 
@@ -61,14 +60,7 @@ class Piece:
 def read_ds_config(path: str | Path) -> dict[str, Any]:
     """An engine configuration, refused where it sets what the recipe owns."""
     path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"engine.ds_config {path} does not exist; shipped ones are ds_configs/zero{{0,1,2,3}}.json")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"engine.ds_config {path} is not valid JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"engine.ds_config {path} must hold a JSON object, as ds_configs/zero1.json does")
+    values = parse_json(path, "engine.ds_config", hint="shipped ones are ds_configs/zero{0,1,2,3}.json")
     for key in ("zero_optimization", "bf16", "fp16", "torch_autocast"):
         if not isinstance(values.get(key, {}), dict):
             raise ConfigError(f"{path}: {key} = {values[key]!r} must be an object, as in ds_configs/zero1.json")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from models.sizes import Size
-from trainer.config import ConfigError, as_toml, build_recipe, read_toml
+from trainer.config import ConfigError, as_toml, build_recipe, parse_json, read_toml
 from trainer.evaluation.report import METRIC_LABELS, markdown_table
 
 # One rank's share of a machine under load: a data-centre GPU with its host, or half of a small CPU server.
@@ -42,7 +42,8 @@ def training_section(model_folder: Path, *, watts_per_rank: float | None = None)
     if not (run / "recipe.toml").is_file():
         return "## Training\n\nUnknown: the model folder is not inside the folder of a run.\n"
     recipe = build_recipe(read_toml(run / "recipe.toml"))
-    environment = _json(run / "environment.json")
+    told = run / "environment.json"
+    environment = parse_json(told, "file", hint="make it again") if told.is_file() else {}
     rows = [
         ["objective", f"{recipe.objective.name}, sizes: {recipe.objective.sizes}"],
         ["started from", recipe.model.source or f"random weights ({recipe.model.config.get('model_type')})"],
@@ -95,7 +96,7 @@ def results_section(results: Path | None, size: Size) -> str:
     """Markdown: the scores of one size from the results.json of `trainer.evaluate sizes`."""
     if results is None:
         return "## Results\n\nNone given; `python -m trainer.export --results results.json` puts them here.\n"
-    content = _json(results)
+    content = parse_json(results, "file", hint="give the results.json of an evaluation")
     if content.get("format") != 1 or "records" not in content:
         raise ConfigError(f"{results} is no results.json of `python -m trainer.evaluate sizes`; give such a file")
     records = [r for r in content["records"] if r["method"] == "trained" and r["metric"] in _SHOWN_METRICS]
@@ -127,24 +128,10 @@ def _data(folder: Path) -> str:
     manifest = folder / "manifest.json"
     if not manifest.is_file():
         return f"{folder} (not on this machine)"
-    totals = _json(manifest).get("totals", {})
+    totals = parse_json(manifest, "file", hint="make the shards again").get("totals", {})
     counts = [f"{totals[key]:,} {key}" for key in ("samples", "tokens") if isinstance(totals.get(key), int)]
     return f"{folder}" + (f" ({', '.join(counts)})" if counts else "")
 
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        if path.name == "environment.json":
-            return {}
-        raise ConfigError(f"{path} does not exist; give a file that is there")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not valid JSON ({error}); make it again") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no JSON object; make it again")
-    return content
