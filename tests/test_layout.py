@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests import ROOT
+
 OURS = ("data", "models", "trainer", "launch", "tests")
 ALLOWED = {
     "data": {"data"},
