@@ -40,6 +40,7 @@ import numpy as np
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from data.command import INTERRUPTED_CODE, exit_code_of, log_to_stderr
 from data.corpora import (
     TEXT_SPLITS,
     TUPLE_FORMATS,
@@ -831,16 +832,11 @@ def _text_options(parser: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(message)s")
-    try:
-        arguments.run(arguments)
-    except DataError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except KeyboardInterrupt:
+    log_to_stderr(level=logging.INFO if arguments.verbose else logging.WARNING)
+    code = exit_code_of(lambda: arguments.run(arguments))
+    if code == INTERRUPTED_CODE:
         sys.stderr.write("interrupted; run the same command again to go on\n")
-        return 128 + signal.SIGINT
-    return 0
+    return code
 
 
 def _exit_on_terminate() -> None:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from data.command import exit_code_of
 from launch.scaling import (
     GPUS,
     INTERCONNECTS,
@@ -61,28 +62,27 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
-    try:
-        for text in rest:
-            if not (text.startswith("--") and "=" in text and "." in text.partition("=")[0]):
-                raise ConfigError(f"{text!r} is not understood; settings are given as --section.key=value")
-        recipe = load_recipe(args.recipe, [text[2:] for text in rest])
-        shape, positions = _shape_of(recipe, args.model, args.vocabulary)
-        rows = plan(
-            recipe,
-            Model.of(recipe, shape, positions=positions, guide=guide_of(recipe, args.guide)),
-            nodes=parse_nodes(args.nodes),
-            gpus_per_node=_at_least("--gpus-per-node", args.gpus_per_node, 1),
-            gpu=args.gpu,
-            link=parse_interconnect(args.interconnect),
-            lengths=_lengths(recipe, args),
-            assumed=_assumptions(args),
-            batch_per_gpu=_at_least("--batch-per-gpu", args.batch_per_gpu, 0),
-        )
-    except ConfigError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    return exit_code_of(lambda: _plan_and_print(args, rest))
+
+
+def _plan_and_print(args: argparse.Namespace, rest: Sequence[str]) -> None:
+    for text in rest:
+        if not (text.startswith("--") and "=" in text and "." in text.partition("=")[0]):
+            raise ConfigError(f"{text!r} is not understood; settings are given as --section.key=value")
+    recipe = load_recipe(args.recipe, [text[2:] for text in rest])
+    shape, positions = _shape_of(recipe, args.model, args.vocabulary)
+    rows = plan(
+        recipe,
+        Model.of(recipe, shape, positions=positions, guide=guide_of(recipe, args.guide)),
+        nodes=parse_nodes(args.nodes),
+        gpus_per_node=_at_least("--gpus-per-node", args.gpus_per_node, 1),
+        gpu=args.gpu,
+        link=parse_interconnect(args.interconnect),
+        lengths=_lengths(recipe, args),
+        assumed=_assumptions(args),
+        batch_per_gpu=_at_least("--batch-per-gpu", args.batch_per_gpu, 0),
+    )
     print(json.dumps([_record(row) for row in rows], indent=2) if args.json else _text(recipe, args, rows))
-    return 0
 
 
 def plan(

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.command import exit_code_of
 from trainer.config import ConfigError, ModelConfig, Recipe
 
 _PATIENCE_SECONDS = 600.0
@@ -405,27 +406,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--watch", type=float, metavar="SECONDS", help="again every so often, until all are done")
     parser.add_argument("--json", action="store_true", help="everything, as a list of objects")
     args = parser.parse_args(argv)
-    try:
-        if args.watch is not None and not args.watch > 0:
-            raise ConfigError(f"--watch {args.watch} must be above 0 seconds")
-        while True:
-            now = time.time()
-            runs = [read_status(Path(run), now=now) for run in args.runs]
-            text = _json(runs) if args.json else as_text(runs, now=now)
-            if args.watch is not None and not args.json and sys.stdout.isatty():
-                print("\033[H\033[2J", end="")
-            print(text, end="", flush=True)
-            if args.watch is None or all(run.state == "done" for run in runs):
-                return 0
-            time.sleep(args.watch)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename} cannot be read ({error.strerror}); ask its owner", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return exit_code_of(lambda: _show(args))
+
+
+def _show(args: argparse.Namespace) -> None:
+    if args.watch is not None and not args.watch > 0:
+        raise ConfigError(f"--watch {args.watch} must be above 0 seconds")
+    while True:
+        now = time.time()
+        runs = [read_status(Path(run), now=now) for run in args.runs]
+        text = _json(runs) if args.json else as_text(runs, now=now)
+        if args.watch is not None and not args.json and sys.stdout.isatty():
+            print("\033[H\033[2J", end="")
+        print(text, end="", flush=True)
+        if args.watch is None or all(run.state == "done" for run in runs):
+            return
+        time.sleep(args.watch)
 
 
 def _json(runs: Sequence[RunStatus]) -> str:

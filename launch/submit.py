@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from data.command import exit_code_of
 from launch.chain import Made, check_shards, read_chain
 from launch.job import Job, training_job
 from launch.options import add_options, given_options, job_options
@@ -28,11 +29,7 @@ from trainer.config import ConfigError, load_recipe
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
-    try:
-        return _submit(words)
-    except ConfigError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    return exit_code_of(lambda: _submit(words))
 
 
 def _submit(words: Sequence[str]) -> int:

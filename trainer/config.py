@@ -22,6 +22,7 @@ from typing import Any
 
 import tomli_w
 
+from data.errors import UserError
 from models.sizes import Ladder, ModelError, Size
 from trainer.presets import PRESETS, PRESETS_FOR, preset_settings
 
@@ -30,7 +31,7 @@ LOCK = "lock"  # in a run's folder: held by the run that writes there (trainer/r
 BEGUN = (LOCK, "recipe.toml.tmp")
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A user's mistake in a recipe or on the command line: one sentence that names the thing and the mend."""
 
 

@@ -35,10 +35,10 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
+from data.command import exit_code_of, log_to_stderr
 from data.tokens import load_tokenizer
 from models.encoder import EmbeddingSettings, load_encoder, truncate_layers
 from models.sizes import Ladder, Size
-from trainer.command import USER_MISTAKES
 from trainer.config import ConfigError
 from trainer.evaluation.subject import check_sizes, trained_settings
 from trainer.model_card import LIMITS, results_section, training_section
@@ -336,11 +336,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--table", choices=("float32", "int8"), default="float32", help="of a static model's tokens (%(default)s)"
     )
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    log_to_stderr()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     sizes = None if args.sizes == "all" else [name.strip() for name in args.sizes.split(",") if name.strip()]
-    try:
+
+    def export() -> None:
         folders = export_sizes(
             args.model,
             args.output,
@@ -349,11 +350,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             watts_per_rank=args.watts_per_rank,
             table=args.table,
         )
-    except USER_MISTAKES as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    sys.stdout.write("".join(f"{name}\t{folder}\n" for name, folder in folders.items()))
-    return 0
+        sys.stdout.write("".join(f"{name}\t{folder}\n" for name, folder in folders.items()))
+
+    return exit_code_of(export)
 
 
 if __name__ == "__main__":

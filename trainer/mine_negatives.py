@@ -35,13 +35,14 @@ import torch
 from tqdm import tqdm
 from transformers.utils import logging as hf_logging
 
+from data.command import run_command
 from data.corpora import TUPLE_FORMATS, Unit, corpus_of, plan_tuples
+from data.errors import UserError
 from data.files import sync, write_atomically
 from data.passages import Passages, build, is_built
 from data.tokens import load_tokenizer
 from models.encoder import load_encoder
 from models.sizes import Size
-from trainer.command import USER_MISTAKES, run_command
 from trainer.config import LOCK, ConfigError
 from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS, encoding_of
 from trainer.evaluation.retrieval import TopK
@@ -121,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 keep_negatives=args.keep_negatives,
                 stop_wanted=stops.wanted,
             )
-        except USER_MISTAKES:
+        except UserError:
             # Those of the inputs: a mended command is another one, and starts afresh.
             if not is_built(output / WORK / TEXTS):
                 shutil.rmtree(output if is_new else output / WORK)

@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
+from data.errors import UserError
 from data.files import write_atomically
 from data.stream import Stream
 from trainer.build import ModelParts, build_model, build_objective, open_shards, open_stream
 from trainer.checkpoint import Checkpointer, SavedCheckpoint, Saves, check_output_folder, no_checkpoint
-from trainer.command import MISTAKE_CODE, USER_MISTAKES
 from trainer.config import ConfigError, Recipe, as_toml, check_world, load_recipe
 from trainer.dashboard import open_dashboard
 from trainer.distributed import World, gather_objects, start
@@ -139,8 +139,8 @@ def _run(recipe: Recipe, output: Path, stops: StopRequests) -> tuple[int, str | 
                 _say_if_slow(engine)
                 write_atomically(output / "ds_config.json", json.dumps(engine.ds_config, indent=2) + "\n")
             return _train(recipe, engine, parts, stream, evaluator, stops=stops, watchdog=watchdog)
-        except USER_MISTAKES as error:
-            watchdog.report(error, MISTAKE_CODE)
+        except UserError as error:
+            watchdog.report(error, error.exit_code)
             raise
         except GaveUp:  # all ranks do
             raise

@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.command import run_command
 from data.files import write_atomically
 from trainer.build import open_shards, total_steps
-from trainer.command import run_command
 from trainer.config import ConfigError, as_toml, load_recipe
 from trainer.evaluation.retrieval import load_beir
 from trainer.evaluation.sts import read_sts
-from trainer.study_work import Job, RunFailed, Work, training_job
+from trainer.study_work import Job, Work, training_job
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +76,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--stop-after-minutes", type=float, default=0.0, metavar="M", help="let the run save, exit with 75")
     args, settings = parser.parse_known_args(argv)
     plan = make_plan(args, settings)
-    try:
-        with Work(plan.output, args.stop_after_minutes).listening() as work:
-            found = carry_out(plan, work)
-    except RunFailed as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(1)
+    with Work(plan.output, args.stop_after_minutes).listening() as work:
+        found = carry_out(plan, work)
     sys.stdout.write(selection_text(found))
 
 

@@ -21,9 +21,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from data.command import exit_code_of, log_to_stderr
 from data.tokens import load_tokenizer, tokenizer_fingerprint
 from models.encoder import EmbeddingSettings
-from trainer.command import USER_MISTAKES
 from trainer.config import ConfigError
 
 log = logging.getLogger(__name__)
@@ -87,13 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--output", required=True, type=Path, help="a new folder")
     add("--weights", nargs="+", type=float, default=[], help="of each model; none: all alike")
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    try:
-        soup(args.models, args.output, weights=args.weights)
-    except USER_MISTAKES as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return 0
+    log_to_stderr()
+    return exit_code_of(lambda: soup(args.models, args.output, weights=args.weights))
 
 
 if __name__ == "__main__":

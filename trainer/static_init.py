@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from transformers.utils import logging as hf_logging
 
+from data.command import exit_code_of, log_to_stderr
 from data.tokens import load_tokenizer
 from models.encoder import EmbeddingSettings, Encoder, load_encoder
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel, special_ids_of
-from trainer.command import USER_MISTAKES
 from trainer.config import ConfigError
 
 log = logging.getLogger(__name__)
@@ -122,15 +122,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--dim", type=int, default=0, help="principal components kept (0: all)")
     add("--sif", type=float, default=1e-4, help="a of the weight a / (a + p); 0: no weighting (%(default)s)")
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    log_to_stderr()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
-    try:
-        make_start(args.model, args.output, source=args.source, dim=args.dim, sif=args.sif)
-    except USER_MISTAKES as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return 0
+    return exit_code_of(lambda: make_start(args.model, args.output, source=args.source, dim=args.dim, sif=args.sif))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from typing import Self
 
 import psutil
 
+from data.errors import CommandEnd
 from data.parent_death import signal_at_parents_death
 from trainer.processes import Process
 
@@ -43,8 +44,11 @@ _LOOK_SECONDS = 0.5
 _GONE = Process(os.getpid(), 0.0)  # none was created then
 
 
-class Stopped(Exception):
+class Stopped(CommandEnd):
     """The run was asked to stop, and did so with a checkpoint; not an error."""
+
+    exit_code = STOPPED_CODE
+    prefix = ""
 
 
 class StopRequests:

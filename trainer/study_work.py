@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from trainer.command import MISTAKE_CODE
+from data.command import MISTAKE_CODE
+from data.errors import CommandEnd
 from trainer.config import ConfigError
 from trainer.distributed import free_port
 from trainer.stopping import STOP_FILE_VARIABLE, STOPPED_CODE, Stopped
@@ -35,7 +36,7 @@ TIMINGS_FILE = "timings.jsonl"
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
-class RunFailed(RuntimeError):
+class RunFailed(CommandEnd):
     """A run that ended without DONE, neither by a mistake of the user's nor by a wish to stop."""
 
 

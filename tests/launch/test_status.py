@@ -279,7 +279,7 @@ def test_what_cannot_be_read(
 
     monkeypatch.setattr(Path, "read_text", refuse)
     assert main([str(run)]) == 2
-    assert capsys.readouterr().err == f"error: {run}/recipe.toml cannot be read (Permission denied); ask its owner\n"
+    assert capsys.readouterr().err.startswith(f"error: {run}/recipe.toml: Permission denied; give this user leave")
 
 
 def test_watch_wants_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

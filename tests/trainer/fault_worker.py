@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from data.command import run_command
 from trainer import build, checkpoint, run, stopping, watchdog
-from trainer.command import run_command
 from trainer.distributed import start
 from trainer.engine import Engine
 from trainer.run import StopRequests

@@ -14,10 +14,10 @@ import pytest
 import tomli_w
 
 import trainer.run
+from data.command import run_command
 from data.shards import UnitWriter, finish_folder
 from models.encoder import build_masked_lm
 from tests.trainer.support import LADDER, MODEL, ROOT, launch, recipe_of, recipe_values, run_process
-from trainer.command import run_command
 from trainer.config import Recipe, as_toml
 from trainer.run import main
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from data.collate import PairCollator
+from data.command import run_command
 from data.passages import text_key
 from data.prepare import main as prepare
 from data.shards import ShardFolder
@@ -24,7 +25,6 @@ from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
 from tests.trainer.support import write_beir
 from trainer import mine_negatives as command
-from trainer.command import run_command
 from trainer.config import ConfigError
 from trainer.evaluation.encode import encode, encoder_forward
 from trainer.mine_negatives import IDENTITY, REPORT, TUPLES, WORK, main

@@ -12,9 +12,9 @@ import pytest
 import tomli_w
 from safetensors.torch import load_file
 
+from data.command import run_command
 from tests.trainer.support import float32_ds_config, recipe_values, run_process
 from trainer import select_seed as command
-from trainer.command import run_command
 from trainer.config import ConfigError
 from trainer.select_seed import SELECTION, main, make_plan, scores_at, select
 from trainer.stopping import STOP_FILE_VARIABLE, Stopped

@@ -19,11 +19,11 @@ import pytest
 import torch
 from scipy import stats
 
+from data.command import run_command
 from models.encoder import build_masked_lm
 from models.sizes import Size
 from tests.trainer.support import LADDER, MODEL, ROOT, float32_ds_config, recipe_values, run_process, write_beir
 from trainer import study as command
-from trainer.command import run_command
 from trainer.config import ConfigError
 from trainer.evaluation.raw import RawResults, RawTask, read_raw, write_raw
 from trainer.evaluation.retrieval import RunScores
