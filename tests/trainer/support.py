@@ -132,11 +132,19 @@ def recipe_of(values: Mapping[str, Any]) -> Recipe:
 
 
 def launch(
-    module: str, *arguments: str, ranks: int, timeout_seconds: float = 900.0, expect: int | None = 0
+    module: str,
+    *arguments: str,
+    ranks: int,
+    timeout_seconds: float = 900.0,
+    expect: int | None = 0,
+    before: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module under the real `deepspeed` launcher on `ranks` ranks; the whole group ends with a timeout."""
+    """Run a module under the real `deepspeed` launcher on `ranks` ranks; the whole group ends with a timeout.
+
+    before: a command that runs the launcher, such as `env NAME=VALUE`.
+    """
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
-    command = [*launcher, "--master_port", str(free_port()), "--module", module, *arguments]
+    command = [*before, *launcher, "--master_port", str(free_port()), "--module", module, *arguments]
     return run_process(command, timeout_seconds=timeout_seconds, expect=expect)
 
 
@@ -170,6 +178,15 @@ def run_process(
     if expect is not None:
         assert done.returncode == expect, f"exit code {done.returncode}\n{out[-4000:]}\n{err[-8000:]}"
     return done
+
+
+def step_clock(stat: str, seconds: float) -> None:
+    """Move `btime` in a file that stands for /proc/stat, as setting the wall clock moves it."""
+    lines = Path(stat).read_text().splitlines()
+    moved = [f"btime {int(line.split()[1]) + int(seconds)}" if line.startswith("btime") else line for line in lines]
+    with Path(stat).open("r+") as file:  # the same file, which is bound
+        file.write("\n".join(moved) + "\n")
+        file.truncate()
 
 
 def first_parameters(values: Mapping[str, Any]) -> dict[str, Tensor]:
