@@ -235,7 +235,7 @@ def _versions() -> str:
     import transformers
 
     checkout = commit(Path.cwd())
-    revision = checkout["commit"][:7] if checkout else "?"
+    revision = checkout.commit[:7] if checkout else "?"
     python = ".".join(map(str, sys.version_info[:3]))
     versions = [f"Python {python}", f"torch {torch.__version__}", f"deepspeed {deepspeed.__version__}"]
     return ", ".join([*versions, f"transformers {transformers.__version__}", f"commit {revision}"])
