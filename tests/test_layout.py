@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests import ROOT
+
 OURS = ("data", "models", "trainer", "launch", "tests")
 # How files are read, what errors are, and how commands end: the ground that every package stands on.
 ENDS = ("data.command", "data.errors", "data.files", "data.records")
