@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from launch.job import TEMPLATES
 from launch.options import time_limit_seconds
 from launch.submit import main
 from tests import ROOT
@@ -306,16 +305,6 @@ def test_what_slurm_refuses_leaves_nothing(chain, capsys, own_path):
     assert not (chain / "runs").exists()
 
 
-def test_it_works_without_torch():
-    """On a login node: neither command imports what only compute nodes have."""
-    code = (
-        "import sys; sys.modules.update(dict.fromkeys(('torch', 'deepspeed', 'transformers', 'numpy')));"
-        "import launch.submit, launch.node; sys.exit(launch.submit.main(['launch/recipes/srl_nli.toml', '--after=1',"
-        "'--nodes=1', '--gpus-per-node=1', '--dry-run']))"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
-
-
 def test_the_node_needs_nothing_but_python():
     """It runs outside containers, where nothing of ours is installed."""
     subprocess.run(
@@ -329,16 +318,6 @@ def test_the_node_runs_on_old_pythons():
     ast.parse((ROOT / "launch/node.py").read_text(), feature_version=(3, 8))
     with pytest.raises(SyntaxError):
         ast.parse("match a:\n    case 1:\n        pass", feature_version=(3, 8))
-
-
-def test_templates_are_as_they_are_shipped():
-    assert {path.name for path in TEMPLATES.iterdir()} == {
-        "attempt.sh",
-        "evaluate.sbatch",
-        "finetune.sbatch",
-        "prepare_array.sbatch",
-        "pretrain.sbatch",
-    }
 
 
 @pytest.mark.parametrize(
