@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch.demo import main
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
 
 # As the deepspeed command does: it starts a launcher, which starts a rank; all are told apart by what they write.
 STARTS = """

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.job import TEMPLATES, Job, training_job
+from launch.job import Job, training_job
 from launch.options import job_options, time_limit_seconds
 from launch.submit import main, submit_all
+from tests import ROOT
+from tests.run_folder import contents
 from trainer.config import load_recipe
 
-ROOT = Path(__file__).resolve().parents[2]
 ON_GPUS = ("--nodes=2", "--gpus-per-node=8")
 
 
@@ -41,11 +42,6 @@ def place(tmp_path, monkeypatch) -> Path:
     (tmp_path / "r.toml").write_text(CLEAN)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    found = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
 def scripts_of(capsys, *arguments: str) -> str:
@@ -408,16 +404,6 @@ def test_what_slurm_refuses_leaves_nothing(chain, capsys, own_path):
     assert not (chain / "runs").exists()
 
 
-def test_it_works_without_torch():
-    """On a login node: neither command imports what only compute nodes have."""
-    code = (
-        "import sys; sys.modules.update(dict.fromkeys(('torch', 'deepspeed', 'transformers', 'numpy')));"
-        "import launch.submit, launch.node; sys.exit(launch.submit.main(['launch/recipes/srl_nli.toml', '--after=1',"
-        "'--nodes=1', '--gpus-per-node=1', '--dry-run']))"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
-
-
 def test_the_node_needs_nothing_but_python():
     """It runs outside containers, where nothing of ours is installed."""
     subprocess.run(
@@ -431,16 +417,6 @@ def test_the_node_runs_on_old_pythons():
     ast.parse((ROOT / "launch/node.py").read_text(), feature_version=(3, 8))
     with pytest.raises(SyntaxError):
         ast.parse("match a:\n    case 1:\n        pass", feature_version=(3, 8))
-
-
-def test_templates_are_as_they_are_shipped():
-    assert {path.name for path in TEMPLATES.iterdir()} == {
-        "attempt.sh",
-        "evaluate.sbatch",
-        "finetune.sbatch",
-        "prepare_array.sbatch",
-        "pretrain.sbatch",
-    }
 
 
 @pytest.mark.parametrize(
