@@ -293,7 +293,7 @@ def test_damaged_manifests(copy):
     edits: list[tuple[Callable[[dict], object], str]] = [
         (lambda content: content.pop("shards"), "damaged"),
         (lambda content: content.update(format=99), "format 99"),
-        (lambda content: content.update(kind="images"), "kind 'images'"),
+        (lambda content: content.update(kind="images"), "kind = 'images'"),
         (lambda content: content.update(shards=[]), "no samples"),
         (lambda content: content["shards"][0].update(samples=1), "contradicts itself"),
         (lambda content: content["shards"][0]["chunks"][0]["members"].update(tok=[10**9, 4]), "contradicts itself"),
