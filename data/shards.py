@@ -608,9 +608,9 @@ def read_manifest(folder: str | Path) -> Manifest:
     names: set[str] = set()
     for shard in manifest.shards:
         inside = all(
-            offset >= BLOCKSIZE and offset + length <= shard.bytes and set(chunk.members) == set(manifest.columns)
+            set(chunk.members) == set(manifest.columns)
+            and all(offset >= BLOCKSIZE and offset + length <= shard.bytes for offset, length in chunk.members.values())
             for chunk in shard.chunks
-            for offset, length in chunk.members.values()
         )
         if not inside or shard.samples != sum(chunk.samples for chunk in shard.chunks):
             raise DataError(f"{path} contradicts itself about {shard.name}; make the shards again")
