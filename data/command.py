@@ -61,13 +61,21 @@ def exit_code_of(main: Callable[[], object]) -> int:
         if error.filename is not None:
             raise
         return _reader_gone()
-    except OSError as error:
-        sentence = describe_os_error(error)
-        if sentence is None:
+    except (OSError, MemoryError) as error:
+        known = end_for(error)
+        if known is None:
             raise
-        return tell(UserError(sentence))
-    except MemoryError as error:
-        return tell(UserError(f"the memory does not suffice ({error}); ask for less at once, or use a larger machine"))
+        return tell(known)
+
+
+def end_for(error: Exception) -> CommandEnd | None:
+    """How an exception ends a command that meets it: itself, or a sentence about the system. None: a fault of ours."""
+    if isinstance(error, CommandEnd):
+        return error
+    if isinstance(error, MemoryError):
+        return UserError(f"the memory does not suffice ({error}); ask for less at once, or use a larger machine")
+    sentence = describe_os_error(error) if isinstance(error, OSError) else None
+    return UserError(sentence) if sentence else None
 
 
 def tell(end: CommandEnd) -> int:

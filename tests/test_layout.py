@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests import ROOT
+
 OURS = ("data", "models", "trainer", "launch", "tests")
-# How files are read, what errors are, and how commands end: the ground that every package stands on.
-ENDS = ("data.command", "data.errors", "data.files", "data.records")
+# How files are read, what errors are, what is hidden, and how commands end: the ground that every package stands on.
+ENDS = ("data.command", "data.errors", "data.files", "data.records", "data.secrets")
 ALLOWED = {
     "data": {"data"},
     "models": {"models", *ENDS},

@@ -23,8 +23,8 @@ from data.documentation import (
     write_documentation,
 )
 from data.errors import DataError
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 BODY = "It has many words in it, so that there are certainly more than fifteen of them in this body."
 
 MODULE = f'''"""Module of samples.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.support import ROOT
+from tests import ROOT
 
 DOCKERFILE, APPTAINER = ROOT / "Dockerfile", ROOT / "launch/apptainer.def"
 

@@ -20,8 +20,8 @@ import pytest
 from launch import checks
 from launch.checks import BAD, OK, WARN, Finding
 from launch.doctor import _ranks_from_slurm
+from tests import ROOT
 from tests.launch.hosts import Host, Unavailable, deepspeed_commands, made, run_on_all
-from tests.trainer.support import ROOT
 
 
 def doctor(*arguments: str, shell: str = "", **environment: str) -> tuple[int, dict[str, dict[str, Any]]]:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch.node import Place, rank_environment, run_node
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
 
 # As the trainer does: it looks at the file once a step, and ends with 75.
 WAITS = """

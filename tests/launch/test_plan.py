@@ -22,8 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from launch import plan, scaling
 from launch.scaling import Collective, Model, Texts
 from models.encoder import EmbeddingSettings, build_masked_lm
+from tests import ROOT
 from tests.launch.hosts import Unavailable, deepspeed_commands, made, run_on_all
-from tests.trainer.support import MODEL, ROOT, recipe_of, recipe_values
+from tests.trainer.support import MODEL, recipe_of, recipe_values
 from trainer import build
 from trainer.config import Recipe, load_recipe
 from trainer.counts import Shape

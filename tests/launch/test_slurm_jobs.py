@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.launch.slurm_cluster import Cluster, cluster, until, why_not
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from launch.status import as_text, main, read_status
+from tests import ROOT
 from trainer.config import as_toml, build_recipe
 
-ROOT = Path(__file__).resolve().parents[2]
 NOW = 1_800_000_000.0
 CUPS = {"demi": "1x8", "short": "2x16", "tall": "3x24", "grande": "4x32", "venti": "5x40", "trenta": "6x48"}
 Line = dict[str, Any]

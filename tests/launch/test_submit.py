@@ -14,8 +14,9 @@ import pytest
 from launch.job import TEMPLATES
 from launch.options import time_limit_seconds
 from launch.submit import main
+from tests import ROOT
+from tests.run_folder import contents
 
-ROOT = Path(__file__).resolve().parents[2]
 ON_GPUS = ("--nodes=2", "--gpus-per-node=8")
 
 
@@ -31,10 +32,6 @@ def place(tmp_path, monkeypatch) -> Path:
     )
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def scripts_of(capsys, *arguments: str) -> str:

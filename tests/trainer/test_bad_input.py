@@ -17,7 +17,9 @@ import trainer.run
 from data.command import run_command
 from data.shards import UnitWriter, finish_folder
 from models.encoder import build_masked_lm
-from tests.trainer.support import LADDER, MODEL, ROOT, launch, recipe_of, recipe_values, run_process
+from tests import ROOT
+from tests.launcher import launch, run_process
+from tests.trainer.support import LADDER, MODEL, recipe_of, recipe_values
 from trainer.config import Recipe, as_toml
 from trainer.run import main
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from models.sizes import STARBUCKS_LADDER, Size
-from tests.trainer.support import ROOT, recipe_of, recipe_values
+from tests import ROOT
+from tests.trainer.support import recipe_of, recipe_values
 from trainer.config import ConfigError, Recipe, as_toml, build_recipe, check, check_world, load_recipe, read_toml
 from trainer.presets import SMAE, SRL_RETRIEVAL, SRL_STS
 

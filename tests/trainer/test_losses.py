@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.trainer.support import naive_contrastive_loss
+from tests.reference import naive_contrastive_loss
 from trainer import losses
 from trainer.losses import Tiling, choose_tiling, coordinate_divergence, cosent, false_negatives, multi_size_contrastive
 

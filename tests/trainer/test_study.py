@@ -22,7 +22,9 @@ from scipy import stats
 from data.command import run_command
 from models.encoder import build_masked_lm
 from models.sizes import Size
-from tests.trainer.support import LADDER, MODEL, ROOT, float32_ds_config, recipe_values, run_process, write_beir
+from tests import ROOT
+from tests.launcher import run_process
+from tests.trainer.support import LADDER, MODEL, float32_ds_config, recipe_values, write_beir
 from trainer import study as command
 from trainer.config import ConfigError
 from trainer.evaluation.raw import RawResults, RawTask, read_raw, write_raw
