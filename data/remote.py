@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.errors import DataError
+from data.secrets import with_variables
 
 if TYPE_CHECKING:
     import fsspec
@@ -269,7 +270,7 @@ def _open_system(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
     try:
         # fsspec keeps one system a process and thread, so that none is carried over a fork.
-        return fsspec.core.url_to_fs(address)
+        return fsspec.core.url_to_fs(with_variables(address))
     except ImportError as error:
         raise DataError(
             f"{address} needs the package {_PACKAGES[protocol]}; install it: pip install {_PACKAGES[protocol]}"

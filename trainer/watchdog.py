@@ -25,6 +25,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from data.secrets import without_secrets
 from trainer.distributed import World
 from trainer.processes import Process
 
@@ -191,7 +192,7 @@ class Watchdog:
 
     def _leave(self, reason: str, code: int) -> None:
         # On a line of its own, where a progress bar stands.
-        os.write(2, f"\nerror: rank {self._world.rank} ends with the job: {reason}\n".encode())
+        os.write(2, f"\nerror: rank {self._world.rank} ends with the job: {without_secrets(reason)}\n".encode())
         self._let_others_read()
         os._exit(code)
 

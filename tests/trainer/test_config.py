@@ -285,3 +285,34 @@ def test_frozen_layers_and_adapters_that_make_no_sense(overrides: list[str], mat
     load_recipe(path, ["model.frozen_layers=11", "model.lora_rank=8", "model.lora_targets=query,key"])  # sensible
     with pytest.raises(ConfigError, match=match):
         load_recipe(path, overrides)
+
+
+SECRET = 'data.shards=["http://user:s3cr3t@host/a"]'
+NAMED = 'data.shards=["http://user:${BARISTA_PASSWORD}@host/a"]'
+
+
+def test_what_is_written_hides_secrets(tmp_path):
+    path = write(tmp_path, "recipe.toml", MINIMAL)
+    recipe = load_recipe(path, [SECRET])
+    assert recipe.data.shards == ["http://user:s3cr3t@host/a"], "the run needs it"
+    assert "s3cr3t" not in as_toml(recipe) and '"http://***@host/a"' in as_toml(recipe)
+    again = write(tmp_path, "again.toml", as_toml(recipe))
+    with pytest.raises(ConfigError, match="a secret is hidden, as in every file of a run"):
+        load_recipe(again)
+
+
+def test_names_of_variables_are_written_as_they_are(tmp_path):
+    recipe = load_recipe(write(tmp_path, "recipe.toml", MINIMAL), [NAMED])
+    assert load_recipe(write(tmp_path, "again.toml", as_toml(recipe))) == recipe
+
+
+def test_texts_are_written_as_they_are(tmp_path):
+    """Prompts are no places: what a model reads is never changed."""
+    prompt = 'data.query_prompts=["find http://u:p@h/a?x=1 "]'
+    recipe = load_recipe(write(tmp_path, "recipe.toml", MINIMAL), ["objective.name=contrastive", prompt])
+    assert "http://u:p@h/a?x=1 " in as_toml(recipe)
+
+
+def test_words_that_are_not_utf8_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        load_recipe(write(tmp_path, "recipe.toml", MINIMAL), ["run.output=runs/\udcff"])
