@@ -27,6 +27,8 @@ from models.static_embedding import StaticConfig
 
 log = logging.getLogger(__name__)
 
+# What of a configuration says where a model comes from, not what it computes.
+NOT_COMPUTED_WITH = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
 _MEND = "give a sound model folder"
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
 # Buffers that older versions kept in files; models compute them.

@@ -40,14 +40,13 @@ from data.corpora import TUPLE_FORMATS, Unit, corpus_of, plan_tuples
 from data.errors import UserError
 from data.files import sync, write_atomically
 from data.passages import Passages, build, is_built
-from data.tokens import load_tokenizer
-from models.encoder import load_encoder
 from models.sizes import Size
 from trainer.config import LOCK, ConfigError
 from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS, encoding_of
 from trainer.evaluation.retrieval import TopK
-from trainer.evaluation.subject import check_sizes, choose_device, trained_settings
+from trainer.evaluation.subject import check_sizes, choose_device, load_model, trained_settings
 from trainer.negatives import DROPPED, Rules, choose
+from trainer.options import LARGEST_SEED, count, real
 from trainer.run_lock import Locked, lock
 from trainer.stopping import STOP_FILE_VARIABLE, Stopped, StopRequests
 
@@ -90,8 +89,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     rules = Rules(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Rules)})
     blocks = Blocks(args.queries_per_block, args.passages_per_block)
-    if min(blocks.queries, blocks.passages) < 1:
-        raise ConfigError("--queries-per-block and --passages-per-block must be at least 1")
     corpora = [Path(path) for path in args.corpus]
     corpora += [path for name in args.inputs if (path := corpus_of(name, format=args.format)) and path not in corpora]
     miner, model_identity = load_miner(args)
@@ -374,8 +371,7 @@ def load_miner(args: argparse.Namespace) -> tuple[Miner, dict[str, Any]]:
     hf_logging.disable_progress_bar()
     folder = Path(args.model)
     settings = trained_settings(folder)
-    encoder = load_encoder(folder, pooling=settings.pooling)
-    tokenizer = load_tokenizer(folder)
+    encoder, tokenizer, _ = load_model(folder, pooling=settings.pooling)
     ladder = settings.sizes
     small = ladder.find(args.size) if args.size else ladder.full
     large = ladder.find(args.rerank) if args.rerank else small
@@ -498,16 +494,37 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("which matches become negatives")
     add = group.add_argument
     add(
-        "--num-negatives", type=int, default=3, metavar="N", help="of each tuple, where there are so many (%(default)s)"
+        "--num-negatives",
+        type=count(most=10_000),
+        default=3,
+        metavar="N",
+        help="of each tuple, where there are so many (%(default)s)",
     )
-    add("--range-min", type=int, default=0, metavar="N", help="skip so many of the best that the rules leave (0)")
-    add("--range-max", type=int, default=0, metavar="N", help="look no deeper (range-min + 10 × num-negatives)")
-    add("--absolute-margin", type=float, metavar="M", help="keep what scores at least M below the positive")
-    add("--relative-margin", type=float, metavar="M", help="or M × |positive| below it: 0.05 keeps up to 95 %%")
-    add("--max-score", type=float, metavar="S")
-    add("--min-score", type=float, metavar="S")
+    add(
+        "--range-min",
+        type=count(least=0),
+        default=0,
+        metavar="N",
+        help="skip so many of the best that the rules leave (0)",
+    )
+    add(
+        "--range-max",
+        type=count(least=0),
+        default=0,
+        metavar="N",
+        help="look no deeper (range-min + 10 × num-negatives)",
+    )
+    add("--absolute-margin", type=real(least=0), metavar="M", help="keep what scores at least M below the positive")
+    add(
+        "--relative-margin",
+        type=real(least=0, below=1),
+        metavar="M",
+        help="or M × |positive| below it: 0.05 keeps up to 95 %%",
+    )
+    add("--max-score", type=real(), metavar="S")
+    add("--min-score", type=real(), metavar="S")
     add("--sampling", choices=("top", "random"), default="top", help="of those that are left (%(default)s)")
-    add("--seed", type=int, default=0, help="of random sampling (%(default)s)")
+    add("--seed", type=count(least=0, most=LARGEST_SEED), default=0, help="of random sampling (%(default)s)")
 
     group = parser.add_argument_group("reading, as for data.prepare tuples")
     add = group.add_argument
@@ -519,15 +536,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--negative-column", action="append", default=[], metavar="NAME")
     add("--skip-rows", metavar="FILE")
     add("--skip-empty", action="store_true")
-    add("--limit", type=int, metavar="N", help="tuples to read")
+    add("--limit", type=count(), metavar="N", help="tuples to read")
 
     group = parser.add_argument_group("running")
     add = group.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one (%(default)s)")
-    add("--batch-tokens", type=int, default=DEFAULT_BATCH_TOKENS, help="tokens a batch, padding included (%(default)s)")
-    add("--queries-per-block", type=int, default=QUERIES_PER_BLOCK, metavar="N", help="(%(default)s)")
-    add("--passages-per-block", type=int, default=PASSAGES_PER_BLOCK, metavar="N", help="(%(default)s)")
-    add("--stop-after-minutes", type=float, default=0.0, metavar="M", help="then end with code 75 (0: do not)")
+    add(
+        "--batch-tokens",
+        type=count(),
+        default=DEFAULT_BATCH_TOKENS,
+        help="tokens a batch, padding included (%(default)s)",
+    )
+    add("--queries-per-block", type=count(), default=QUERIES_PER_BLOCK, metavar="N", help="(%(default)s)")
+    add("--passages-per-block", type=count(), default=PASSAGES_PER_BLOCK, metavar="N", help="(%(default)s)")
+    add("--stop-after-minutes", type=real(least=0), default=0.0, metavar="M", help="then end with code 75 (0: do not)")
     return parser
 
 

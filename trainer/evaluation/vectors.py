@@ -26,13 +26,12 @@ from torch import Tensor
 
 from data.files import write_atomically
 from models.encoder import Encoder
+from models.loading import NOT_COMPUTED_WITH
 from models.sizes import Size
 from trainer.config import ConfigError
 
 STORE_FILE = "store.json"
 _FORMAT = 1
-# What of a configuration says where a model comes from, not what it computes.
-_NOT_COMPUTED_WITH = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
 _LARGEST = float(np.finfo(np.float16).max)
 _MENDS = "remove it, or give another --vectors folder"
 
@@ -61,7 +60,7 @@ def texts_digest(texts: Sequence[str]) -> str:
 
 def weights_digest(encoder: Encoder) -> str:
     """sha256 of all that the encoder computes with; a pooler takes no part, and may be fresh at every load."""
-    config = {key: value for key, value in encoder.config.to_dict().items() if key not in _NOT_COMPUTED_WITH}
+    config = {key: value for key, value in encoder.config.to_dict().items() if key not in NOT_COMPUTED_WITH}
     content = json.dumps([config, encoder.pooling], sort_keys=True, default=str)
     digest = hashlib.sha256(content.encode())
     for name, tensor in sorted(encoder.backbone.state_dict().items()):
