@@ -23,9 +23,19 @@ from trainer.config import ConfigError
 _PARTIAL, _OLD = ".partial", ".old"
 
 
-def check_place(path: Path, option: str = "--output") -> None:
-    """Refuse a path at which this user cannot make anything; `option`: what named it. Makes nothing itself."""
-    if path.is_symlink():
+def check_file(path: Path | None, option: str) -> None:
+    """Refuse a path at which this user cannot write a file; None: nothing to write."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder; name a file")
+    dangling = path.is_symlink() and not path.exists()
+    check_place(path.resolve() if dangling else path, option, link=True)
+
+
+def check_place(path: Path, option: str = "--output", *, link: bool = False) -> None:
+    """Refuse a path at which this user cannot make anything, and links unless `link`; makes nothing itself."""
+    if path.is_symlink() and not link:
         raise ConfigError(f"{option} {path} is a link; name the place itself")
     try:
         above = path if path.exists() else next(folder for folder in path.absolute().parents if folder.exists())
