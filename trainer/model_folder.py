@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shutil
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 from data.files import write_atomically
+from data.tokens import tokenizer_fingerprint
 from models.adapters import merged_tensors, save_adapter
 from models.encoder import EmbeddingSettings
 from models.sizes import Ladder
@@ -49,7 +51,8 @@ def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:
     model.config.dtype = torch.float32
     model.config.save_pretrained(tmp)
     parts.tokenizer.save_pretrained(tmp)
-    embedding_settings(recipe).save(tmp)
+    settings = embedding_settings(recipe)
+    dataclasses.replace(settings, tokenizer=tokenizer_fingerprint(parts.tokenizer)).save(tmp)
     shutil.rmtree(folder, ignore_errors=True)
     tmp.rename(folder)
     write_atomically(Path(recipe.run.output) / "DONE", "")
