@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 
 from data.errors import CommandEnd, DataError
@@ -126,10 +128,33 @@ def first_line(error: BaseException, *, limit: int = 300) -> str:
     return lines[0] if len(lines[0]) <= limit else f"{lines[0][:limit]} …"
 
 
+def open_regular(path: Path | str) -> BufferedReader:
+    """A regular file, open for reading. A pipe or a device in its place would be read for ever.
+
+    Raises:
+        OSError: with the file's name, also where something else stands there.
+
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: Path | str, *, what: str = "file", mend: str = _RESTORE) -> bytes:
+    """A whole file."""
+    with reading(path, what=what, mend=mend), open_regular(path) as file:
+        return file.read()
+
+
 def read_text(path: Path, *, what: str = "file", mend: str = _RESTORE) -> str:
     """A whole text file, which must be UTF-8."""
     with reading(path, what=what, mend=mend):
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path, what=what, mend=mend).decode("utf-8")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

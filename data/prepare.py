@@ -45,7 +45,6 @@ from data.corpora import (
     TEXT_SPLITS,
     TUPLE_FORMATS,
     Document,
-    Tally,
     TupleRecord,
     Unit,
     place,
@@ -62,6 +61,7 @@ from data.documentation import (
 )
 from data.encoding import TextEncoder
 from data.errors import DataError
+from data.lines import Tally
 from data.masking import draws, sample_keys
 from data.order import check_seed
 from data.parent_death import signal_at_parents_death

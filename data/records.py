@@ -7,6 +7,7 @@ a field `format` is versioned: a number that this version does not know raises O
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -14,7 +15,7 @@ from typing import Any, TypeVar, get_args
 import pydantic
 
 from data.errors import DataError, OtherFormat
-from data.files import first_line, reading
+from data.files import first_line, read_bytes
 
 _REMAKE = "restore it or make it again"
 
@@ -40,13 +41,15 @@ def read_record(path: Path, schema: type[Schema], *, what: str = "file", mend: s
         DataError: it cannot be read, is no JSON, or does not fit the schema.
 
     """
-    with reading(path, what=what, mend=mend):
-        content = path.read_bytes()
+    content = read_bytes(path, what=what, mend=mend)
     return parse_record(content, schema, where=f"{what} {path}", mend=mend)
 
 
 def parse_record(content: bytes | str, schema: type[Schema], *, where: str, mend: str = _REMAKE) -> Schema:
     """JSON text as its schema says; `where` names it in errors, which are those of `read_record`."""
+    with contextlib.suppress(pydantic.ValidationError):
+        return schema.model_validate_json(content)
+    # What does not fit is looked at again, for the sentence.
     values = parse_json(content, where=where, mend=mend)
     if not isinstance(values, dict):
         raise DataError(f"{where} is damaged (it holds no JSON object); {mend}")
@@ -73,8 +76,7 @@ def check_record(values: dict[str, Any], schema: type[Schema], *, where: str, me
 
 def read_json(path: Path, *, what: str = "file", mend: str = _REMAKE) -> Any:
     """A JSON file of any shape."""
-    with reading(path, what=what, mend=mend):
-        content = path.read_bytes()
+    content = read_bytes(path, what=what, mend=mend)
     return parse_json(content, where=f"{what} {path}", mend=mend)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from data.secrets import without_secrets
 from data.shards import ShardFolder
 from trainer.build import ModelParts
 from trainer.config import Recipe
@@ -81,7 +82,7 @@ def disagreement(everyone: Sequence[Mapping[str, str]]) -> str | None:
         return None
     told = [f"{name} is {_who_has_what(name, everyone)}" for name in differing[:_NAMED]]
     more = f"; and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
-    return (
+    return without_secrets(
         f"the ranks do not train the same: {'; '.join(told)}{more}; start every rank with the same recipe, and give "
         "every machine the same files"
     )

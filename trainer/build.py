@@ -27,6 +27,7 @@ from data.stream import Batches, Stream
 from data.tokens import load_tokenizer, prompt_ids
 from models.adapters import add_adapters, freeze_lower_layers
 from models.encoder import (
+    EmbeddingSettings,
     Encoder,
     base_of,
     build_masked_lm,
@@ -163,6 +164,7 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
             model_tokenizer = load_tokenizer(source)
             for folder in sources:
                 folder.check_tokenizer(model_tokenizer)
+        _check_own_tokenizer(source, sources)
     elif recipe.model.config.get("model_type") == MODEL_TYPE:
         special_ids = special_ids_of(tokenizer.all_special_ids, tokenizer.unk_token_id)
         with _made_of_config():
@@ -216,6 +218,19 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
     # Now, because the decoder starts as a copy of the first layer, and it trains.
     freeze_lower_layers(module.encoder.backbone, recipe.model.frozen_layers)
     return ModelParts(module, module.encoder, masked_lm, tokenizer)
+
+
+def _check_own_tokenizer(source: str, sources: Sequence[ShardFolder]) -> None:
+    """Refuse shards of another tokenizer than the one that the model's barista.json names."""
+    settings = EmbeddingSettings.load(source) if Path(source).is_dir() else None
+    if settings is None or settings.tokenizer is None:
+        return
+    for folder in sources:
+        if folder.manifest.tokenizer["fingerprint"] != settings.tokenizer:
+            raise ConfigError(
+                f"the shards in {folder.path} were made with another tokenizer than the one {source} was trained with, "
+                "as its barista.json says; make the shards again with the model's own"
+            )
 
 
 def build_objective(recipe: Recipe, parts: ModelParts, *, pad_id: int) -> Objective:

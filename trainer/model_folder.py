@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shutil
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 from data.files import first_line, write_atomically
+from data.tokens import tokenizer_fingerprint
 from models.adapters import merged_tensors, save_adapter
 from models.encoder import EmbeddingSettings
 from models.sizes import Ladder
@@ -66,7 +68,8 @@ def _write(full: dict[int, torch.Tensor], parts: ModelParts, recipe: Recipe) -> 
         model.config.dtype = torch.float32
         model.config.save_pretrained(tmp)
         parts.tokenizer.save_pretrained(tmp)
-        embedding_settings(recipe).save(tmp)
+        settings = embedding_settings(recipe)
+        dataclasses.replace(settings, tokenizer=tokenizer_fingerprint(parts.tokenizer)).save(tmp)
     except BaseException:
         for tmp in new.values():
             shutil.rmtree(tmp, ignore_errors=True)

@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from data.errors import UserError
 from data.files import describe_os_error, write_atomically
+from data.secrets import without_secrets
 from data.stream import Stream
 from trainer.agreement import check_agreement, frozen_fingerprint
 from trainer.build import ModelParts, build_model, build_objective, check_shared_memory, open_shards, open_stream
@@ -302,7 +303,7 @@ def _write_run_folder(recipe: Recipe, world: World) -> None:
     if world.is_main:
         packages = ("torch", "deepspeed", "transformers", "numpy", "tokenizers")
         environment = {
-            "command": sys.argv,
+            "command": [without_secrets(word) for word in sys.argv],
             "commit": _commit(),
             "world_size": world.size,
             "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor(),

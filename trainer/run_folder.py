@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import describe_os_error
+from data.secrets import without_variables
 from trainer.checkpoint import Checkpointer
 from trainer.config import BEGUN, PROBE, ConfigError, Recipe, build_recipe, read_toml
 
@@ -83,7 +84,8 @@ def _check_folder(recipe: Recipe, output: Path) -> None:
     before = _flat(build_recipe(read_toml(saved)))
     for key, value in _flat(recipe).items():
         free = key.split(".")[0] in _FREE_SECTIONS or key in _FREE_KEYS
-        if not free and before[key] != value:
+        # The folder's recipe lacks passwords, and they may change.
+        if not free and _compared(key, before[key]) != _compared(key, value):
             raise ConfigError(
                 f"run.output {output} holds a run with {key} = {before[key]!r}, not {value!r}; "
                 "resume with the run's own recipe, or name another folder"
@@ -163,6 +165,10 @@ def _unusable(output: Path, error: OSError) -> ConfigError:
     name = error.filename if error.filename and PROBE not in os.fsdecode(error.filename) else str(output)
     sentence = describe_os_error(OSError(error.errno, error.strerror, name)) or f"{error}; name another folder"
     return ConfigError(f"run.output {output} cannot be used: {sentence}")
+
+
+def _compared(key: str, value: Any) -> Any:
+    return [without_variables(each) for each in value] if key == "data.shards" else value
 
 
 def _flat(recipe: Recipe) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from typing import Any, Self
 import psutil
 import torch.distributed as dist
 
+from data.secrets import without_secrets
 from trainer.distributed import World
 from trainer.processes import Process
 
@@ -224,7 +225,7 @@ class Watchdog:
     def _leave(self, reason: str, code: int) -> None:
         # On a line of its own, where a progress bar stands.
         whose = "the run ends" if self._world.size == 1 else f"rank {self._world.rank} ends with the job"
-        os.write(2, f"\nerror: {whose}: {reason}\n".encode())
+        os.write(2, f"\nerror: {whose}: {without_secrets(reason)}\n".encode())
         self._let_others_read()
         os._exit(code)
 

@@ -14,7 +14,7 @@ import pytest
 from safetensors import safe_open
 
 from data.errors import DataError, OtherFormat
-from data.files import first_line, read_text, reading, refused_by, write_atomically
+from data.files import first_line, open_regular, read_bytes, read_text, reading, refused_by, write_atomically
 from data.records import Record, parse_record, read_json, read_record
 
 
@@ -104,6 +104,23 @@ def test_damaged_parquet_and_safetensors_name_the_file(tmp_path):
         parquet.ParquetFile(path)
     with pytest.raises(DataError, match="damaged"), reading(path):
         safe_open(path, "np")
+
+
+@pytest.mark.parametrize("thing", ["pipe", "folder", "device"])
+def test_only_regular_files_are_read(tmp_path, thing):
+    """A pipe without a writer would be waited for until the end of days."""
+    path = tmp_path / "a.json"
+    if thing == "pipe":
+        os.mkfifo(path)
+    elif thing == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    for read in (read_bytes, read_text, read_json):
+        with pytest.raises(DataError, match=r"a\.json cannot be read \(it is no regular file\)"):
+            read(path)
+    with pytest.raises(OSError, match=r"a\.json"):
+        open_regular(path)
 
 
 def test_a_fault_of_ours_is_no_damage():

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.command import run_command
-from tests.trainer.support import step_clock
+from tests.launcher import step_clock
 from trainer import build, checkpoint, run, stopping, watchdog
 from trainer.distributed import start
 from trainer.engine import Engine

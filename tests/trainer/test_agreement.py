@@ -14,7 +14,9 @@ import tomli_w
 import torch
 from torch import nn
 
-from tests.trainer.support import ROOT, launch, recipe_of, recipe_values
+from tests import ROOT
+from tests.launcher import launch
+from tests.trainer.support import recipe_of, recipe_values
 from trainer.agreement import FREE_KEYS, disagreement, facts_of, fingerprint, frozen_fingerprint
 from trainer.build import open_shards
 from trainer.config import Recipe, build_recipe

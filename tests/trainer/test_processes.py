@@ -15,7 +15,8 @@ import psutil
 import pytest
 import tomli_w
 
-from tests.trainer.support import float32_ds_config, launch, recipe_values
+from tests.launcher import launch
+from tests.trainer.support import float32_ds_config, recipe_values
 from trainer import processes
 from trainer.processes import Process, seconds_since_start, state_in
 from trainer.stopping import StopRequests
@@ -94,7 +95,7 @@ def test_a_process_below_a_stepped_clock_lives_on(tmp_path: Path) -> None:
     file.write_text(Path("/proc/stat").read_text())
     code = (
         "import sys, psutil\n"
-        "from tests.trainer.support import step_clock\n"
+        "from tests.launcher import step_clock\n"
         "from trainer.processes import Process, seconds_since_start\n"
         "me, created, age = Process.me(), psutil.Process().create_time(), seconds_since_start()\n"
         "for seconds in map(float, sys.argv[2:]):\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer.support import ROOT
+from tests import ROOT
 from trainer import watchdog
 from trainer.distributed import World
 from trainer.watchdog import NEXT_BATCH, PATIENCE_SECONDS, Watchdog
