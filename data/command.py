@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import stat
 import sys
 import time
 import traceback
@@ -20,6 +21,7 @@ from typing import NoReturn
 
 from data.errors import CommandEnd, UserError
 from data.files import describe_os_error
+from data.secrets import without_secrets
 
 TRACEBACK_VARIABLE = "BARISTA_TRACEBACK"
 MISTAKE_CODE = UserError.exit_code
@@ -43,13 +45,19 @@ def run_command(main: Callable[[], object]) -> NoReturn:
 def log_to_stderr(pattern: str = "%(message)s", *, level: int = logging.INFO) -> None:
     """Show the log on stderr: of the first rank from `level` on, of others warnings alone."""
     level = level if _rank() == "0" else max(level, logging.WARNING)
-    logging.basicConfig(level=level, format=pattern, datefmt="%H:%M:%S", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Discreet(pattern, datefmt="%H:%M:%S"))
+    logging.basicConfig(level=level, handlers=[handler])
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def exit_code_of(main: Callable[[], object]) -> int:
-    """Call a command's main; its exit code, after the sentence of whatever ended it. 0 where it returns none."""
+    """Call a command's main; its exit code, after the sentence of whatever ended it. 0 where it returns none.
+
+    Files that it makes can be changed by their owner and group at most.
+    """
+    os.umask(os.umask(0o077) | stat.S_IWOTH)
     try:
         code = main()
         return code if isinstance(code, int) else 0
@@ -88,12 +96,23 @@ def tell(end: CommandEnd) -> int:
     elif _rank() != "0":
         # All ranks stop and give up together.
         return end.exit_code
-    # Written whole, so that the sentences of several ranks do not interleave; escape codes of a file's are shown.
-    sentence = " ".join(str(end).split())
-    printable = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in sentence)
-    sys.stderr.write(f"{end.prefix}{printable}\n")
+    # Written whole, so that the sentences of several ranks do not interleave.
+    sentence = " ".join(without_secrets(end).split())
+    sys.stderr.write(f"{end.prefix}{printable(sentence)}\n")
     sys.stderr.flush()
     return end.exit_code
+
+
+def printable(text: str) -> str:
+    """A text of one line, with escape codes and other signs that would steer a terminal shown as Python writes them."""
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
+
+
+class _Discreet(logging.Formatter):
+    """Lines without the secrets of the addresses in them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return without_secrets(super().format(record))
 
 
 def _keep_traceback() -> None:
@@ -101,7 +120,7 @@ def _keep_traceback() -> None:
     if name:
         # The sentence matters more than the traceback, so a file that cannot be written ends nothing.
         with contextlib.suppress(OSError), Path(name).open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(f"rank {_rank()}, process {os.getpid()}\n{traceback.format_exc()}\n")
+            file.write(f"rank {_rank()}, process {os.getpid()}\n{without_secrets(traceback.format_exc())}\n")
 
 
 def _reader_gone() -> int:

@@ -229,7 +229,8 @@ def plan_tuples(
     names: tuple[str, ...]
     for path in paths:
         if isinstance(path, str):
-            units += _hub_units(path, wanted, subset=subset, split=split)
+            # Rows to skip are counted over the whole data set, so one process reads it.
+            units += _hub_units(path, wanted, subset=subset, split=split, whole=bool(skipped))
         elif format in ("nli", "sts") and kind_of(path) != "tsv":
             raise DataError(f"{path} is not a .tsv file, which format {format} needs; use --format columns")
         elif (kind := kind_of(path)) == "tsv":
@@ -312,7 +313,9 @@ def _parquet_units(path: Path, layout: DocumentLayout | TupleLayout, *, unit_byt
     return units
 
 
-def _hub_units(name: str, layout: DocumentLayout | TupleLayout, *, subset: str | None, split: str) -> list[Unit]:
+def _hub_units(
+    name: str, layout: DocumentLayout | TupleLayout, *, subset: str | None, split: str, whole: bool = False
+) -> list[Unit]:
     dataset = _hub_dataset(name, subset=subset, split=split)
     source = f"hub:{name}" + (f"/{subset}" if subset else "") + f"/{split}"
     try:
@@ -325,7 +328,7 @@ def _hub_units(name: str, layout: DocumentLayout | TupleLayout, *, subset: str |
         _require_columns(source, tuple(first), [layout.text_column])
     else:
         layout = _tuple_layout(source, tuple(first), layout, by_row=True)
-    shards = max(1, int(dataset.num_shards))
+    shards = 1 if whole else max(1, int(dataset.num_shards))
     unit = Unit(source, name, "hub", layout, size=0, stop=shards, subset=subset, split=split)
     return [replace(unit, source=f"{source}[{shard}/{shards}]", start=shard) for shard in range(shards)]
 

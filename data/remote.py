@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from data.errors import DataError
 from data.files import open_regular
-from data.secrets import without_secrets
+from data.secrets import with_variables, without_secrets
 from data.tokens import load_tokenizer, tokenizer_fingerprint
 
 if TYPE_CHECKING:
@@ -462,7 +462,7 @@ def _open_system(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
     try:
         # fsspec keeps one system a process and thread, so that none is carried over a fork.
-        return fsspec.core.url_to_fs(address)
+        return fsspec.core.url_to_fs(with_variables(address))
     except ImportError as error:
         raise DataError(
             f"{shown} needs the package {_PACKAGES[protocol]}; install it: pip install {_PACKAGES[protocol]}"

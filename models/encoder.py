@@ -79,12 +79,18 @@ class EmbeddingSettings:
             ) from None
 
 
+def float32_einsum(equation: str, first: Tensor, second: Tensor) -> Tensor:
+    """`torch.einsum` in float32 under autocast too, which would round both sides to its half precision again."""
+    with torch.autocast(first.device.type, enabled=False):
+        return torch.einsum(equation, first.float(), second.float())
+
+
 def pool(hidden: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
     """Token vectors [batch, seq, dim] to text vectors [batch, dim]; the mean skips padding and runs in float32."""
     if pooling == "cls":
         return hidden[:, 0]
     weights = attention_mask.to(torch.float32)
-    total = torch.einsum("bsd,bs->bd", hidden.float(), weights)
+    total = float32_einsum("bsd,bs->bd", hidden, weights)
     return (total / weights.sum(1, keepdim=True).clamp(min=1.0)).to(hidden.dtype)
 
 

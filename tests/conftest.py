@@ -21,10 +21,11 @@ os.environ.update(
 
 import pytest
 
+from tests import ROOT
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-ROOT = Path(__file__).resolve().parent.parent
 NUM_DOCSTRINGS = 3000
 # Other people's packages, tests, and modules whose docstrings are tables of codes.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}

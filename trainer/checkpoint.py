@@ -39,6 +39,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from data.files import sync, write_atomically
+from data.secrets import without_variables
 from trainer.config import BEGUN, ConfigError, Recipe, build_recipe, read_toml
 from trainer.distributed import World, gather_objects
 from trainer.engine import MASTER, MOMENTS, Piece
@@ -484,11 +485,16 @@ def check_output_folder(recipe: Recipe) -> None:
     before = _flat(build_recipe(read_toml(saved)))
     for key, value in _flat(recipe).items():
         free = key.split(".")[0] in _FREE_SECTIONS or key in _FREE_KEYS
-        if not free and before[key] != value:
+        # The folder's recipe lacks passwords, and they may change.
+        if not free and _compared(key, before[key]) != _compared(key, value):
             raise ConfigError(
                 f"run.output {output} holds a run with {key} = {before[key]!r}, not {value!r}; "
                 "resume with the run's own recipe, or name another folder"
             )
+
+
+def _compared(key: str, value: Any) -> Any:
+    return [without_variables(each) for each in value] if key == "data.shards" else value
 
 
 def _flat(recipe: Recipe) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import Any
 import tomli_w
 
 from data.errors import UserError
+from data.secrets import HIDDEN, without_secrets
 from models.sizes import Ladder, ModelError, Size
 from trainer.presets import PRESETS, PRESETS_FOR, preset_settings
 
@@ -297,6 +298,17 @@ _ABOVE_ZERO = (
     "train.score_memory_mib",
 )
 _SHARES = ("objective.encoder_mask_ratio", "objective.decoder_mask_ratio")  # in (0, 1)
+# Folders and files, which may be addresses. What texts and models are made of is never changed for showing it.
+_PLACES = (
+    "run.output",
+    "model.source",
+    "guide.model",
+    "data.shards",
+    "data.cache_dir",
+    "engine.ds_config",
+    "evaluation.sts",
+    "evaluation.beir",
+)
 _UNIT = ("model.lora_dropout", "optim.warmup_ratio", "optim.beta1", "optim.beta2")  # in [0, 1)
 
 
@@ -307,6 +319,8 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
     """
     values = read_toml(Path(path)) if path is not None else {}
     for override in overrides:
+        if not _is_unicode(override):
+            raise ConfigError(f"{override!r} is not UTF-8; use a name that is")
         key, equals, text = override.partition("=")
         section, dot, name = key.partition(".")
         if not (equals and dot and name):
@@ -407,6 +421,11 @@ def check(recipe: Recipe) -> None:
         raise ConfigError(f"objective.size = {one} outgrows the ladder's last size {ladder.full}")
     if not recipe.data.shards:
         raise ConfigError("data.shards is empty; name at least one folder written by `python -m data.prepare`")
+    if hidden := next((each for each in recipe.data.shards if "://" in each and HIDDEN in each), None):
+        raise ConfigError(
+            f"data.shards: in {hidden} a secret is hidden, as in every file of a run; give the run's own recipe, or "
+            "an environment variable in its place, https://user:${BARISTA_PASSWORD}@…"
+        )
     if recipe.data.weights and len(recipe.data.weights) != len(recipe.data.shards):
         raise ConfigError(
             f"data.weights has {len(recipe.data.weights)} entries for {len(recipe.data.shards)} folders in "
@@ -607,9 +626,29 @@ def check_world(recipe: Recipe, world_size: int) -> None:
         )
 
 
+def as_tables(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Every key with its value, by section, as anybody may see it: secrets of addresses are hidden."""
+    tables = dataclasses.asdict(recipe)
+    for key in _PLACES:
+        section, _, name = key.partition(".")
+        value = tables[section][name]
+        shown = list(map(without_secrets, value)) if isinstance(value, list) else without_secrets(value)
+        tables[section][name] = shown
+    return tables
+
+
 def as_toml(recipe: Recipe) -> str:
-    """The resolved recipe, every key written out."""
-    return tomli_w.dumps(dataclasses.asdict(recipe))
+    """The resolved recipe, every key written out, but for the secrets of its addresses."""
+    return tomli_w.dumps(as_tables(recipe))
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text can be written; bytes of a command line that are not UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _field_type(section: str, name: str) -> Any:

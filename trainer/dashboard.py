@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from models.sizes import Ladder, Size
-from trainer.config import Recipe
+from trainer.config import Recipe, as_tables
 from trainer.evaluation.report import HEADLINE_METRICS, METRIC_LABELS, close_figure, draw_heat_map
 from trainer.sinks import Layout, MLflow, Settings, Sink, TensorBoard, WeightsAndBiases
 
@@ -203,7 +203,7 @@ def layout_of(recipe: Recipe) -> Layout:
 
 def settings_of(recipe: Recipe) -> Settings:
     """The settings that runs are compared by, those of the other objective left out."""
-    values = {f"{s}.{k}": v for s, table in dataclasses.asdict(recipe).items() for k, v in table.items()}
+    values = {f"{s}.{k}": v for s, table in as_tables(recipe).items() for k, v in table.items()}
     foreign = _ONLY_CONTRASTIVE if recipe.objective.name == "masked" else _ONLY_MASKED
     ladder = " ".join(str(size) for size in recipe.ladder)
     return {name: values[name] for name in COMPARED if name not in foreign} | {"model.ladder": ladder}
@@ -214,11 +214,11 @@ def texts_of(recipe: Recipe, environment: str) -> dict[str, str]:
     defaults = dataclasses.asdict(Recipe())
     chosen = {
         section: {key: value for key, value in table.items() if value != defaults[section][key]}
-        for section, table in dataclasses.asdict(recipe).items()
+        for section, table in as_tables(recipe).items()
     }
     texts = {
         "recipe/1_changed_settings": _code(_short_toml({name: table for name, table in chosen.items() if table})),
-        "recipe/2_all_settings": _code(_short_toml(dataclasses.asdict(recipe))),
+        "recipe/2_all_settings": _code(_short_toml(as_tables(recipe))),
     }
     return texts | ({"recipe/3_environment": _code(environment)} if environment else {})
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.secrets import without_secrets
 from models.sizes import Size
 from trainer.config import ConfigError, as_toml, build_recipe, parse_json, read_toml
 from trainer.evaluation.report import METRIC_LABELS, markdown_table
@@ -47,7 +48,7 @@ def training_section(model_folder: Path, *, watts_per_rank: float | None = None)
     rows = [
         ["objective", f"{recipe.objective.name}, sizes: {recipe.objective.sizes}"],
         ["started from", recipe.model.source or f"random weights ({recipe.model.config.get('model_type')})"],
-        ["data", "; ".join(_data(Path(folder)) for folder in recipe.data.shards)],
+        ["data", "; ".join(_data(folder) for folder in recipe.data.shards)],
         ["seed", str(recipe.run.seed)],
         ["commit", str(environment.get("commit") or "unknown")],
     ]
@@ -124,10 +125,10 @@ LIMITS = """## Limits
 """
 
 
-def _data(folder: Path) -> str:
-    manifest = folder / "manifest.json"
-    if not manifest.is_file():
-        return f"{folder} (not on this machine)"
+def _data(folder: str) -> str:
+    manifest = Path(folder) / "manifest.json"
+    if "://" in folder or not manifest.is_file():
+        return f"{without_secrets(folder)} (not on this machine)"
     totals = parse_json(manifest, "file", hint="make the shards again").get("totals", {})
     counts = [f"{totals[key]:,} {key}" for key in ("samples", "tokens") if isinstance(totals.get(key), int)]
     return f"{folder}" + (f" ({', '.join(counts)})" if counts else "")

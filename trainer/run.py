@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from data.errors import UserError
 from data.files import write_atomically
+from data.secrets import without_secrets
 from data.stream import Stream
 from trainer.build import ModelParts, build_model, build_objective, open_shards, open_stream
 from trainer.checkpoint import Checkpointer, SavedCheckpoint, Saves, check_output_folder, no_checkpoint
@@ -269,7 +270,7 @@ def _write_run_folder(recipe: Recipe, world: World) -> None:
         write_atomically(output / "recipe.toml", as_toml(recipe))
         packages = ("torch", "deepspeed", "transformers", "numpy", "tokenizers")
         environment = {
-            "command": sys.argv,
+            "command": [without_secrets(word) for word in sys.argv],
             "commit": _commit(),
             "world_size": world.size,
             "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor(),

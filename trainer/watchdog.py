@@ -25,6 +25,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from data.secrets import without_secrets
 from trainer.distributed import World
 from trainer.processes import Process
 
@@ -74,13 +75,13 @@ class Watchdog:
         # torchrun's store outlives its ranks.
         self._store = dist.PrefixStore(f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         me = Process.me()
-        self._put(f"process/{self._world.rank}", [socket.gethostname(), me.pid, me.created])
+        self._put(f"process/{self._world.rank}", [socket.gethostname(), me.pid, me.started])
         self._put(f"beat/{self._world.rank}", self._state(0))
         everyone = range(self._world.size)
         known = [json.loads(each) for each in self._store.multi_get([f"process/{rank}" for rank in everyone])]
-        for rank, (host, pid, created) in zip(everyone, known):
+        for rank, (host, pid, started) in zip(everyone, known):
             if host == socket.gethostname() and rank != self._world.rank:
-                self._neighbours[rank] = Process(pid, created)
+                self._neighbours[rank] = Process(pid, started)
         self._thread.start()
         return self
 
@@ -191,7 +192,7 @@ class Watchdog:
 
     def _leave(self, reason: str, code: int) -> None:
         # On a line of its own, where a progress bar stands.
-        os.write(2, f"\nerror: rank {self._world.rank} ends with the job: {reason}\n".encode())
+        os.write(2, f"\nerror: rank {self._world.rank} ends with the job: {without_secrets(reason)}\n".encode())
         self._let_others_read()
         os._exit(code)
 

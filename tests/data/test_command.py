@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
+import stat
+import subprocess
+import sys
 
 import pytest
 
@@ -41,6 +45,7 @@ def ending(error: BaseException):
         ),
         (MemoryError("8 TiB"), 2, "error: the memory does not suffice (8 TiB)"),
         (DataError("file \x1b[31mred"), 2, "error: file \\x1b[31mred\n"),
+        (DataError("shard http://u:s3cr3t@h/a is gone"), 2, "error: shard http://***@h/a is gone\n"),
     ],
 )
 def test_an_end_is_one_line_and_a_code(error, code, said, capsys):
@@ -79,3 +84,27 @@ def test_a_traceback_is_kept_where_it_is_wanted(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("BARISTA_TRACEBACK", str(tmp_path / "absent" / "trace"))
     assert exit_code_of(ending(DataError("file a is empty"))) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_log_and_kept_tracebacks_hide_secrets(tmp_path):
+    """In a process of its own, as the log is set up once."""
+    code = (
+        "import logging\nfrom data.command import run_command\nfrom data.errors import DataError\n"
+        "def main():\n    logging.getLogger('a').warning('fetching %s', 'http://u:s3cr3t@h/a')\n"
+        "    raise DataError('http://u:s3cr3t@h/a cannot be fetched')\nrun_command(main)"
+    )
+    kept = tmp_path / "tracebacks"
+    environment = {**os.environ, "BARISTA_TRACEBACK": str(kept)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 2 and "fetching http://***@h/a" in done.stderr
+    assert "s3cr3t" not in done.stderr + kept.read_text() and "Traceback" in kept.read_text()
+
+
+def test_nothing_is_made_that_everybody_may_change(tmp_path):
+    before = os.umask(0)
+    try:
+        assert exit_code_of(lambda: (tmp_path / "a").touch()) == 0
+        (tmp_path / "folder").mkdir()
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a", "folder")] == [0o664, 0o775]

@@ -164,20 +164,25 @@ def test_inputs_that_are_not_there_are_refused(tmp_path: Path) -> None:
     refused("limit is 0", texts_of, tmp_path / "a.jsonl", limit=0)
 
 
-def test_hub_data_sets_stream_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def local_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's "someone/corpus", subset "small": the folder's jsonl files, a shard each."""
     import datasets
 
-    for number in range(3):
-        write_jsonl(tmp_path / f"{number}.jsonl", ({"text": f"{number}-{row}"} for row in range(4)))
     load = datasets.load_dataset
 
     def local(name: str, subset: str | None, *, split: str, streaming: bool) -> Any:
         assert (name, subset, streaming) == ("someone/corpus", "small", True)
-        files = sorted(map(str, tmp_path.glob("*.jsonl")))
-        return load("json", data_files={"train": files}, split=split, streaming=True, cache_dir=str(tmp_path / "cache"))
+        files = sorted(map(str, folder.glob("*.jsonl")))
+        return load("json", data_files={"train": files}, split=split, streaming=True, cache_dir=str(folder / "cache"))
 
     monkeypatch.setattr(corpora, "_require_hub", lambda mend: None)
     monkeypatch.setattr(datasets, "load_dataset", local)
+
+
+def test_hub_data_sets_stream_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        write_jsonl(tmp_path / f"{number}.jsonl", ({"text": f"{number}-{row}"} for row in range(4)))
+    local_hub(tmp_path, monkeypatch)
     units = plan_documents(["someone/corpus"], subset="small")
     assert [unit.source for unit in units] == [f"hub:someone/corpus/small/train[{shard}/3]" for shard in range(3)]
     assert texts_of("someone/corpus", subset="small") == [f"{number}-{row}" for number in range(3) for row in range(4)]
@@ -274,6 +279,20 @@ def test_nli_and_sts_files(tmp_path: Path) -> None:
     assert tuples_of(sts, format="sts") == [("one", ["two"], [], 4.5), ("three", ['f"our'], [], 0.0)]
     refused("skip.txt2 cannot be read", tuples_of, path, skip_rows=str(tmp_path / "skip.txt2"))
     refused("one input at a time", tuples_of, path, sts, skip_rows=str(tmp_path / "skip.txt"))
+
+
+def test_rows_to_skip_of_a_hub_data_set_count_over_all_its_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a limit: so many of those that are left, as a published cut with a hold-out is made (docs/static.md)."""
+    for number in range(3):
+        write_jsonl(tmp_path / f"{number}.jsonl", ({"query": f"q{4 * number + i}", "positive": "p"} for i in range(4)))
+    local_hub(tmp_path, monkeypatch)
+    (tmp_path / "held_out.txt").write_text("1\n6\n11\n")
+    options = {"subset": "small", "skip_rows": str(tmp_path / "held_out.txt")}
+    kept = [query for query, *_ in tuples_of("someone/corpus", **options)]
+    assert kept == [f"q{row}" for row in range(12) if row not in (1, 6, 11)]
+    assert [query for query, *_ in tuples_of("someone/corpus", **options, limit=6)] == kept[:6]
 
 
 @pytest.fixture

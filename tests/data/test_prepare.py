@@ -18,11 +18,12 @@ from data.corpora import read_beir_texts, read_tuples
 from data.errors import CommandEnd, DataError
 from data.prepare import main
 from data.shards import ShardFolder
+from tests import ROOT
+from tests.run_folder import contents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-ROOT = Path(__file__).resolve().parents[2]
 # A machine under load may take long to start Python; a test that waits longer than this hangs.
 PATIENCE_SECONDS = 120
 
@@ -54,10 +55,6 @@ def run(*arguments: object) -> int:
 def documents(corpus: Path, output: Path, tokenizer: Path, *options: object, processes: int = 1) -> int:
     fixed = ("--output", output, "--tokenizer", tokenizer, "--chunk-samples", 64, "--processes", processes)
     return run("documents", corpus, *fixed, *options)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def words(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:

@@ -3,6 +3,7 @@ skipped shards that leave all ranks in step."""
 
 from __future__ import annotations
 
+import base64
 import errno
 import fcntl
 import gzip
@@ -71,6 +72,7 @@ class Server(ThreadingHTTPServer):
         self.packed = False  # answers are gzipped
         self.pauses: dict[str, float] = {}  # seconds before the head, before the body, between the body's bytes
         self.ended = threading.Event()
+        self.authorisations: set[str | None] = set()
 
     @property
     def address(self) -> str:
@@ -86,6 +88,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.queries.add(query)
         self.server.credentials.add(self.headers.get("Authorization", ""))
         self.server.requests[name] += 1
+        self.server.authorisations.add(self.headers["Authorization"])
         path = self.server.folder / name
         answer: bytes | int = path.read_bytes() if path.is_file() else 404
         if (faults := self.server.faults.get(name)) and isinstance(answer, bytes):
@@ -683,3 +686,15 @@ def test_a_look_at_the_data_touches_few_shards(folder, monkeypatch):
     last = len(source.manifest.shards) - 1
     assert set(shards.tolist()) == {0, last // 2, last}
     assert len(looked_at) == len(set(looked_at.tolist())) > 20
+
+
+def test_a_password_that_a_variable_holds(server, tmp_path, monkeypatch):
+    """It is sent to the server, and is in nothing that the folder says of itself."""
+    address = server.address.replace("://", "://user:${BARISTA_PASSWORD}@")
+    cache = Cache.at(tmp_path / "cache", GIB)
+    with pytest.raises(DataError, match="BARISTA_PASSWORD, which is not set here"):
+        ShardFolder(address, cache=cache)
+    monkeypatch.setenv("BARISTA_PASSWORD", "s3cr3t/@")
+    source = ShardFolder(address, cache=cache)
+    assert server.authorisations == {"Basic " + base64.b64encode(b"user:s3cr3t/@").decode()}
+    assert "s3cr3t" not in str(source.path)

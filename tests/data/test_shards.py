@@ -25,6 +25,7 @@ from data import shards
 from data.errors import DataError
 from data.remote import Cache
 from data.shards import ShardFolder, UnitWriter, finish_folder, finished_unit, read_manifest, token_dtype
+from tests.run_folder import contents
 
 NUM_TEXTS = 400
 OPTIONS = {"chunk_samples": 16, "shard_bytes": 20_480}
@@ -68,10 +69,6 @@ def write_documents(folder: Path, texts: list[list[int]], *, tokenizer, unit_sta
             for index in ids:
                 writer.add_document(texts[index])
     return finish_folder(folder, len(unit_starts), tokenizer=tokenizer, name="tiny")
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def first_tar(folder: Path) -> Path:

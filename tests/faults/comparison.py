@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Of a record in metrics.jsonl, time and memory; the rest must repeat.
-CLOCKED = {"tokens_per_second", "mfu", "data_wait_share", "memory_mib", "seconds"}
+from tests.run_folder import CLOCKED
 
 Document = tuple[int, int]  # (source, index within it)
 Facts = dict[int, str]  # by step

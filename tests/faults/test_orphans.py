@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from tests.trainer.support import ROOT
+from tests import ROOT
 
 # Waits for its stdin, which the test's end closes.
 RANK = """

@@ -7,9 +7,7 @@ process below it carries MARK in its environment, whoever its parent has become,
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,8 +18,9 @@ import psutil
 import tomli_w
 
 from data.shards import UnitWriter, finish_folder
-from tests.trainer.support import ROOT, float32_ds_config, recipe_values, with_dropout
-from trainer.distributed import free_port
+from tests import ROOT
+from tests.launcher import environment_of_ranks, launcher_command
+from tests.trainer.support import float32_ds_config, recipe_values, with_dropout
 
 RANKS = 2
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -94,24 +93,13 @@ class Start:
 
 def start(inputs: Path, run: Path, stage: int, *, mark: str) -> Start:
     """Start a run of that stage in `run`, or go on with it; what it prints goes into a file beside the folder."""
-    program = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(RANKS)]
-    module = ["--master_port", str(free_port()), "--module", "trainer.pretrain"]
     recipe = ["--config", str(inputs / f"zero{stage}.toml"), f"--run.output={run}", "--resume", "auto"]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONWARNINGS": "ignore",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-        MARK: mark,
-    }
+    command = launcher_command("trainer.pretrain", *recipe, ranks=RANKS)
+    environment = {**environment_of_ranks(), MARK: mark}
     log = run.with_name(f"{run.name}.log")
     with log.open("ab") as file:
         began = time.time()
-        process = subprocess.Popen(
-            [*program, *module, *recipe], cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True)
     return Start(process, mark, log, began)
 
 

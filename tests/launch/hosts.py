@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 DEVICE = "eth0"
 TOOLS = ("ip", "nsenter", "unshare", "mount", "hostname")
 

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from safetensors.torch import load_file
 
 from tests.launch.hosts import Host, Unavailable, deepspeed_commands, made, run_on_all
-from tests.trainer.support import first_parameters, float32_ds_config, recipe_values, train_naively
+from tests.reference import first_parameters, train_naively
+from tests.run_folder import weights
+from tests.trainer.support import float32_ds_config, recipe_values
 
 PARAMETER_TOLERANCE = 1e-5  # absolute, after steps that move parameters by up to 0.1
 STEPS = 2
@@ -79,7 +80,7 @@ def test_a_training_of_two_hosts_is_that_of_one_process(
     assert (run / "DONE").is_file()
     assert json.loads((run / "environment.json").read_text())["world_size"] == 3
     want = train_naively(fine_tuning, steps=STEPS)[-1]["parameters"]
-    got = {f"backbone.{name}": value for name, value in load_file(run / "model" / "model.safetensors").items()}
+    got = {f"backbone.{name}": value for name, value in weights(run).items()}
     assert largest_difference(got, want) < PARAMETER_TOLERANCE
     assert largest_difference(got, first_parameters(fine_tuning)) > 1e3 * PARAMETER_TOLERANCE
     # Each host sends at least its share of every step's gradients, in float32.

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from tests import ROOT
 from tests.launch.slurm_cluster import Cluster, cluster, until, why_not
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 12
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 

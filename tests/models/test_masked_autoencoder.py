@@ -178,6 +178,33 @@ def test_other_families_train(family, tiny_tokenizer, docstrings):
     assert float(encoder_losses[-1]) == pytest.approx(float(own), rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["relu", "gelu_new"])
+@pytest.mark.parametrize("family", ["bert", "distilbert", "modernbert", "roberta"])
+def test_the_head_has_the_activation_of_the_models_config(family, name, tiny_tokenizer, docstrings):
+    """transformers' own MLM loss. RoBERTa's head there is gelu, whatever its config says of the layers."""
+    torch.manual_seed(0)
+    shape: dict = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96)
+    if family == "distilbert":
+        shape = dict(dim=48, n_layers=2, n_heads=4, hidden_dim=96, activation=name)
+    elif family == "modernbert":
+        shape |= dict(hidden_activation=name, classifier_activation=name)
+    else:
+        shape |= dict(hidden_act=name)
+    config = dict(model_type=family, max_position_embeddings=80, initializer_range=0.5, **shape)
+    masked_lm = build_masked_lm(config, vocab_size=len(tiny_tokenizer), pad_token_id=0).eval()
+    model = MaskedAutoencoder(masked_lm, pooling="cls", with_decoder=False).eval()
+    inputs = masked_texts(docstrings[:6], tiny_tokenizer)
+
+    def ours() -> float:
+        return fused_loss(model, [Size(2, 48)], [1.0], inputs, with_decoder=False)[0].item()
+
+    own = float(masked_lm(inputs[2], attention_mask=inputs[1], labels=inputs[3]).loss.detach())
+    assert ours() == pytest.approx(own, rel=1e-6)
+    # Negative control: a head of another activation is noticed.
+    model.head.activation = torch.nn.ReLU() if family == "roberta" else torch.nn.GELU()
+    assert ours() != pytest.approx(own, rel=1e-6)
+
+
 @pytest.mark.parametrize("chunk_rows", [1, 7, 64])
 def test_linear_cross_entropy_in_chunks(chunk_rows):
     generator = torch.Generator().manual_seed(0)

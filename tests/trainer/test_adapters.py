@@ -1,7 +1,7 @@
 """Training a part of the encoder: frozen lower layers, and low-rank adapters through peft.
 
 Steps of 2 ranks at every ZeRO stage equal those of one plain process. For frozen layers that is the restatement in
-`support` with the same parameters frozen by name; for adapters it is y = (W + α/r · B A) x written out on the plain
+`reference` with the same parameters frozen by name; for adapters it is y = (W + α/r · B A) x written out on the plain
 encoder, without peft. Then whole commands: what a run leaves behind, and 6 steps = 3 + resume + 3.
 """
 
@@ -26,16 +26,11 @@ from transformers import AutoModel
 from models.adapters import add_adapters, freeze_lower_layers, merged_tensors, save_adapter
 from models.encoder import Encoder, build_masked_lm, load_encoder
 from models.sizes import ModelError, Size
-from tests.trainer.support import (
-    MODEL,
-    ROOT,
-    first_parameters,
-    float32_ds_config,
-    launch,
-    recipe_of,
-    recipe_values,
-    train_naively,
-)
+from tests import ROOT
+from tests.launcher import launch
+from tests.reference import first_parameters, train_naively
+from tests.run_folder import steps_of, weights
+from tests.trainer.support import MODEL, float32_ds_config, recipe_of, recipe_values
 from trainer.build import build_model, open_shards
 from trainer.checkpoint import check_output_folder
 from trainer.config import ConfigError
@@ -377,8 +372,7 @@ def runs(recipes: dict[str, Values], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def losses(run: Path) -> list[tuple[int, float, float]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in steps_of(run)]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -401,7 +395,7 @@ def test_the_model_of_a_run_is_ordinary_and_merged(name: str, runs: Path, source
     before = load_encoder(source).backbone
     untouched = {key: value.clone() for key, value in before.state_dict().items()}
     theirs = PeftModel.from_pretrained(before, str(runs / name / "adapter")).merge_and_unload().state_dict()
-    saved = load_file(runs / name / "model" / "model.safetensors")
+    saved = weights(runs / name)
     assert saved.keys() == theirs.keys()
     changed = set()
     for key, value in theirs.items():

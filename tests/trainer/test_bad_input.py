@@ -17,8 +17,11 @@ import trainer.run
 from data.command import run_command
 from data.shards import UnitWriter, finish_folder
 from models.encoder import build_masked_lm
-from tests.trainer.support import LADDER, MODEL, ROOT, launch, recipe_of, recipe_values, run_process
-from trainer.config import Recipe, as_toml
+from tests import ROOT
+from tests.launcher import launch, run_process
+from tests.trainer.support import LADDER, MODEL, recipe_of, recipe_values
+from trainer.checkpoint import check_output_folder
+from trainer.config import ConfigError, Recipe, as_toml
 from trainer.run import main
 
 Values = dict[str, dict[str, Any]]
@@ -328,6 +331,23 @@ def test_missing_models(values: Values, refusal: Callable[..., str], tmp_path: P
     sentence = refusal(changed(without, "model.source", "nobody/no-such-model"))
     assert "nobody/no-such-model" in sentence and "network" in sentence
     assert "config.json" in refusal(changed(without, "model.source", str(tmp_path / "absent")))
+
+
+def test_a_changed_password_is_the_same_run(values: Values, tmp_path: Path) -> None:
+    """A run's recipe.toml lacks it. Another host is another run."""
+
+    def recipe(address: str) -> Recipe:
+        return recipe_of(changed(changed(values, "data.shards", [address]), "run.resume", "auto"))
+
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / "recipe.toml").write_text(as_toml(recipe("http://user:s3cr3t@host/a")))
+    assert "s3cr3t" not in (output / "recipe.toml").read_text()
+    for same in ("http://user:s3cr3t@host/a", "http://user:changed@host/a", "http://user:${BARISTA_PASSWORD}@host/a"):
+        check_output_folder(recipe(same))
+    with pytest.raises(ConfigError) as refused:
+        check_output_folder(recipe("http://user:s3cr3t@elsewhere/a"))
+    assert "elsewhere" in str(refused.value)
 
 
 def test_output_folders(values: Values, refusal: Callable[..., str], tmp_path: Path) -> None:

@@ -27,7 +27,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tests.trainer.support import ROOT, float32_ds_config, launch, recipe_values
+from tests import ROOT
+from tests.launcher import launch
+from tests.run_folder import lines_of
+from tests.trainer.support import float32_ds_config, recipe_values
 from trainer import checkpoint
 from trainer.checkpoint import Checkpointer, Saves
 from trainer.config import ConfigError
@@ -471,8 +474,7 @@ def test_required_and_all_are_damaged(tuple_shards: Path, tmp_path: Path) -> Non
 
 
 def steps_of(output: Path, key: str) -> list[int]:
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [line["step"] for line in lines if key in line]
+    return [line["step"] for line in lines_of(output) if key in line]
 
 
 def test_one_rank_that_cannot_write(tuple_shards: Path, tmp_path: Path) -> None:

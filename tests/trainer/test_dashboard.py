@@ -18,7 +18,9 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from data.errors import DataError
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
-from tests.trainer.support import float32_ds_config, launch, recipe_of, recipe_values
+from tests.launcher import launch
+from tests.run_folder import lines_of
+from tests.trainer.support import float32_ds_config, recipe_of, recipe_values
 from trainer.config import ConfigError, LogConfig, Recipe, as_toml
 from trainer.dashboard import (
     COMPARED,
@@ -77,10 +79,6 @@ def drawn(run: Path) -> dict[tuple[str, str], dict[int, float]]:
         for tag in accumulator.Tags()["scalars"]:
             found[name, tag] = {scalar.step: scalar.value for scalar in accumulator.Scalars(tag)}
     return found
-
-
-def lines_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_real_run(tmp_path: Path, tuple_shards: Path, tasks: list[str]) -> None:

@@ -17,7 +17,10 @@ from typing import Any
 import pytest
 import tomli_w
 
-from tests.trainer.support import ROOT, float32_ds_config, launch, recipe_values
+from tests import ROOT
+from tests.launcher import launch
+from tests.run_folder import steps_of
+from tests.trainer.support import float32_ds_config, recipe_values
 
 STEPS = 8
 SEGMENTS = ((2, 2), (1, 5), (4, 7), (2, STEPS))  # (ranks, last step)
@@ -85,8 +88,7 @@ def runs(document_shards: Path, tuple_shards: Path, tmp_path_factory: pytest.Tem
 
 
 def losses(run: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
+    return [line["loss"] for line in steps_of(run)]
 
 
 def samples(folder: Path) -> list[list[list[int]]]:

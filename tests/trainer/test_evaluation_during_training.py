@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from models.encoder import load_encoder
-from tests.trainer.support import float32_ds_config, launch, recipe_of, recipe_values, write_beir
+from tests.launcher import launch
+from tests.run_folder import lines_of
+from tests.trainer.support import float32_ds_config, recipe_of, recipe_values, write_beir
 from trainer.config import as_toml
 from trainer.evaluate import main as evaluate
 
@@ -42,8 +44,7 @@ def test_scores_are_those_of_the_saved_model(stage, tmp_path, tuple_shards, task
     )
     (tmp_path / "recipe.toml").write_text(as_toml(recipe_of(values)))
     launch("trainer.finetune", "--config", str(tmp_path / "recipe.toml"), ranks=2)
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    scored = {r["step"]: r for r in records if any(key.startswith("evaluation/") for key in r)}
+    scored = {r["step"]: r for r in lines_of(run) if any(key.startswith("evaluation/") for key in r)}
     assert sorted(scored) == [2, 4]
     inputs = ["--model", str(run / "model"), "--beir", *tasks["beir"], "--sts", *tasks["sts"]]
     assert evaluate(["sizes", *inputs, "--json", str(tmp_path / "scores.json"), "--device", "cpu"]) == 0

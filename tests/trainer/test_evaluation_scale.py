@@ -23,9 +23,12 @@ from transformers import PreTrainedTokenizerFast
 
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
 from models.sizes import Size
-from tests.trainer.support import ROOT, free_port, launch, run_process, write_beir
+from tests import ROOT
+from tests.launcher import launch, run_process
+from tests.trainer.support import write_beir
 from trainer import evaluate
 from trainer.config import ConfigError
+from trainer.distributed import free_port
 from trainer.evaluation import faiss_search, vectors
 from trainer.evaluation.comparison import verdicts_of
 from trainer.evaluation.encode import encode, encoder_forward

@@ -1,6 +1,6 @@
 """One optimizer step on any number of ranks, at any ZeRO stage, in any micro-batches, is the step of one plain process.
 
-Every case runs under the real launcher on real shards and is compared with the restatement in `support`: whole batch,
+Every case runs under the real launcher on real shards and is compared with the restatement in `reference`: whole batch,
 whole score matrices, torch's own autograd and AdamW. Negative controls break the trainer on purpose.
 """
 
@@ -16,16 +16,10 @@ import torch
 
 from launch.scaling import BUCKET_ELEMENTS
 from models.encoder import build_masked_lm
-from tests.trainer.support import (
-    MODEL,
-    ROOT,
-    first_parameters,
-    float32_ds_config,
-    launch,
-    recipe_values,
-    train_naively,
-    with_dropout,
-)
+from tests import ROOT
+from tests.launcher import launch
+from tests.reference import first_parameters, train_naively
+from tests.trainer.support import MODEL, float32_ds_config, recipe_values, with_dropout
 
 LOSS_TOLERANCE = 1e-6  # relative
 PARAMETER_TOLERANCE = 1e-5  # absolute, after steps that move parameters by up to 0.1

@@ -14,16 +14,17 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from safetensors.torch import load_file
 
-from tests.trainer.support import ROOT, float32_ds_config, launch, recipe_values, with_dropout
+from tests import ROOT
+from tests.launcher import launch
+from tests.run_folder import lines_of, records, weights
+from tests.trainer.support import float32_ds_config, recipe_values, with_dropout
 from trainer.faults import Health
 
 STEPS, BATCH = 6, 12
 NAN = {"kind": "nan", "step": 3, "rank": 1}
 NAN_GRADIENT = {"kind": "nan gradient", "step": 3, "rank": 0}
 SKIP = {"kind": "skip", "step": 3}  # told to, on all ranks
-CLOCKED = {"tokens_per_second", "mfu", "data_wait_share", "memory_mib", "seconds", "skipped_steps"}
 ENGINES = ("zero0", "zero1", "zero2", "bf16", "zero3")
 
 
@@ -62,17 +63,9 @@ def runs(document_shards: Path, tuple_shards: Path, tmp_path_factory: pytest.Tem
     return folder
 
 
-def lines(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def records(run: Path) -> dict[int, dict[str, Any]]:
-    found = [line for line in lines(run) if "lr" in line]
-    return {line["step"]: {key: value for key, value in line.items() if key not in CLOCKED} for line in found}
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "model" / "model.safetensors")
+def by_step(run: Path) -> dict[int, dict[str, Any]]:
+    """Records, with the count of steps skipped so far left blank."""
+    return {record["step"]: {**record, "skipped_steps": None} for record in records(run)}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -80,40 +73,40 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 def test_a_step_without_numbers_is_skipped_on_all_ranks(engine: str, fault: str, runs: Path) -> None:
     """Weights, moments and draws of every later step are those of a run that left the step out for another reason."""
     broken, told = runs / f"{engine}-{fault}", runs / f"{engine}-skip"
-    got, want = records(broken), records(told)
+    got, want = by_step(broken), by_step(told)
     assert all(got[step] == want[step] for step in range(1, STEPS + 1) if step != 3)
     assert all(torch.equal(value, weights(told)[name]) for name, value in weights(broken).items())
-    assert [line["skipped_steps"] for line in lines(broken) if "skipped_steps" in line][-1] == 1
+    assert [line["skipped_steps"] for line in lines_of(broken) if "skipped_steps" in line][-1] == 1
 
 
 def test_a_skipped_step_makes_a_difference(runs: Path) -> None:
     """Negative control: the step that is left out would have moved the weights."""
-    skipped, fine = records(runs / "zero0-skip"), records(runs / "zero0-fine")
+    skipped, fine = by_step(runs / "zero0-skip"), by_step(runs / "zero0-fine")
     assert all(skipped[step] == fine[step] for step in (1, 2))
     assert skipped[4]["loss"] != fine[4]["loss"]
 
 
 def test_the_fault_is_named(runs: Path) -> None:
     # Masked losses are each rank's own; contrastive ones are of all ranks' passages, so there a replay tells the rank.
-    (fault,) = [line for line in lines(runs / "zero2-nan") if "fault" in line]
+    (fault,) = [line for line in lines_of(runs / "zero2-nan") if "fault" in line]
     assert (fault["step"], fault["fault"], fault["fault/loss"]) == (3, "non-finite loss", "nan")
     assert math.isfinite(float(fault["by_rank"][0])) and fault["by_rank"][1] == "nan"
     assert len({tuple(sample) for sample in fault["samples"]}) == BATCH
-    (fault,) = [line for line in lines(runs / "zero1-gradient") if "fault" in line]
+    (fault,) = [line for line in lines_of(runs / "zero1-gradient") if "fault" in line]
     assert fault["fault"] == "non-finite gradient" and all(math.isfinite(float(value)) for value in fault["by_rank"])
-    assert not [line for line in lines(runs / "zero0-fine") if "fault" in line]
+    assert not [line for line in lines_of(runs / "zero0-fine") if "fault" in line]
 
 
 def test_the_same_recipe_gives_the_same_curve(runs: Path) -> None:
     """To the last bit; test_resume.py has a control with another seed, and compares runs of different processes."""
-    assert records(runs / "zero0-again") == records(runs / "zero0-fine")
+    assert by_step(runs / "zero0-again") == by_step(runs / "zero0-fine")
     again = weights(runs / "zero0-again")
     assert all(torch.equal(value, again[name]) for name, value in weights(runs / "zero0-fine").items())
 
 
 def test_a_replay_finds_where_it_began(runs: Path) -> None:
     report = json.loads((runs / "zero0-nan" / "replay_step_3.json").read_text())
-    (fault,) = [line for line in lines(runs / "zero0-nan") if "fault" in line]
+    (fault,) = [line for line in lines_of(runs / "zero0-nan") if "fault" in line]
     assert (report["step"], report["weights_of_step"], report["losses"]["loss"]) == (3, 2, "nan")
     first, second = report["ranks"]
     assert first["first_non_finite_output"] is None
@@ -127,7 +120,7 @@ def test_a_replay_finds_where_it_began(runs: Path) -> None:
 
 
 def test_a_replay_of_a_good_step_is_that_step(runs: Path) -> None:
-    report, record = json.loads((runs / "zero0-fine" / "replay_step_5.json").read_text()), records(runs / "zero0-fine")
+    report, record = json.loads((runs / "zero0-fine" / "replay_step_5.json").read_text()), by_step(runs / "zero0-fine")
     assert report["weights_of_step"] == 4
     for name, value in report["losses"].items():
         assert float(value) == pytest.approx(record[5][name], rel=1e-6), name

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from safetensors.torch import load_file
 
 from data.collate import PairBatch, Texts
-from tests.trainer.support import _naive_guide, float32_ds_config, launch, recipe_of, recipe_values
+from tests.launcher import launch
+from tests.reference import naive_guide
+from tests.run_folder import steps_of, weights
+from tests.trainer.support import float32_ds_config, recipe_of, recipe_values
 from trainer import guide as guides
 from trainer.build import build_model, open_shards, open_stream
 from trainer.config import ConfigError
@@ -55,7 +57,7 @@ def test_its_vectors_are_those_of_texts_one_by_one(values: Values) -> None:
     beats: list[str] = []
     queries, passages = guide.vectors(batch.queries, batch.passages, device=CPU, beat=beats.append)
     assert len(beats) == 2 if guide.encoder.is_static else len(beats) > 2  # several micro-batches
-    want = _naive_guide([batch], recipe)
+    want = naive_guide([batch], recipe)
     torch.testing.assert_close(queries @ passages.T, want["guide"], rtol=1e-5, atol=1e-5)
     assert guide.temperature == want["guide_temperature"]
     assert not queries.requires_grad and queries.dtype == torch.float32
@@ -113,19 +115,17 @@ def test_resumed_equals_uninterrupted_and_the_guide_stays_outside(
     start(run("resumed", **{"run.resume": "required"}))
 
     def losses(name: str) -> list[dict[str, float]]:
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         kept = ("step", "loss", "grad_norm")
         return [
             {key: value for key, value in line.items() if key in kept or ("/" in key and "second" not in key)}
-            for line in lines
-            if "loss" in line
+            for line in steps_of(tmp_path / name)
         ]
 
     whole, resumed = losses("whole"), losses("resumed")
     assert whole == resumed and len(whole) == 4
     assert any("kl/" in key for key in whole[0])
     assert losses("other")[0]["loss"] != whole[0]["loss"]
-    models = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "resumed")]
+    models = [weights(tmp_path / name) for name in ("whole", "resumed")]
     assert all(torch.equal(value, models[1][name]) for name, value in models[0].items())
     manifest = json.loads((tmp_path / "whole/checkpoints/step_00000004/manifest.json").read_text())
     assert sum(1 for name in manifest["parameters"] if "word_embeddings" in name) == 1

@@ -56,6 +56,14 @@ def test_section_tells_what_is_known(run: Path, tuple_shards: Path) -> None:
     assert "not inside the folder of a run" in training_section(run / "model" / "deeper")
 
 
+def test_addresses_are_told_without_their_secrets(run: Path, tuple_shards: Path) -> None:
+    """Also of a run whose recipe.toml still has them."""
+    recipe = (run / "recipe.toml").read_text()
+    (run / "recipe.toml").write_text(recipe.replace(str(tuple_shards), "http://user:s3cr3t@host/a"))
+    text = training_section(run / "model")
+    assert "s3cr3t" not in text and "http://***@host/a (not on this machine)" in text
+
+
 def test_results_are_the_sizes_own(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     records = [

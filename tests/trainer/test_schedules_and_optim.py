@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from transformers import TrainingArguments, get_scheduler
 
 from models.encoder import build_masked_lm
 from models.masked_autoencoder import MaskedAutoencoder
@@ -118,8 +119,9 @@ def test_learning_rate_closed_form(kind: str) -> None:
         learning_rate(step, peak=peak, total_steps=total, warmup_ratio=warmup / total, schedule=kind)
         for step in range(total)
     ]
-    assert rates[:warmup] == pytest.approx([peak * (step + 1) / warmup for step in range(warmup)])
+    assert rates[:warmup] == pytest.approx([peak * step / warmup for step in range(warmup)])
     assert rates[warmup] == pytest.approx(peak)
+    assert kind == "constant" or rates.count(max(rates)) == 1
     share = [(step - warmup) / (total - warmup) for step in range(warmup, total)]
     after = {
         "linear": [peak * (1 - part) for part in share],
@@ -127,7 +129,31 @@ def test_learning_rate_closed_form(kind: str) -> None:
         "constant": [peak] * len(share),
     }[kind]
     assert rates[warmup:] == pytest.approx(after)
-    assert min(rates) > 0  # no step is wasted
+    assert min(rates[1:]) > 0
+
+
+@pytest.mark.parametrize(("total", "ratio"), [(40, 0.25), (37, 0.1), (10, 0.0), (1, 0.1), (3, 0.9)])
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])
+def test_learning_rates_are_transformers_own(kind: str, total: int, ratio: float) -> None:
+    """Every step's rate of the scheduler that transformers' trainer builds of the same numbers."""
+    arguments = TrainingArguments(warmup_steps=ratio)
+    name = "constant_with_warmup" if kind == "constant" else kind
+    warmup_steps = arguments.get_warmup_steps(total)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2e-3)
+    scheduler = get_scheduler(name, optimizer, num_warmup_steps=warmup_steps, num_training_steps=total)
+    theirs = []
+    for _ in range(total):
+        theirs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+
+    def ours(ahead: int) -> list[float]:
+        steps = range(ahead, total + ahead)
+        return [learning_rate(s, peak=2e-3, total_steps=total, warmup_ratio=ratio, schedule=kind) for s in steps]
+
+    assert ours(0) == pytest.approx(theirs, rel=1e-12, abs=1e-18)
+    # Negative control: a count that is one step ahead.
+    assert (kind == "constant" and not warmup_steps) or ours(1) != pytest.approx(theirs, rel=1e-12, abs=1e-18)
 
 
 def test_learning_rate_without_warmup_and_beyond_the_end() -> None:
@@ -136,7 +162,6 @@ def test_learning_rate_without_warmup_and_beyond_the_end() -> None:
         [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     )
     assert learning_rate(9, schedule="cosine", **arguments) == pytest.approx(0.0)
-    assert learning_rate(0, peak=1.0, total_steps=1, warmup_ratio=0.1, schedule="linear") == 1.0
 
 
 @pytest.fixture

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import tomli_w
-from safetensors.torch import load_file
 
 from data.command import run_command
-from tests.trainer.support import float32_ds_config, recipe_values, run_process
+from tests.launcher import run_process
+from tests.run_folder import steps_of, weights
+from tests.trainer.support import float32_ds_config, recipe_values
 from trainer import select_seed as command
 from trainer.config import ConfigError
 from trainer.select_seed import SELECTION, main, make_plan, scores_at, select
@@ -98,13 +99,10 @@ def test_the_best_is_the_run_of_its_seed_alone(
 
     alone = ["--config", str(folder / "recipe.toml"), f"--run.seed={best}", f"--run.output={folder / 'alone'}"]
     run_process([command.sys.executable, "-m", "trainer.finetune", *alone])
-    got = load_file(Path(found["model"]) / "model.safetensors")
-    want = load_file(folder / "alone" / "model" / "model.safetensors")
+    got, want = weights(Path(found["model"]).parent), weights(folder / "alone")
     assert got.keys() == want.keys() and all((got[name] == want[name]).all() for name in want)
     # Negative control: the seed changes them.
-    losses = [
-        json.loads((output / f"seed_{seed}" / "metrics.jsonl").read_text().splitlines()[0])["loss"] for seed in "38"
-    ]
+    losses = [steps_of(output / f"seed_{seed}")[0]["loss"] for seed in "38"]
     assert losses[0] != losses[1]
 
     main(arguments(folder))  # nothing is left to do

@@ -1,6 +1,6 @@
 """A token table through the trainer: exact on any ranks, exported as a StaticEmbedding, started from other encoders.
 
-What it must equal is `support`'s restatement: padded texts, a normalised copy a size, full score matrices, autograd.
+What it must equal is `reference`'s restatement: padded texts, a normalised copy a size, full score matrices, autograd.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ import torch
 from models.encoder import EmbeddingSettings, Encoder, build_masked_lm, load_encoder
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
-from tests.trainer.support import float32_ds_config, launch, recipe_of, recipe_values, train_naively
+from tests.launcher import launch
+from tests.reference import train_naively
+from tests.run_folder import lines_of
+from tests.trainer.support import float32_ds_config, recipe_of, recipe_values
 from trainer import static_init
 from trainer.build import build_model, open_shards
 from trainer.evaluation.encode import encode, encoder_forward
@@ -255,8 +258,8 @@ def test_a_run_on_two_ranks_evaluates_what_it_saves(tuple_shards: Path, docstrin
     sides = [
         vectors_of(folder, [pair[side] for pair in task.pairs], sizes, flat=False, max_length=4096) for side in (0, 1)
     ]
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    scores = [value for line in lines for key, value in json.loads(line).items() if "1x48" in key and "spearman" in key]
+    lines = lines_of(tmp_path / "run")
+    scores = [value for line in lines for key, value in line.items() if "1x48" in key and "spearman" in key]
     assert len(scores) == 2 and scores[0] != scores[1]  # training moved it
     full = Size(1, 48)
     assert scores[-1] == pytest.approx(score_sts(task, cosine_of_pairs(sides[0][full], sides[1][full]))["spearman"])

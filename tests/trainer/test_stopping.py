@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import tomli_w
 
-from tests.trainer.support import float32_ds_config, launch, recipe_values, with_dropout
+from tests.launcher import launch
+from tests.run_folder import records
+from tests.trainer.support import float32_ds_config, recipe_values, with_dropout
 from trainer.run_lock import Locked, lock
 from trainer.stopping import STOPPED_CODE
 
 STEPS = 5
-CLOCKED = {"tokens_per_second", "mfu", "data_wait_share", "memory_mib", "seconds"}
 # Name of a run -> why it stopped, after which step, and the steps of its checkpoints then.
 STOPS = {
     "SIGTERM": ("SIGTERM", 3, [3]),
@@ -90,11 +91,6 @@ def stops(folder: Path) -> str:
 
 def fault(kind: str, rank: int) -> dict[str, Any]:
     return {"kind": kind, "step": 3, "rank": rank}
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in CLOCKED} for line in found if "lr" in line]
 
 
 def checkpoints(run: Path) -> list[str]:

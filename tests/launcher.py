@@ -1,0 +1,80 @@
+"""Starting the real programs: the `deepspeed` launcher and single commands, each in a session of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests import ROOT
+from trainer.distributed import free_port
+
+
+def environment_of_ranks() -> dict[str, str]:
+    """This process's environment for programs that train: the venv's programs, CPU, no network, one thread a rank."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+
+
+def launcher_command(module: str, *arguments: str, ranks: int) -> list[str]:
+    """The `deepspeed` command that runs a module on that many ranks of this machine."""
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
+    return [*launcher, "--master_port", str(free_port()), "--module", module, *arguments]
+
+
+def launch(
+    module: str,
+    *arguments: str,
+    ranks: int,
+    timeout_seconds: float = 900.0,
+    expect: int | None = 0,
+    before: Sequence[str] = (),
+) -> subprocess.CompletedProcess[str]:
+    """Run a module under the real `deepspeed` launcher on `ranks` ranks; the whole group ends with a timeout.
+
+    before: a command that runs the launcher, such as `env NAME=VALUE`.
+    """
+    command = [*before, *launcher_command(module, *arguments, ranks=ranks)]
+    return run_process(command, timeout_seconds=timeout_seconds, expect=expect)
+
+
+def run_process(
+    command: Sequence[str], *, timeout_seconds: float = 900.0, expect: int | None = 0
+) -> subprocess.CompletedProcess[str]:
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment_of_ranks(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout_seconds)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    done = subprocess.CompletedProcess(list(command), process.returncode, out, err)
+    if expect is not None:
+        assert done.returncode == expect, f"exit code {done.returncode}\n{out[-4000:]}\n{err[-8000:]}"
+    return done
+
+
+def step_clock(stat: str, seconds: float) -> None:
+    """Move `btime` in a file that stands for /proc/stat, as setting the wall clock moves it."""
+    lines = Path(stat).read_text().splitlines()
+    moved = [f"btime {int(line.split()[1]) + int(seconds)}" if line.startswith("btime") else line for line in lines]
+    with Path(stat).open("r+") as file:  # the same file, which is bound
+        file.write("\n".join(moved) + "\n")
+        file.truncate()

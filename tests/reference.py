@@ -1,0 +1,408 @@
+"""SPEC's formulas restated in plain PyTorch: what every topology, ZeRO stage and micro-batch size must equal.
+
+One process, the whole batch, full score matrices and full logits, autograd and torch's own AdamW.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModel
+
+from data.collate import MaskedBatch, PairBatch, pad_flat
+from models.sizes import Size
+from tests.models.naive import naive_visibility
+from tests.trainer.support import recipe_of
+from trainer.backward import micro_batches
+from trainer.build import build_model, open_shards, open_stream
+from trainer.config import Recipe
+from trainer.distributed import derive_seed
+
+
+def first_parameters(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What training starts from."""
+    recipe = recipe_of(values)
+    module = build_model(recipe, open_shards(recipe)).module
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def train_naively(
+    values: Mapping[str, Any], *, steps: int, world_size: int = 1, module: nn.Module | None = None
+) -> list[dict[str, Any]]:
+    """What `steps` steps must give: a dict a step with loss, norm (before clipping) and parameters (after the step).
+
+    `world_size` only matters with dropout, whose draws are keyed by rank and micro-batch. `module`: in place of the
+    recipe's own, where a part of it is restated too.
+    """
+    recipe = recipe_of(values)
+    sources = open_shards(recipe)
+    module = (module or build_model(recipe, sources).module).train()
+    shares = [open_stream(recipe, sources, rank=rank, world_size=world_size) for rank in range(world_size)]
+    optimizer = _naive_adamw(module, recipe)
+    loss_of = _naive_masked if recipe.objective.name == "masked" else _naive_contrastive
+    results = []
+    for step in range(steps):
+        loss = loss_of(module, [next(share) for share in shares], recipe, step)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(module.parameters(), recipe.optim.max_grad_norm or float("inf"))
+        optimizer.step()
+        parameters = {name: p.detach().clone() for name, p in module.named_parameters()}
+        results.append({"loss": loss.item(), "norm": float(norm), "parameters": parameters})
+    return results
+
+
+def plan_of(recipe: Recipe, step: int) -> tuple[list[Size], list[float], list[float]]:
+    """Sizes, their loss weights and their KL weights in SPEC's words, without trainer.size_schedules."""
+    sizes = list(recipe.ladder)
+    full = sizes[-1]
+    kind = recipe.objective.sizes
+    if kind == "full":
+        return [full], [1.0], [0.0]
+    if kind == "one":
+        return [Size.parse(recipe.objective.size)], [1.0], [0.0]
+    if kind == "two_d":
+        # The draw itself is the schedule's; its statistics are tested elsewhere.
+        from trainer.size_schedules import two_dimensional
+
+        drawn = two_dimensional(recipe.ladder, seed=recipe.run.seed)(step).sizes[0]
+        n, d = drawn.layers, drawn.dim
+        return [Size(n, d), Size(n, full.dim), Size(full.layers, d), full], [1.0] * 4, [1.0, 1.0, 0.0, 0.0]
+    if kind == "mrl":
+        sizes = [Size(full.layers, size.dim) for size in sizes]
+    elif kind == "adaptive_layers":
+        sizes = [Size(size.layers, full.dim) for size in sizes]
+    weight = 1.0 / len(sizes) if recipe.objective.reduction == "mean" else 1.0
+    factors = recipe.objective.size_weights or [1.0] * len(sizes)
+    kl_factors = recipe.objective.kl_size_weights or [1.0] * (len(sizes) - 1)
+    if recipe.objective.kl_teacher == "guide":
+        factors_of_all = recipe.objective.kl_size_weights or [1.0] * len(sizes)
+        return sizes, [weight * factor for factor in factors], [weight * factor for factor in factors_of_all]
+    return sizes, [weight * factor for factor in factors], [weight * factor for factor in kl_factors] + [0.0]
+
+
+def _naive_adamw(module: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    named = dict(module.named_parameters())
+    plain = {name for name in named if name.endswith("bias") or "norm" in name.lower()}
+    optim = recipe.optim
+    groups = [
+        {"params": [p for name, p in named.items() if name not in plain], "weight_decay": optim.weight_decay},
+        {"params": [named[name] for name in plain], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, foreach=False)
+
+
+def _naive_masked(module: Any, batches: Sequence[MaskedBatch], recipe: Recipe, step: int) -> Tensor:
+    (batch,) = batches
+    rows = torch.arange(len(batch.offsets) - 1)
+
+    def cut(values: Tensor, fill: int) -> Tensor:
+        return pad_flat(values, batch.offsets, rows, fill=fill).long()
+
+    attention = (cut(batch.encoder_input_ids, -1) >= 0).long()
+    base, head, table = module.encoder.backbone, module.head, module.vocabulary_loss
+    hidden = base(cut(batch.encoder_input_ids, 0), attention_mask=attention, output_hidden_states=True).hidden_states
+
+    def transformed(states: Tensor) -> Tensor:
+        projected = states @ head.weight[:, : states.shape[-1]].T + head.bias
+        return F.layer_norm(F.gelu(projected), head.norm_weight.shape, head.norm_weight, head.norm_bias, head.eps)
+
+    def cross_entropy(states: Tensor, labels: Tensor) -> Tensor:
+        logits = states @ table.weight.T + table.bias
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+    seen = None
+    if batch.visibility_keys is not None:
+        share = 1.0 - recipe.objective.decoder_mask_ratio
+        seen = torch.zeros(*attention.shape, attention.shape[1], dtype=torch.bool)
+        seen[:, :, 0] = True  # rows that predict nothing need something to attend to
+        columns = naive_visibility(batch.visibility_keys.tolist(), batch.offsets.diff().tolist(), share)
+        for text, rows_of_text in enumerate(columns):
+            for row, visible in enumerate(rows_of_text):
+                seen[text, row, visible] = True
+    sizes, weights, _ = plan_of(recipe, step)
+    total = torch.zeros(())
+    for size, weight in zip(sizes, weights):
+        states = transformed(hidden[size.layers][..., : size.dim])
+        loss = cross_entropy(states, cut(batch.encoder_labels, -100))
+        if batch.decoder_input_ids is not None and batch.decoder_labels is not None:
+            embedded = base.embeddings(cut(batch.decoder_input_ids, 0))[:, 1:]
+            content = torch.cat([states[:, :1], embedded], dim=1)
+            if seen is None:
+                decoded = _naive_decoder(module.decoder, content, content, attention[:, None, :] == 1)
+            else:
+                places = base.embeddings.position_embeddings.weight[: attention.shape[1]]
+                decoded = _naive_decoder(module.decoder, states[:, :1] + places, content, seen)
+            loss = loss + cross_entropy(transformed(decoded), cut(batch.decoder_labels, -100))
+        total = total + weight * recipe.objective.loss_scale * loss
+    if batch.pairs is not None:
+        guided = naive_guide([batch.pairs], recipe) if recipe.guide.model else {}
+        vectors = [_pooled(hidden[size.layers], attention, recipe)[:, : size.dim] for size in sizes]
+        count = len(batch.pairs.queries)
+        if recipe.objective.symmetric_spans:
+            loss = _naive_symmetric(vectors, batch.pairs, recipe, weights)
+            return total + recipe.objective.pair_weight * loss
+        total = total + recipe.objective.pair_weight * naive_contrastive_loss(
+            [each[:count] for each in vectors],
+            [each[count:] for each in vectors],
+            targets=batch.pairs.targets,
+            excluded=naive_false_negatives([batch.pairs], batch.pairs.targets),
+            gold=None,
+            weights=weights,
+            kl_weights=[],
+            objective=replace(recipe.objective, kl="none"),
+            **guided,
+        )
+    return total
+
+
+def _naive_symmetric(vectors: Sequence[Tensor], pairs: PairBatch, recipe: Recipe, weights: Sequence[float]) -> Tensor:
+    """A span against its partner and all spans of other texts, each once: vectors K of [2n, d_k]."""
+    texts = torch.cat([pairs.query_hashes, pairs.passage_hashes]).tolist()
+    partner = [(i + len(texts) // 2) % len(texts) for i in range(len(texts))]
+    total = vectors[0].new_zeros(())
+    for i, (text, j) in enumerate(zip(texts, partner)):
+        equals = {text, texts[j], *(texts[partner[k]] for k in range(len(texts)) if texts[k] == text)}
+        kept = [j, *(k for k in range(len(texts)) if k not in (i, j) and texts[k] not in equals)]
+        total = total + naive_contrastive_loss(
+            [each[i : i + 1] for each in vectors],
+            [each[kept] for each in vectors],
+            targets=torch.tensor([0]),
+            gold=None,
+            weights=weights,
+            kl_weights=[],
+            objective=replace(recipe.objective, kl="none"),
+        )
+    return total / len(texts)
+
+
+def _pooled(states: Tensor, attention: Tensor, recipe: Recipe) -> Tensor:
+    if recipe.model.pooling == "cls":
+        return states[:, 0]
+    return (states * attention[..., None]).sum(1) / attention.sum(1, keepdim=True)
+
+
+def _naive_decoder(decoder: Any, asking: Tensor, states: Tensor, seen: Tensor) -> Tensor:
+    """One post-norm transformer layer over whole sequences [B, L, D], full score matrices.
+
+    asking: the queries' states; seen: bool [B, L or 1, L], what each of them may attend to.
+    """
+    batch, length, hidden = states.shape
+
+    def heads(projected: Tensor) -> Tensor:
+        return projected.view(batch, length, decoder.num_heads, -1).transpose(1, 2)
+
+    query, key, value = heads(decoder.query(asking)), heads(decoder.key(states)), heads(decoder.value(states))
+    scores = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    mixed = (scores.softmax(-1) @ value).transpose(1, 2).reshape(batch, length, hidden)
+    attended = decoder.attention_norm(decoder.attention_output(mixed) + asking)
+    return decoder.output_norm(decoder.down(F.gelu(decoder.up(attended))) + attended)
+
+
+def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe, step: int) -> Tensor:
+    sizes, weights, kl_weights = plan_of(recipe, step)
+    queries, passages, targets, gold = [], [], [], []
+    seen = 0
+    for rank, batch in enumerate(batches):
+        embeddings = _embed_naively(module, batch, recipe, sizes, step=step, rank=rank)
+        count = len(batch.queries)
+        queries.append([each[:count] for each in embeddings])
+        passages.append([each[count:] for each in embeddings])
+        targets.append(batch.targets + seen)
+        seen += len(batch.passages)
+        if batch.scores is not None:
+            gold.append(batch.scores)
+    objective = recipe.objective
+    guided = naive_guide(batches, recipe) if recipe.guide.model else {}
+    counts = [len(batch.queries) for batch in batches]
+    owners = [batch.passage_query + sum(counts[:number]) for number, batch in enumerate(batches)]
+    return naive_contrastive_loss(
+        [torch.cat(each) for each in zip(*queries)],
+        [torch.cat(each) for each in zip(*passages)],
+        targets=torch.cat(targets),
+        excluded=naive_false_negatives(batches, torch.cat(targets)) if objective.mask_false_negatives else None,
+        gold=torch.cat(gold) if gold else None,
+        weights=weights,
+        kl_weights=[weight * objective.kl_weight for weight in kl_weights],
+        objective=objective,
+        passage_query=torch.cat(owners),
+        **guided,
+    )
+
+
+@torch.no_grad()
+def naive_guide(batches: Sequence[PairBatch], recipe: Recipe) -> dict[str, Any]:
+    """Its similarities, text by text, each cut to the guide's own lengths, and its temperature."""
+    folder = Path(recipe.guide.model)
+    settings, backbone = json.loads((folder / "barista.json").read_text()), AutoModel.from_pretrained(folder).eval()
+    layers, dim = settings["ladder"][-1]
+
+    def embed(text: Tensor, longest: int) -> Tensor:
+        if len(text) > longest:
+            text = torch.cat([text[: longest - 1], text[-1:]])
+        if backbone.config.model_type == "static":
+            vector = backbone.embedding.weight[text[1:-1].long()].mean(0)[:dim]
+        else:
+            hidden = backbone(text[None].long(), output_hidden_states=True).hidden_states[layers][0, :, :dim]
+            vector = hidden.mean(0) if settings["pooling"] == "mean" else hidden[0]
+        return vector / vector.norm() if settings["similarity"] == "cosine" else vector
+
+    lengths = {"queries": settings["query_max_length"], "passages": settings["passage_max_length"]}
+
+    def all_of(side: str) -> Tensor:
+        texts = [
+            getattr(batch, side).tokens[a:b]
+            for batch in batches
+            for a, b in pairwise(getattr(batch, side).offsets.tolist())
+        ]
+        return torch.stack([embed(text, lengths[side]) for text in texts])
+
+    similarity = all_of("queries") @ all_of("passages").T
+    return {"guide": similarity, "guide_temperature": recipe.guide.temperature or settings["temperature"]}
+
+
+def naive_false_negatives(batches: Sequence[PairBatch], targets: Tensor) -> Tensor:
+    """bool [n, m] over the batches together: a query's own text and its known positives are no negatives."""
+    known: dict[int, set[int]] = {}
+    queries, passages = [], []
+    for batch in batches:
+        offsets = batch.known_offsets.tolist()
+        for query, begin, end in zip(batch.query_hashes.tolist(), offsets, offsets[1:]):
+            known.setdefault(query, {query}).update(batch.known_hashes[begin:end].tolist())
+            queries.append(query)
+        passages += batch.passage_hashes.tolist()
+    return torch.tensor(
+        [
+            [
+                column != target and (text in known[query] or text == passages[target])
+                for column, text in enumerate(passages)
+            ]
+            for query, target in zip(queries, targets.tolist())
+        ]
+    )
+
+
+def _embed_naively(
+    module: Any, batch: PairBatch, recipe: Recipe, sizes: Sequence[Size], *, step: int, rank: int
+) -> list[Tensor]:
+    """K of [queries + passages, d]: without dropout one forward of everything, with dropout by the keyed chunks."""
+    texts = [batch.queries.tokens[a:b] for a, b in zip(batch.queries.offsets, batch.queries.offsets[1:])]
+    texts += [batch.passages.tokens[a:b] for a, b in zip(batch.passages.offsets, batch.passages.offsets[1:])]
+    if recipe.model.config.get("model_type") == "static":
+        # Every text has its two special tokens at its ends, which do not count.
+        table = module.backbone.embedding.weight
+        whole = torch.stack([table[text[1:-1].long()].mean(0) for text in texts])
+        return [whole[:, : size.dim] for size in sizes]
+    lengths = torch.tensor([len(text) for text in texts])
+    drops = recipe.model.config.get("hidden_dropout_prob", 0.0) > 0
+    chunks = [torch.arange(len(texts))]
+    if drops and recipe.objective.backward == "grad_cache":
+        longest = max(recipe.data.query_max_length, recipe.data.passage_max_length)
+        chunks = micro_batches(lengths, token_budget=recipe.train.micro_batch_size * longest)
+    outputs: list[list[Tensor]] = [[] for _ in sizes]
+    for index, rows in enumerate(chunks):
+        if drops:
+            torch.manual_seed(derive_seed(derive_seed(recipe.run.seed, step, rank), index))
+        ids = nn.utils.rnn.pad_sequence([texts[int(row)].long() for row in rows], batch_first=True)
+        mask = (torch.arange(ids.shape[1]) < lengths[rows, None]).long()
+        hidden = module.backbone(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+        for collected, size in zip(outputs, sizes):
+            states = hidden[size.layers][..., : size.dim]
+            if recipe.model.pooling == "mean":
+                collected.append((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+            else:
+                collected.append(states[:, 0])
+    order = torch.cat(chunks).argsort()
+    return [torch.cat(each)[order] for each in outputs]
+
+
+def naive_contrastive_loss(
+    queries: Sequence[Tensor],
+    passages: Sequence[Tensor],
+    *,
+    targets: Tensor,
+    gold: Tensor | None,
+    weights: Sequence[float],
+    kl_weights: Sequence[float],
+    objective: Any,
+    excluded: Tensor | None = None,
+    guide: Tensor | None = None,
+    guide_temperature: float = 1.0,
+    passage_query: Tensor | None = None,
+) -> Tensor:
+    """SPEC's SRL losses with whole matrices; `queries`, `passages`: K of [n, d_k], [m, d_k], the last the full size.
+
+    excluded: bool [n, m]. guide: [n, m], its similarities. passage_query: int64 [m], whose each passage is.
+    """
+
+    def scores(q: Tensor, p: Tensor) -> Tensor:
+        if objective.similarity == "cosine":
+            q, p = q / q.norm(dim=1, keepdim=True), p / p.norm(dim=1, keepdim=True)
+        return q @ p.T / objective.temperature
+
+    matrices = [scores(q, p) for q, p in zip(queries, passages)]
+    hidden = torch.zeros_like(matrices[0], dtype=torch.bool) if excluded is None else excluded
+    if getattr(objective, "filter_false_negatives", False):
+        by_guide = getattr(objective, "filter_by", "full") == "guide"
+        similarity = guide if by_guide else matrices[-1].detach() * objective.temperature
+        assert similarity is not None
+        too_near = similarity > similarity.gather(1, targets[:, None]) - objective.false_negative_margin
+        hidden = hidden | too_near.scatter(1, targets[:, None], False)
+    if objective.loss != "cosent":
+        matrices = [matrix.masked_fill(hidden, -1e9) for matrix in matrices]
+    total = queries[0].new_zeros(())
+    for matrix, weight in zip(matrices, weights):
+        if objective.loss == "cosent":
+            assert gold is not None
+            similarity = matrix.gather(1, targets[:, None])[:, 0]
+            terms = [
+                torch.exp(similarity[j] - similarity[i])
+                for i in range(len(gold))
+                for j in range(len(gold))
+                if gold[i] > gold[j]
+            ]
+            total = total + weight * torch.log(1 + torch.stack(terms).sum())
+        else:
+            total = total + weight * F.cross_entropy(matrix, targets)
+    if objective.kl == "none":
+        return total
+    if objective.kl == "margins":
+        assert passage_query is not None
+        if objective.kl_teacher == "guide":
+            assert guide is not None
+            taught = guide / guide_temperature
+        else:
+            taught = scores(queries[-1], passages[-1])
+            taught = taught.detach() if objective.detach_teacher else taught
+        pairs = [(i, j) for j, i in enumerate(passage_query.tolist()) if j != targets[i]]
+        for k, weight in enumerate(kl_weights):
+            own = scores(queries[k], passages[k])
+            for i, j in pairs:
+                error = (own[i, targets[i]] - own[i, j]) - (taught[i, targets[i]] - taught[i, j])
+                total = total + weight * error**2 / len(pairs)
+        return total
+    for k, weight in enumerate(kl_weights):
+        if not weight:
+            continue
+        if getattr(objective, "kl_teacher", "full") == "guide":
+            assert guide is not None
+            student, teacher, factor = matrices[k], (guide / guide_temperature).masked_fill(hidden, -1e9), 1.0
+        elif objective.kl == "scores":
+            student, teacher, factor = matrices[k], matrices[-1], 1.0
+        else:
+            student = torch.cat([queries[k], passages[k]]) / objective.kl_temperature
+            teacher = torch.cat([queries[-1], passages[-1]])[:, : student.shape[1]] / objective.kl_temperature
+            factor = objective.kl_temperature
+        target = teacher.detach() if objective.detach_teacher else teacher
+        divergence = F.kl_div(student.log_softmax(1), target.log_softmax(1), reduction="batchmean", log_target=True)
+        total = total + weight * factor * divergence
+    return total
