@@ -67,12 +67,12 @@ class Server(ThreadingHTTPServer):
         self.folder = folder
         self.faults: dict[str, list[Callable[[bytes], bytes | int]]] = {}
         self.requests: Counter[str] = Counter()
-        self.authorisations: set[str | None] = set()
         self.queries: set[str] = set()
         self.credentials: set[str] = set()
         self.packed = False  # answers are gzipped
         self.pauses: dict[str, float] = {}  # seconds before the head, before the body, between the body's bytes
         self.ended = threading.Event()
+        self.authorisations: set[str | None] = set()
 
     @property
     def address(self) -> str:
