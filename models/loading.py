@@ -60,6 +60,7 @@ def load_pretrained(auto: Any, source: str | Path) -> PreTrainedModel:
     with _refusing(source, thing):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     _check_family(config, thing)
+    _check_precision(config, thing)
     check_plausible(config, thing)
     if folder is not None:
         _check_room(config, folder, thing)
@@ -174,6 +175,13 @@ def _check_family(config: PretrainedConfig, thing: str) -> None:
         raise ModelError(
             f"{thing} is of the type {config.model_type!r}{' as a decoder' if is_masked else ''}, which is not an "
             "encoder this program can use; give one of a family with masked language models, such as bert"
+        )
+
+
+def _check_precision(config: PretrainedConfig, thing: str) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"{thing} is quantised (quantization_config), and training and cutting need its floats; {_MEND}"
         )
 
 

@@ -30,7 +30,6 @@ from data.tokens import load_tokenizer, tokenizer_fingerprint
 from models.encoder import EmbeddingSettings, load_encoder
 from models.loading import NOT_COMPUTED_WITH, check_finite
 from trainer.config import ConfigError
-from trainer.options import real
 from trainer.whole_folder import check_place, written_whole
 
 log = logging.getLogger(__name__)
@@ -126,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--models", required=True, nargs="+", type=Path, metavar="FOLDER", help="model folders of one architecture")
     add("--output", required=True, type=Path, help="a new folder")
-    add("--weights", nargs="+", type=real(least=0), default=[], help="of each model; none: all alike")
+    add("--weights", nargs="+", type=float, default=[], help="of each model; none: all alike")
     args = parser.parse_args(argv)
     log_to_stderr()
     hf_logging.set_verbosity_error()

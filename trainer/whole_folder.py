@@ -21,32 +21,45 @@ from data.files import first_line
 from trainer.config import ConfigError
 
 _PARTIAL, _OLD = ".partial", ".old"
+_ROOM = 20  # of a name: what unfinished folders add to it
 
 
 def check_file(path: Path | None, option: str) -> None:
     """Refuse a path at which this user cannot write a file; None: nothing to write."""
     if path is None:
         return
-    if path.is_dir():
-        raise ConfigError(f"{option} {path} is a folder; name a file")
-    dangling = path.is_symlink() and not path.exists()
-    check_place(path.resolve() if dangling else path, option, link=True)
+    with _looking_at(path, option):
+        if path.is_dir():
+            raise ConfigError(f"{option} {path} is a folder; name a file")
+        dangling = path.is_symlink() and not path.exists()
+        # A link is followed, and makes the file it names.
+        target = path.parent / path.readlink() if dangling else path
+    check_place(target, option, link=True)
 
 
 def check_place(path: Path, option: str = "--output", *, link: bool = False) -> None:
     """Refuse a path at which this user cannot make anything, and links unless `link`; makes nothing itself."""
-    if path.is_symlink() and not link:
-        raise ConfigError(f"{option} {path} is a link; name the place itself")
+    with _looking_at(path, option):
+        if path.is_symlink() and not (link and path.exists()):
+            raise ConfigError(f"{option} {path} is a link; name the place itself")
+        above = next(each for each in (path, *path.absolute().parents) if each.exists())
+        if above != path and not above.is_dir():
+            raise ConfigError(f"{option} {path} is below {above}, which is a file; name another place")
+        if not os.access(above, os.W_OK | os.X_OK if above.is_dir() else os.W_OK):
+            raise ConfigError(
+                f"{option} {path} cannot be written: this user may not write in {above}; name another place"
+            )
+        if len(os.fsencode(path.name)) > os.pathconf(above, "PC_NAME_MAX") - _ROOM:
+            raise ConfigError(f"{option} {path.name[:20]}… is too long for a name; choose a shorter one")
+
+
+@contextlib.contextmanager
+def _looking_at(path: Path, option: str) -> Iterator[None]:
     try:
-        above = path if path.exists() else next(folder for folder in path.absolute().parents if folder.exists())
+        yield
     except OSError as error:
-        raise ConfigError(f"{option} {path} cannot be looked at ({error.strerror}); name another place") from error
-    if above != path and not above.is_dir():
-        raise ConfigError(f"{option} {path} is below {above}, which is a file; name another place")
-    if not os.access(above, os.W_OK | os.X_OK if above.is_dir() else os.W_OK):
-        raise ConfigError(f"{option} {path} cannot be written: this user may not write in {above}; name another place")
-    if len(os.fsencode(path.name)) > os.pathconf(above if above.is_dir() else above.parent, "PC_NAME_MAX") - 20:
-        raise ConfigError(f"{option} {path.name[:20]}… is too long for a name; choose a shorter one")
+        shown = str(path) if len(str(path)) <= 200 else f"{str(path)[:200]}…"
+        raise ConfigError(f"{option} {shown} cannot be used ({error.strerror}); name another place") from error
 
 
 @contextlib.contextmanager
