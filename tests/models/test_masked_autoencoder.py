@@ -117,6 +117,24 @@ def test_fused_equals_naive_on_real_text(count, with_decoder, unmasked_row, tiny
     assert gradient_error < 1e-4
 
 
+@pytest.mark.parametrize("bottleneck", ["cls", "head"])
+def test_basic_decoding_reads_what_it_is_told(bottleneck, tiny_tokenizer, docstrings):
+    """RetroMAE's decoder reads the CLS vector itself (SentMAE eq. 2), SMAE's reads head(CLS) (Starbucks eq. 7)."""
+    masked_lm = bert(3, len(tiny_tokenizer))
+    model = MaskedAutoencoder(masked_lm, pooling="cls", with_decoder=True, bottleneck=bottleneck)
+    inputs, layer = masked_texts(docstrings[:6], tiny_tokenizer), bert_layer_like(model)
+    errors = {}
+    for told in ("cls", "head"):
+        naive, *_ = naive_loss(masked_lm, layer, LADDERS[1], [1.0], inputs, bottleneck=told)
+        fused, *_ = fused_loss(model, LADDERS[1], [1.0], inputs)
+        errors[told] = compare(model, layer, masked_lm, naive, fused)
+    loss_error, gradient_error = errors.pop(bottleneck)
+    assert loss_error < 1e-6
+    assert gradient_error < 1e-4
+    ((loss_error, gradient_error),) = errors.values()  # the other one is the negative control
+    assert loss_error > 1e-4 and gradient_error > 1e-2
+
+
 def test_a_wrong_merge_is_noticed(tiny_tokenizer, docstrings, monkeypatch):
     """Negative control: with the CLS share taken against nothing but itself, the comparison above fails."""
     sizes = LADDERS[2]
