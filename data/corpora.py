@@ -816,7 +816,12 @@ class TextIndex:
     @classmethod
     def load(cls, folder: Path) -> TextIndex:
         hashes, offsets = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("hashes", "offsets"))
-        return cls(Path((folder / "path").read_text(encoding="utf-8")), hashes, offsets)
+        return cls(cls.path_in(folder), hashes, offsets)
+
+    @staticmethod
+    def path_in(folder: Path) -> Path:
+        """The file that a saved index is of."""
+        return Path((folder / "path").read_text(encoding="utf-8"))
 
     def __len__(self) -> int:
         return len(self._hashes)

@@ -38,7 +38,7 @@ from trainer.evaluation.arguments import Command, build_parser
 from trainer.evaluation.comparison import compare_results
 from trainer.evaluation.encode import EncodeTexts, encoding_of
 from trainer.evaluation.latency import measure_costs
-from trainer.evaluation.output import output_folder, write_json
+from trainer.evaluation.output import output_folder, write_json, write_text
 from trainer.evaluation.quantised import (
     Row,
     plot_precisions,
@@ -65,6 +65,7 @@ from trainer.evaluation.significance import TestResult, p_text, paired_t_test
 from trainer.evaluation.sizes_command import evaluate_sizes
 from trainer.evaluation.sts import read_sts
 from trainer.evaluation.subject import choose_device, load_subject, untrained_encoder
+from trainer.whole_folder import check_file
 
 _RERANK_FILES = ("rerank.json", "rerank.md", "rerank.png")
 _QUANTISED_FILES = ("quantised.json", "quantised.md", "figures")
@@ -79,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _carry_out(args: argparse.Namespace) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and args.command is not evaluate_sizes:
         raise ConfigError("only `sizes` shares its work among ranks; start this command without a launcher")
+    check_file(getattr(args, "json", None), "--json")
     return args.command(args)
 
 
@@ -195,7 +197,7 @@ def _rerank(args: argparse.Namespace) -> int:
     table = ways_markdown(ways)
     sys.stdout.write(table)
     if output:
-        (output / "rerank.md").write_text(table, encoding="utf-8")
+        write_text(output / "rerank.md", table)
         plot_ways(ways, output / "rerank.png", title=f"{data.name}: search with {small}, rerank with {large}")
         write_json(
             output / "rerank.json",
@@ -238,7 +240,7 @@ def _quantised(args: argparse.Namespace) -> int:
     table = precision_markdown(rows, settings.sizes.name)
     sys.stdout.write(table)
     if output:
-        (output / "quantised.md").write_text(table, encoding="utf-8")
+        write_text(output / "quantised.md", table)
         plot_precisions(rows, output / "figures")
         content = {"format": 1, "model": str(args.model), "rows": [row.as_json() for row in rows]}
         write_json(output / "quantised.json", content | {"int8_ranges": ranges})
@@ -301,7 +303,7 @@ def _transfer(args: argparse.Namespace) -> int:
     table = results_markdown(records)
     sys.stdout.write(table)
     if output:
-        (output / "table.md").write_text(table, encoding="utf-8")
+        write_text(output / "table.md", table)
         plot_records(records, output / "figures")
         content = {
             "format": 1,

@@ -12,7 +12,8 @@ agrees on a reason by the small sum over ranks that it takes in every step anywa
   environment variable BARISTA_STOP_FILE names.
 - A launcher that is killed leaves its ranks behind, and the next start would find them still training. The kernel
   tells of a parent's death; of the `deepspeed` command above `deepspeed.launcher.launch` only its absence tells. Either
-  may have died before a rank has come far enough to look.
+  may have died before a rank has come far enough to look. A study or a selection of seeds, which may start training
+  without a launcher, names itself in the environment variable BARISTA_STARTED_BY.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from trainer.processes import Process, seconds_since_start
 
 STOPPED_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
 STOP_FILE_VARIABLE = "BARISTA_STOP_FILE"
+STARTER_VARIABLE = "BARISTA_STARTED_BY"  # a process that runs are to end with, launchers between them or not
 SAME_SIGNAL_SECONDS = 3.0
 # In the order in which they win where ranks have several.
 REASONS = ("SIGTERM", "SIGUSR1", "stop file", "clock", "launcher gone")
@@ -80,7 +82,9 @@ class StopRequests:
         handled = [*_SIGNALS, _PARENT_DIED]
         self._handlers = {number: signal.signal(number, lambda *_: None) for number in handled}
         self._launchers = _launchers()
-        if self._launchers:
+        # The kernel speaks of the thread that started this process, which in a study is not the main one.
+        self._told_by_kernel = bool(self._launchers) and "RANK" in os.environ
+        if self._told_by_kernel:
             signal_at_parents_death(_PARENT_DIED)
         threads = [self._read_signals, self._watch_launchers]
         self._threads = [threading.Thread(target=target, daemon=True) for target in threads]
@@ -93,7 +97,7 @@ class StopRequests:
     ) -> None:
         self._closed.set()
         signal.set_wakeup_fd(self._wakeup)
-        if self._launchers:
+        if self._told_by_kernel:
             signal_at_parents_death(0)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -136,11 +140,25 @@ class StopRequests:
                 return
 
 
+def started_by_me() -> dict[str, str]:
+    """What to add to the environment of training that must not outlive this process."""
+    me = Process.me()
+    return {STARTER_VARIABLE: f"{me.pid} {me.started}"}
+
+
+def _starter() -> list[Process]:
+    pid, _, started = os.environ.get(STARTER_VARIABLE, "").partition(" ")
+    try:
+        return [Process(int(pid), float(started))]
+    except ValueError:
+        return []
+
+
 def _launchers() -> list[Process]:
     """This rank's launcher processes: none where no launcher started it."""
+    found = _starter()
     if "RANK" not in os.environ:
-        return []
-    found: list[Process] = []
+        return found
     with contextlib.suppress(psutil.Error, OSError):
         parents = _above(os.getpid())
         found += [_as_now(process) for process in parents[:1]]

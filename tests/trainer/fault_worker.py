@@ -2,8 +2,9 @@
 
     deepspeed --num_gpus 2 --module tests.trainer.fault_worker CASES.json
 
-Each case is {task, arguments, fault}, run one after another. A fault is {kind, step, rank}: it comes on that rank (on
-all, where there is none) with the batch of that step. One case alone is the ordinary command, its exit code included.
+Each case is {task, arguments, fault}, run one after another; RANK in an argument is the rank's number. A fault is
+{kind, step, rank}: it comes on that rank (on all, where there is none) with the batch of that step. One case alone is
+the ordinary command, its exit code included.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def main() -> None:
     if len(cases) > 1:
         start()
     for case in cases:
+        case["arguments"] = [each.replace("RANK", os.environ["RANK"]) for each in case["arguments"]]
         os.environ[stopping.STOP_FILE_VARIABLE] = case.get("stop_file", "")
         with planted(case["fault"]):
             if len(cases) == 1:
