@@ -25,7 +25,7 @@ from pathlib import Path
 
 from data.secrets import HIDDEN, variables_of, without_secrets
 from launch.options import JobOptions
-from trainer.config import BEGUN, ConfigError, Recipe, as_tables, as_toml, check_world
+from trainer.config import BEGUN, PROBE, ConfigError, Recipe, as_tables, as_toml, check_world
 
 TEMPLATES = Path(__file__).resolve().parent / "slurm"
 VARIABLES = "variables.sh"
@@ -62,7 +62,7 @@ def training_job(recipe: Recipe, options: JobOptions, *, where: str, resume: boo
     trained = any((run / part).exists() for part in ("checkpoints", "metrics.jsonl"))
     if run.exists() and not run.is_dir():
         raise ConfigError(f"run.output {run} is a file; name a folder")
-    foreign = run.is_dir() and any(path.name not in BEGUN for path in run.iterdir())
+    foreign = run.is_dir() and any(path.name not in BEGUN and not path.name.startswith(PROBE) for path in run.iterdir())
     if foreign and not (run / "recipe.toml").is_file():
         raise ConfigError(f"run.output {run} holds files that are no run of ours; name another folder")
     if (run / "DONE").exists():

@@ -229,6 +229,7 @@ def tail(path: Path, lines: int = _TAIL_LINES) -> str:
 
 def say(line: str) -> None:
     node = os.environ.get("SLURM_NODEID", "?")
+    node = node if node.isascii() and node.isdigit() else "?"
     # Written whole, so that the lines of several nodes do not interleave.
     os.write(2, f"[node {node}] {line}\n".encode())
 

@@ -130,7 +130,9 @@ def _text(output: bytes | None) -> str:
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=False)
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(folder), *arguments], capture_output=True, check=False
+        )
     except OSError:
         return None
     return done.stdout if done.returncode == 0 else None

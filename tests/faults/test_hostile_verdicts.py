@@ -116,6 +116,7 @@ NOTICED = [
     (f"print('{SECRET}')", done(), "leaked", "stdout"),
     (f"sys.stderr.write('error: {SECRET}\\n'); sys.exit(2)", refused(), "leaked", "stderr"),
     (f"Path('out').write_bytes(b'\\0\\xff{SECRET}')", done(), "leaked", "work/out"),
+    (f"Path('out').write_text('{SECRET}'); Path('out').chmod(0o640)", done(), "leaked", "work/out"),
     (f"Path('out').mkdir(); Path('out', '{SECRET}').touch()", done(), "leaked", "in the name"),
     ("print(os.environ['HF_TOKEN'])", done(), "leaked", "stdout"),
 ]
@@ -126,6 +127,10 @@ def test_what_is_not_as_expected_is_noticed(body: str, expect: Check, verdict: s
     result = judged(body, expect)
     assert result.verdict == verdict and said in result.said, result
     assert result.kinds == (verdict,)
+
+
+def test_a_secret_that_its_owner_alone_reads_is_no_leak(judged: Try) -> None:
+    assert judged(f"Path('out').write_text('{SECRET}'); Path('out').chmod(0o600)", done()).verdict == "ok"
 
 
 def test_an_input_that_must_be_kept_and_is_not(judged: Try) -> None:

@@ -389,11 +389,18 @@ def _leaks(outcome: Outcome) -> Iterator[Finding]:
                 if secret in text:
                     yield Finding("leaked", f"the secret {secret!r} is on {name} of command {number}")
         for path in [*outcome.new, *outcome.changed]:
-            file = outcome.place / path
-            if stat.S_ISREG(outcome.after[path].kind) and secret.encode() in file.read_bytes():
+            file, entry = outcome.place / path, outcome.after[path]
+            # A file that its owner alone may read is where a secret belongs.
+            if stat.S_ISREG(entry.kind) and _others_read(entry) and secret.encode() in file.read_bytes():
                 yield Finding("leaked", f"the secret {secret!r} is in {path}")
             if secret in path:
                 yield Finding("leaked", f"the secret {secret!r} is in the name {path}")
+
+
+def _others_read(entry: Entry) -> bool:
+    mode = entry.facts[0]
+    assert isinstance(mode, int)
+    return bool(mode & (stat.S_IRGRP | stat.S_IROTH))
 
 
 def _left(outcome: Outcome) -> Iterator[Finding]:
