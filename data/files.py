@@ -172,9 +172,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        # It is there no longer, unless something went wrong or the process is to end.
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from error
     sync(path.parent)
 
 

@@ -81,6 +81,8 @@ def check_name(name: str, what: str) -> None:
 
 def _find(name: str, output: Path | None) -> list[Path | str]:
     check_name(name, "input")
+    if not name:
+        raise DataError("an input is an empty text; name a file, a folder or a data set")
     path = Path(name).expanduser()
     status = _status(path)
     if status is None:

@@ -369,7 +369,10 @@ def _claimed(output: Path) -> Iterator[None]:
         finally:
             shutil.rmtree(output / SCRATCH, ignore_errors=True)
             # A command that finished nothing leaves no trace.
-            if PREPARATION not in names and not any(path.exists() for path in _finished(output)):
+            # Receipts of units without samples are soon written again.
+            if PREPARATION not in names and not any(
+                path.exists() and path.parent.name != "units" for path in (*_finished(output), *output.glob("*.tar"))
+            ):
                 _clear(output)
     finally:
         if is_new:
@@ -386,7 +389,8 @@ def _finished(output: Path) -> list[Path]:
 def _clear(output: Path) -> None:
     """Remove what a command of ours began in a folder that was empty before."""
     with contextlib.suppress(OSError):
-        for leftover in (output / PREPARATION, output / SEEN, *output.glob("shard-*.tar*")):
+        leftovers = (*output.glob("shard-*.tar*"), *output.glob("units/*.json*"), output / SEEN, output / PREPARATION)
+        for leftover in leftovers:
             leftover.unlink(missing_ok=True)
         if (output / "units").is_dir():
             (output / "units").rmdir()
