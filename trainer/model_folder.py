@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from data.files import write_atomically
 from data.tokens import tokenizer_fingerprint
@@ -18,6 +19,7 @@ from models.sizes import Ladder
 from trainer.build import ModelParts
 from trainer.config import Recipe
 from trainer.engine import Engine
+from trainer.whole_folder import writing
 
 log = logging.getLogger(__name__)
 
@@ -39,24 +41,35 @@ def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:
     expected = set(model.state_dict())
     tensors |= {name: value for name, value in model.named_buffers() if name in expected}
     folder = Path(recipe.run.output) / "model"
-    if parts.adapter is not None:
-        alone = folder.with_name("adapter")
-        shutil.rmtree(alone, ignore_errors=True)
-        save_adapter(parts.adapter, tensors, alone)
-        tensors = merged_tensors(model, tensors)
-    tmp = folder.with_name("tmp-model")
-    shutil.rmtree(tmp, ignore_errors=True)
-    model.save_pretrained(tmp, state_dict=tensors)
+    with writing(folder):
+        if parts.adapter is not None:
+            alone = folder.with_name("adapter")
+            shutil.rmtree(alone, ignore_errors=True)
+            save_adapter(parts.adapter, tensors, alone)
+            tensors = merged_tensors(model, tensors)
+        tmp = folder.with_name("tmp-model")
+        shutil.rmtree(tmp, ignore_errors=True)
+        try:
+            _write(tmp, model, tensors, parts, recipe)
+        except BaseException:
+            shutil.rmtree(tmp, ignore_errors=True)
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+        tmp.rename(folder)
+        write_atomically(Path(recipe.run.output) / "DONE", "")
+    log.info("the model is in %s", folder)
+
+
+def _write(
+    folder: Path, model: PreTrainedModel, tensors: dict[str, torch.Tensor], parts: ModelParts, recipe: Recipe
+) -> None:
+    model.save_pretrained(folder, state_dict=tensors)
     # It has just been set to the engine's precision, in which others would load these float32 weights.
     model.config.dtype = torch.float32
-    model.config.save_pretrained(tmp)
-    parts.tokenizer.save_pretrained(tmp)
+    model.config.save_pretrained(folder)
+    parts.tokenizer.save_pretrained(folder)
     settings = embedding_settings(recipe)
-    dataclasses.replace(settings, tokenizer=tokenizer_fingerprint(parts.tokenizer)).save(tmp)
-    shutil.rmtree(folder, ignore_errors=True)
-    tmp.rename(folder)
-    write_atomically(Path(recipe.run.output) / "DONE", "")
-    log.info("the model is in %s", folder)
+    dataclasses.replace(settings, tokenizer=tokenizer_fingerprint(parts.tokenizer)).save(folder)
 
 
 def embedding_settings(recipe: Recipe) -> EmbeddingSettings:
