@@ -114,7 +114,14 @@ def refused_by(library: str, thing: str, *, mend: str, kind: type[DataError] | t
 
 
 def first_line(error: BaseException, *, limit: int = 300) -> str:
-    """The first line of an exception's text that is not empty, cut to `limit` characters; its class without any."""
+    """The first line of an exception's text that is not empty, cut to `limit` characters; its class without any.
+
+    Of pydantic's exceptions, whose first line says only how many problems there are, the first problem.
+    """
+    problems = getattr(error, "errors", None)
+    if type(error).__module__.startswith("pydantic") and callable(problems):
+        first = problems()[0]
+        return f"{'.'.join(map(str, first['loc']))} = {str(first['input'])[:80]!r}: {first['msg']}"[:limit]
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from trainer.config import as_toml, load_recipe
 
 OURS = ("data", "models", "trainer", "launch", "tests")
 # How files are read, what errors are, what is hidden, and how commands end: the ground that every package stands on.
@@ -19,7 +20,7 @@ ALLOWED = {
     "models": {"models", *ENDS},
     "trainer": {"data", "models", "trainer"},
     # All torch-free; the counts, so that a plan and a run's metrics cannot disagree about operations.
-    "launch": {"launch", "trainer.config", "trainer.counts", "models.sizes", *ENDS},
+    "launch": {"launch", "trainer.config", "trainer.counts", "models.sizes", "data.parent_death", *ENDS},
 }
 
 
@@ -51,11 +52,31 @@ def test_a_wrong_import_is_noticed(tmp_path):
     assert imported_modules(tmp_path / "bad.py") == {"trainer.loop"}
 
 
-def test_recipes_are_checked_without_torch():
-    """Login nodes have no GPU stack: reading and checking a recipe must not import torch or transformers."""
-    code = (
-        "import sys; from trainer.config import load_recipe; load_recipe('launch/recipes/srl_nli.toml');"
-        "heavy = {'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules);"
-        "sys.exit(str(heavy) if heavy else 0)"
+HEAVY = {"torch", "transformers", "deepspeed", "numpy", "tensorboard"}
+ON_LOGIN_NODES = {
+    "checking a recipe": "from trainer.config import load_recipe; load_recipe('launch/recipes/srl_nli.toml')",
+    "planning": "from launch.plan import main; assert main(['launch/recipes/smae_bert_base_fineweb.toml']) == 0",
+    "submitting": "import launch.node; from launch.submit import main; assert main(['launch/recipes/srl_nli.toml', "
+    "'--after=1', '--nodes=1', '--gpus-per-node=1', '--dry-run']) == 0",
+    "status": "from launch.status import main; assert main(['RUN']) == 0",
+}
+
+
+def run_without_heavy_modules(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a Python of its own, which fails if it imports what only compute nodes have."""
+    asked = (
+        f"import sys\n{code}\nheavy = set({HEAVY!r}) & set(sys.modules)\nsys.exit(f'imports {{heavy}}' if heavy else 0)"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    return subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("what", ON_LOGIN_NODES)
+def test_login_nodes_need_no_torch(what, tmp_path):
+    (tmp_path / "recipe.toml").write_text(as_toml(load_recipe(ROOT / "launch/recipes/srl_nli.toml")))
+    done = run_without_heavy_modules(ON_LOGIN_NODES[what].replace("RUN", str(tmp_path)))
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_heavy_import_is_noticed():
+    """Negative control."""
+    assert "imports {'numpy'}" in run_without_heavy_modules("import numpy").stderr

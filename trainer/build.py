@@ -5,8 +5,10 @@ Everything that can be wrong with data and model is found here, before a device 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +20,7 @@ from transformers import PreTrainedModel
 
 from data.collate import MaskedCollator, MaskedPairCollator, PairCollator, SpanCollator
 from data.errors import DataError
+from data.files import refused_by
 from data.remote import Cache, is_remote
 from data.shards import BadShards, ShardFolder, Verify
 from data.stream import Batches, Stream
@@ -35,6 +38,7 @@ from models.encoder import (
 )
 from models.masked_autoencoder import MaskedAutoencoder
 from models.packed_attention import check_packs, fast_on, packs
+from models.sizes import ModelError
 from models.static_embedding import MODEL_TYPE, build_static, special_ids_of
 from trainer.config import ConfigError, Recipe
 from trainer.engine import multiplies_in_bf16, read_ds_config
@@ -47,6 +51,19 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 log = logging.getLogger(__name__)
+
+_DECIDED_ELSEWHERE = {
+    "vocab_size": "the shards' tokenizer does",
+    "pad_token_id": "the shards' tokenizer does",
+    "is_decoder": "an encoder looks both ways",
+    "add_cross_attention": "an encoder has none",
+    "chunk_size_feed_forward": "lengths differ from batch to batch",
+    "torch_dtype": "training starts from float32, and engine.ds_config says what it runs in",
+    "dtype": "training starts from float32, and engine.ds_config says what it runs in",
+}
+_SHARED_MEMORY = Path("/dev/shm")
+# Less than the batches that a worker has ready on any but a toy run.
+_SHARED_BYTES_A_WORKER = 2**20
 
 
 @dataclass(frozen=True)
@@ -70,6 +87,13 @@ def open_shards(recipe: Recipe) -> list[ShardFolder]:
     cache = Cache.at(data.cache_dir, data.cache_gib) if needs_cache else None
     verify, bad_shards = cast(Verify, data.verify), cast(BadShards, data.bad_shards)
     sources = [ShardFolder(path, verify=verify, bad_shards=bad_shards, cache=cache) for path in data.shards]
+    for number, source in enumerate(sources):
+        for other in sources[:number]:
+            if other.fingerprint == source.fingerprint:
+                raise ConfigError(
+                    f"data.shards: {other.path} and {source.path} hold the same shards, of which every sample would be "
+                    "read twice; name one of them, and weigh it with data.weights"
+                )
     kind = "documents" if recipe.reads_documents else "tuples"
     for source in sources:
         if source.kind != kind:
@@ -80,6 +104,18 @@ def open_shards(recipe: Recipe) -> list[ShardFolder]:
         if recipe.objective.loss == "cosent" and not source.graded:
             raise ConfigError(f"objective.loss = 'cosent' needs graded pairs, and {source.path} has no scores")
     return sources
+
+
+def check_shared_memory(num_workers: int) -> None:
+    """Loader workers hand batches over through /dev/shm: without room there, they fail and no batch ever comes."""
+    if not num_workers or not _SHARED_MEMORY.is_dir():
+        return
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    if free < num_workers * _SHARED_BYTES_A_WORKER:
+        raise ConfigError(
+            f"data.num_workers = {num_workers} needs shared memory, and {_SHARED_MEMORY} has {free // 1024} KiB free; "
+            "allow more (in a container: --shm-size=1g), or set data.num_workers = 0"
+        )
 
 
 def open_stream(recipe: Recipe, sources: Sequence[ShardFolder], *, rank: int, world_size: int) -> Stream:
@@ -131,11 +167,16 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
         _check_own_tokenizer(source, sources)
     elif recipe.model.config.get("model_type") == MODEL_TYPE:
         special_ids = special_ids_of(tokenizer.all_special_ids, tokenizer.unk_token_id)
-        table = build_static(recipe.model.config, vocab_size=vocabulary.size, special_ids=special_ids)
+        with _made_of_config():
+            table = build_static(recipe.model.config, vocab_size=vocabulary.size, special_ids=special_ids)
         encoder = Encoder(table, recipe.model.pooling)
     else:
-        masked_lm = build_masked_lm(recipe.model.config, vocab_size=vocabulary.size, pad_token_id=vocabulary.pad_id)
+        _check_model_config(recipe.model.config)
+        with _made_of_config():
+            masked_lm = build_masked_lm(recipe.model.config, vocab_size=vocabulary.size, pad_token_id=vocabulary.pad_id)
         encoder = Encoder(base_of(masked_lm), recipe.model.pooling)
+    if empty := [name for name, parameter in encoder.named_parameters() if not parameter.numel()]:
+        raise ConfigError(f"model.config gives {empty[0]} no elements; mend its sizes")
     rows = encoder.word_embeddings.weight.shape[0]
     if vocabulary.size > rows:
         raise ConfigError(
@@ -207,6 +248,17 @@ def build_objective(recipe: Recipe, parts: ModelParts, *, pad_id: int) -> Object
     make = REGISTRY[recipe.objective.name]
     shape, static = Shape.of(parts.encoder.config), {"static": True} if parts.encoder.is_static else {}
     return make(recipe, schedule, shape=shape, pad_id=pad_id, packed=packs(backbone), guide=parts.guide, **static)
+
+
+def _made_of_config() -> contextlib.AbstractContextManager[None]:
+    return refused_by("transformers", "model.config", mend="mend that setting", kind=ModelError)
+
+
+def _check_model_config(config: Mapping[str, Any]) -> None:
+    """What transformers would take, and what no encoder here can be, or what others decide."""
+    for key, owner in _DECIDED_ELSEWHERE.items():
+        if key in config:
+            raise ConfigError(f"model.config.{key} = {config[key]!r} is not the recipe's to say: {owner}; remove it")
 
 
 def _check_static(recipe: Recipe) -> None:

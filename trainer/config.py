@@ -9,6 +9,7 @@ because login nodes check and submit recipes without a GPU stack.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -23,6 +24,7 @@ from typing import Any
 import tomli_w
 
 from data.errors import UserError
+from data.files import reading
 from data.secrets import HIDDEN, without_secrets
 from models.sizes import Ladder, ModelError, Size
 from trainer.presets import PRESETS, PRESETS_FOR, preset_settings
@@ -30,6 +32,7 @@ from trainer.presets import PRESETS, PRESETS_FOR, preset_settings
 LOCK = "lock"  # in a run's folder: held by the run that writes there (trainer/run_lock.py)
 # What a run that was killed in its first moment leaves in its folder.
 BEGUN = (LOCK, "recipe.toml.tmp")
+PROBE = ".probe-"  # begins the name of a file that is there for a moment, to see whether the folder can be written
 
 
 class ConfigError(UserError):
@@ -231,6 +234,7 @@ class Recipe:
         return Size.parse(self.objective.size) if self.objective.sizes == "one" else None
 
 
+_MOST_BASES = 32
 _CHOICES = {
     "run.resume": ("never", "auto", "required"),
     "model.pooling": ("cls", "mean"),
@@ -297,6 +301,51 @@ _ABOVE_ZERO = (
     "train.logits_memory_mib",
     "train.score_memory_mib",
 )
+_STEPS = 10**12
+# Far beyond what makes sense, and within what 64-bit counts, float32 and a machine's memory take.
+_AT_MOST: dict[str, float] = {
+    "run.seed": 2**64 - 1,
+    "model.output_dim": 2**20,
+    "model.frozen_layers": 2**16,
+    "model.lora_rank": 2**16,
+    "model.lora_alpha": 1e6,
+    "data.mixture_temperature": 1e9,
+    "data.max_length": 2**24,
+    "data.query_max_length": 2**24,
+    "data.passage_max_length": 2**24,
+    "data.num_negatives": 2**16,
+    "data.num_workers": 1024,
+    "data.cache_gib": 2**30,
+    "objective.pair_weight": 1e6,
+    "objective.loss_scale": 1e6,
+    "objective.temperature": 1e6,
+    "objective.kl_weight": 1e6,
+    "objective.kl_temperature": 1e6,
+    "objective.false_negative_margin": 1e6,
+    "guide.temperature": 1e6,
+    "optim.lr": 1e6,
+    "optim.weight_decay": 1e6,
+    "optim.eps": 1e6,
+    "optim.max_grad_norm": 1e30,
+    "train.steps": _STEPS,
+    "train.epochs": 1e9,
+    "train.stop_at_step": _STEPS,
+    "train.stop_after_minutes": 1e9,
+    "train.hang_seconds": 1e9,
+    "train.max_skipped_steps": _STEPS,
+    "train.global_batch_size": 2**24,
+    "train.micro_batch_size": 2**24,
+    "checkpoint.every_steps": _STEPS,
+    "checkpoint.keep": _STEPS,
+    "checkpoint.keep_every_steps": _STEPS,
+    "log.every_steps": _STEPS,
+    "log.spike_deviations": 1e9,
+    "evaluation.every_steps": _STEPS,
+    "evaluation.max_documents": _STEPS,
+    "debug.replay": _STEPS,
+}
+# What divides, and must not become 0 in float32.
+_SMALLEST = {"objective.temperature": 1e-6, "objective.kl_temperature": 1e-6}
 _SHARES = ("objective.encoder_mask_ratio", "objective.decoder_mask_ratio")  # in (0, 1)
 # Folders and files, which may be addresses. What texts and models are made of is never changed for showing it.
 _PLACES = (
@@ -334,25 +383,34 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
 
 def parse_toml(path: Path, what: str, *, hint: str) -> dict[str, Any]:
     """A TOML file's values. `what` it is and a `hint` to where such files are, for the sentence if there is none."""
-    if not path.is_file():
-        raise ConfigError(f"{what} {path} does not exist; {hint}")
+    text = _text_of(path, what, hint=hint)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{what} {path} is nested too deep; write it flatter") from None
+    except ValueError as error:  # digits beyond what Python converts, too
         raise ConfigError(f"{what} {path} is not valid TOML ({error}); mend that line") from None
 
 
 def parse_json(path: Path, what: str, *, hint: str) -> dict[str, Any]:
     """A JSON file's object. `what` it is and a `hint` to a right one, for the sentence if there is none."""
-    if not path.is_file():
-        raise ConfigError(f"{what} {path} does not exist; {hint}")
+    text = _text_of(path, what, hint=hint)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        values = json.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{what} {path} is nested too deep; {hint}") from None
+    except ValueError as error:
         raise ConfigError(f"{what} {path} is not valid JSON ({error}); {hint}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{what} {path} holds no JSON object; {hint}")
     return values
+
+
+def _text_of(path: Path, what: str, *, hint: str) -> str:
+    with reading(path, what=what, mend=hint):
+        if not path.is_file():
+            raise ConfigError(f"{what} {path} does not exist; {hint}")
+        return path.read_text(encoding="utf-8")
 
 
 def read_toml(path: Path, _seen: tuple[Path, ...] = ()) -> dict[str, dict[str, Any]]:
@@ -360,6 +418,8 @@ def read_toml(path: Path, _seen: tuple[Path, ...] = ()) -> dict[str, dict[str, A
     values = parse_toml(path, "recipe", hint="shipped recipes are in launch/recipes")
     if path.resolve() in _seen:
         raise ConfigError(f"recipe {path} is its own base; remove the circle")
+    if len(_seen) == _MOST_BASES:
+        raise ConfigError(f"recipe {path} is the base of {_MOST_BASES} others, one upon another; write them flatter")
     base = values.pop("base", None)
     if base is None:
         return values
@@ -405,6 +465,12 @@ def check(recipe: Recipe) -> None:
     for key in _ABOVE_ZERO:
         if not flat[key] > 0:
             raise ConfigError(f"{key} = {flat[key]} must be above 0")
+    for key, most in _AT_MOST.items():
+        if flat[key] > most:
+            raise ConfigError(f"{key} = {_short(flat[key])} is too large; it must be at most {_number(most)}")
+    for key, smallest in _SMALLEST.items():
+        if flat[key] < smallest:
+            raise ConfigError(f"{key} = {flat[key]} is too small; it must be at least {smallest}")
     for key in _SHARES:
         if not 0 < flat[key] < 1:
             raise ConfigError(f"{key} = {flat[key]} must lie between 0 and 1")
@@ -651,6 +717,19 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
+def _short(value: float) -> str:
+    """A number as a sentence shows it: Python refuses to write whole ones of thousands of digits."""
+    try:
+        text = str(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
 def _field_type(section: str, name: str) -> Any:
     sections = typing.get_type_hints(Recipe)
     if section not in sections:
@@ -665,17 +744,14 @@ def _parse(key: str, text: str, hint: Any) -> Any:
     """A command-line value. Strings stand as typed; everything else is written as in TOML, or JSON for tables."""
     if hint is str:
         return text
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        pass
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        pass
+    for parse in (lambda: tomllib.loads(f"value = {text}")["value"], lambda: json.loads(text)):
+        # RecursionError: nested too deep; ValueError: no such text, or digits beyond what Python converts.
+        with contextlib.suppress(ValueError, RecursionError):
+            return parse()
     if typing.get_origin(hint) is list and typing.get_args(hint)[0] is str:
         return [part for part in text.split(",") if part]
-    raise ConfigError(f"--{key}={text} is not {_describe(hint)}")
+    shown = text if len(text) <= 200 else f"{text[:200]}…"
+    raise ConfigError(f"--{key}={shown} is not {_describe(hint)}")
 
 
 def _checked(key: str, value: Any, hint: Any) -> Any:
@@ -685,7 +761,10 @@ def _checked(key: str, value: Any, hint: Any) -> Any:
     if origin is dict and isinstance(value, Mapping):
         return dict(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{key} = {_short(value)} is too large") from None
     if hint is float and isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{key} = {value} must be a finite number")
     plain = hint if isinstance(hint, type) and not isinstance(hint, types.GenericAlias) else None

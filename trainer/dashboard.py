@@ -81,6 +81,8 @@ class Dashboard:
             if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
         }
         self._step = step
+        for name in self._failed_before - self._failed_now:
+            log.warning("%s takes records again, before step %d", name, step)
         self._failed_before, self._failed_now = self._failed_now, set()
         self._each(lambda sink: sink.scalars(step, values))
         self._newest |= results_of(values, self.ladder)
@@ -96,6 +98,12 @@ class Dashboard:
             self._each(methodcaller("figure", f"{task}/{label}", figure, step=step))
             close_figure(figure)
         self._show_results()
+
+    def introduce(self, settings: Settings, texts: Mapping[str, str]) -> None:
+        """Say what the run is."""
+        self._each(lambda sink: sink.hparams(settings))
+        for name, markdown in texts.items():
+            self._each(methodcaller("text", name, markdown))
 
     def _show_results(self) -> None:
         if self._newest:
@@ -125,28 +133,27 @@ def open_dashboard(recipe: Recipe, *, start_step: int) -> Dashboard:
     """Open what the recipe's [log] names and tell it what the run is; rank 0 calls it."""
     folder = Path(recipe.run.output)
     about = folder / "environment.json"
-    environment = about.read_text(encoding="utf-8") if about.is_file() else ""
+    environment = about.read_text(encoding="utf-8", errors="replace") if about.is_file() else ""
     sinks: list[Sink] = []
     if recipe.log.tensorboard:
-        sinks.append(
-            TensorBoard(
-                folder / "tensorboard",
-                sizes=shown_sizes(recipe),
-                start_step=start_step,
-                layout=layout_of(recipe),
-                trial=f"{folder.name} ({folder.parent})",
+        try:
+            sinks.append(
+                TensorBoard(
+                    folder / "tensorboard",
+                    sizes=shown_sizes(recipe),
+                    start_step=start_step,
+                    layout=layout_of(recipe),
+                    trial=f"{folder.name} ({folder.parent})",
+                )
             )
-        )
+        except OSError as error:
+            log.warning("TensorBoard misses this run (%s); metrics.jsonl has its records", error)
     if recipe.log.wandb:
         sinks.append(WeightsAndBiases(folder, resumed=start_step > 0))
     if recipe.log.mlflow:
         sinks.append(MLflow(folder, resumed=start_step > 0))
     dashboard = Dashboard(sinks, recipe.ladder)
-    settings = settings_of(recipe)
-    for sink in sinks:
-        sink.hparams(settings)
-        for name, markdown in texts_of(recipe, environment).items():
-            sink.text(name, markdown)
+    dashboard.introduce(settings_of(recipe), texts_of(recipe, environment))
     return dashboard
 
 

@@ -9,17 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
-from data.files import write_atomically
+from data.files import first_line, write_atomically
 from data.tokens import tokenizer_fingerprint
 from models.adapters import merged_tensors, save_adapter
 from models.encoder import EmbeddingSettings
 from models.sizes import Ladder
 from trainer.build import ModelParts
 from trainer.config import Recipe
+from trainer.distributed import Refused, gather_objects
 from trainer.engine import Engine
-from trainer.whole_folder import writing
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +26,8 @@ log = logging.getLogger(__name__)
 def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:
     """Write <run>/model and DONE, and <run>/adapter where adapters were trained; <run>/model then holds both merged.
 
-    All ranks call it: partitioned parameters are gathered one by one.
+    All ranks call it: partitioned parameters are gathered one by one. Raises Refused, on all, where the disk is full or
+    cannot be written; what was there before is then untouched.
     """
     model = parts.saved
     full: dict[int, torch.Tensor] = {}
@@ -35,41 +35,61 @@ def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:
         value = engine.full_parameter(parameter)
         if engine.world.is_main:
             full[id(parameter)] = value.cpu()
-    if not engine.world.is_main:
-        return
+    problem = None
+    if engine.world.is_main:
+        try:
+            _write(full, parts, recipe)
+        except Exception as error:
+            if not _is_the_disks(error):
+                raise
+            problem = (
+                f"{recipe.run.output}/model cannot be written ({first_line(error)}); training is done and its last "
+                "checkpoint is kept: free some space there and go on with --resume auto"
+            )
+    if (problem := gather_objects(problem)[0]) is not None:
+        raise Refused(problem)
+
+
+def _write(full: dict[int, torch.Tensor], parts: ModelParts, recipe: Recipe) -> None:
+    """DONE stays until the new model is whole, and comes back when it stands in its place."""
+    output, model = Path(recipe.run.output), parts.saved
     tensors = {name: full[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     expected = set(model.state_dict())
     tensors |= {name: value for name, value in model.named_buffers() if name in expected}
-    folder = Path(recipe.run.output) / "model"
-    with writing(folder):
+    new: dict[str, Path] = {}
+    try:
         if parts.adapter is not None:
-            alone = folder.with_name("adapter")
-            shutil.rmtree(alone, ignore_errors=True)
-            save_adapter(parts.adapter, tensors, alone)
+            new["adapter"] = _empty(output / "tmp-adapter")
+            save_adapter(parts.adapter, tensors, new["adapter"])
             tensors = merged_tensors(model, tensors)
-        tmp = folder.with_name("tmp-model")
-        shutil.rmtree(tmp, ignore_errors=True)
-        try:
-            _write(tmp, model, tensors, parts, recipe)
-        except BaseException:
+        new["model"] = tmp = _empty(output / "tmp-model")
+        model.save_pretrained(tmp, state_dict=tensors)
+        # It has just been set to the engine's precision, in which others would load these float32 weights.
+        model.config.dtype = torch.float32
+        model.config.save_pretrained(tmp)
+        parts.tokenizer.save_pretrained(tmp)
+        settings = embedding_settings(recipe)
+        dataclasses.replace(settings, tokenizer=tokenizer_fingerprint(parts.tokenizer)).save(tmp)
+    except BaseException:
+        for tmp in new.values():
             shutil.rmtree(tmp, ignore_errors=True)
-            raise
-        shutil.rmtree(folder, ignore_errors=True)
-        tmp.rename(folder)
-        write_atomically(Path(recipe.run.output) / "DONE", "")
-    log.info("the model is in %s", folder)
+        raise
+    (output / "DONE").unlink(missing_ok=True)
+    for name, tmp in new.items():
+        shutil.rmtree(output / name, ignore_errors=True)
+        tmp.rename(output / name)
+    write_atomically(output / "DONE", "")
+    log.info("the model is in %s", output / "model")
 
 
-def _write(
-    folder: Path, model: PreTrainedModel, tensors: dict[str, torch.Tensor], parts: ModelParts, recipe: Recipe
-) -> None:
-    model.save_pretrained(folder, state_dict=tensors)
-    # It has just been set to the engine's precision, in which others would load these float32 weights.
-    model.config.dtype = torch.float32
-    model.config.save_pretrained(folder)
-    parts.tokenizer.save_pretrained(folder)
-    settings = embedding_settings(recipe)
-    dataclasses.replace(settings, tokenizer=tokenizer_fingerprint(parts.tokenizer)).save(folder)
+def _empty(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+def _is_the_disks(error: Exception) -> bool:
+    """Libraries in Rust say so in the text of exceptions of their own."""
+    return isinstance(error, OSError) or "(os error" in str(error)
 
 
 def embedding_settings(recipe: Recipe) -> EmbeddingSettings:

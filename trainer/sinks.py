@@ -29,6 +29,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from data.files import write_atomically
+from data.records import Record, read_record
 from trainer.config import ConfigError, LogConfig
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,13 @@ _FAMILIES = {"encoder": "losses/encoder", "decoder": "losses/decoder", "loss": "
 _TRACKING_FILE = "tracking.json"
 _PROJECT = "barista"
 _SECONDS_TO_FINISH = 60.0
+
+
+class _Tracking(Record):
+    """What services call a run."""
+
+    wandb: str | None = None
+    mlflow: str | None = None
 
 
 class Sink(Protocol):
@@ -294,11 +303,15 @@ def _first_line(error: Exception) -> str:
 
 def _tracked(folder: Path, key: str) -> str | None:
     """What a service calls this run, if a former process of the run told it."""
-    path = folder / _TRACKING_FILE
-    return json.loads(path.read_text(encoding="utf-8")).get(key) if path.is_file() else None
+    return getattr(_tracking(folder), key)
 
 
 def _track(folder: Path, key: str, name: str) -> None:
+    known = _tracking(folder).model_dump(exclude_none=True)
+    write_atomically(folder / _TRACKING_FILE, json.dumps({**known, key: name}, indent=2) + "\n")
+
+
+def _tracking(folder: Path) -> _Tracking:
     path = folder / _TRACKING_FILE
-    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    path.write_text(json.dumps({**known, key: name}, indent=2) + "\n", encoding="utf-8")
+    mend = "remove it; what follows is then shown as another run"
+    return read_record(path, _Tracking, what="file", mend=mend) if path.is_file() else _Tracking()

@@ -31,11 +31,11 @@ import torch
 
 from data.command import run_command
 from data.files import write_atomically
-from trainer.checkpoint import check_output_folder
 from trainer.config import ConfigError
 from trainer.evaluation.raw import RAW_FILE
 from trainer.evaluation.retrieval import load_beir
 from trainer.evaluation.sts import read_sts
+from trainer.run_folder import check_output_folder
 from trainer.study_plan import Result, Run, Study, load_study, results_of, runs_of
 from trainer.study_report import LATENCY_FILE, write_report
 from trainer.study_work import Job, Work, training_job

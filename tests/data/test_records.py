@@ -9,11 +9,12 @@ import zlib
 from typing import Literal
 
 import pyarrow.parquet as parquet
+import pydantic
 import pytest
 from safetensors import safe_open
 
 from data.errors import DataError, OtherFormat
-from data.files import open_regular, read_bytes, read_text, reading, refused_by, write_atomically
+from data.files import first_line, open_regular, read_bytes, read_text, reading, refused_by, write_atomically
 from data.records import Record, parse_record, read_json, read_record
 
 
@@ -139,3 +140,14 @@ def test_a_failed_write_names_the_file_and_leaves_nothing(tmp_path):
         write_atomically(folder / "a", "text")
     assert error.value.filename == str(folder / "a")
     assert [path.name for path in folder.iterdir()] == ["a"]
+
+
+def test_what_pydantic_says_is_its_first_problem() -> None:
+    """Its own first line is a count."""
+
+    class Inner(Record):
+        size: int
+
+    with pytest.raises(pydantic.ValidationError) as raised:
+        Inner.model_validate({"size": "three"})
+    assert first_line(raised.value) == "size = 'three': Input should be a valid integer"

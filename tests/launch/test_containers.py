@@ -56,7 +56,8 @@ def test_both_install_the_same() -> None:
     assert packages(docker) >= {"git", "g++", "python3-venv", "libibverbs1"}
     assert packages(docker) == packages(apptainer["post"].replace("\n    rm", " && rm"))
     for text in (docker, apptainer["post"]):
-        assert text.count("--constraint constraints.txt") == 2
+        installs = re.findall(r"pip install (.*)", text)
+        assert installs and all("--constraint constraints.txt" in each for each in installs)
         assert '".[demo,lora]"' in text
 
 
@@ -81,7 +82,3 @@ def test_what_is_copied_exists() -> None:
             assert (ROOT / source).exists() and target == f"/opt/barista/{source}"
     for line in re.findall(r"^COPY (.+) \./?$", DOCKERFILE.read_text(), flags=re.MULTILINE):
         assert all((ROOT / source).exists() for source in line.split())
-
-
-def test_they_say_that_they_are_not_built() -> None:
-    assert "NOT BUILT" in DOCKERFILE.read_text() and "NOT BUILT" in APPTAINER.read_text()

@@ -5,7 +5,6 @@ What data sheets and assumptions add (seconds on GPUs) cannot be tested here; do
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -29,6 +28,7 @@ from trainer import build
 from trainer.config import Recipe, load_recipe
 from trainer.counts import Shape
 from trainer.distributed import World
+from trainer.replay import PlainEngine
 
 RECIPE = "launch/recipes/smae_bert_base_fineweb.toml"
 # Large enough for stage 3 to divide some parameters and leave others whole under DeepSpeed's own threshold.
@@ -57,26 +57,6 @@ def wider_guide(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-@dataclasses.dataclass
-class PlainEngine:
-    """The trainer's engine without DeepSpeed, for one process that counts."""
-
-    module: torch.nn.Module
-    device = torch.device("cpu")
-    world = World(0, 0, 1, torch.device("cpu"))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    def accumulation(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
-    def beat(self, place: str) -> None: ...
-
-
 @pytest.mark.parametrize("name", ["masked", "enhanced", "spans", "contrastive", "guided"])
 @pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": True}])
 def test_products_are_those_computed(
@@ -100,7 +80,8 @@ def test_products_are_those_computed(
     batch = next(stream)
     stream.close()
     with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _in_place_product}) as counter:
-        report = objective.forward_backward(PlainEngine(parts.module.train()), batch, 0)
+        engine = PlainEngine(parts.module.train(), World(0, 0, 1, torch.device("cpu")))
+        report = objective.forward_backward(engine, batch, 0)
     texts = _texts_of(batch)
     recipe = _with_real_masks(recipe, batch)
     passages = len(getattr(batch, "passages", ()))
@@ -387,10 +368,35 @@ def test_every_recipe_can_be_planned(
     assert row["recommended"]["step_seconds"] > 0
 
 
-def test_planning_needs_no_torch() -> None:
-    code = (
-        "import sys; from launch.plan import main; main(['launch/recipes/smae_bert_base_fineweb.toml']);"
-        "heavy = {'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules);"
-        "sys.exit(str(heavy) if heavy else 0)"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--nodes=1..1" + "0" * 40,), "is no number of nodes"),
+        (("--nodes=\u00b2",), "is no number of nodes"),
+        (("--nodes=1" + "0" * 5000,), "is no number of nodes"),
+        (("--gpus-per-node=1" + "0" * 30,), "must lie between 1 and 1,024"),
+        (("--batch-per-gpu=1" + "0" * 30,), "must lie between 0 and"),
+        (("--interconnect=nan",), "is unknown"),
+        (("--interconnect=1e-320",), "is unknown"),
+        (("--link-share=1e-320",), "must be at least 0.001"),
+        (("--matrix-share=nan",), "must be at least 0.001"),
+        (("--document-tokens=nan",), "must lie between 1 and"),
+        (("--vocabulary=1" + "0" * 40,), "must be a whole number from 1 to 1,000,000,000"),
+    ],
+)
+def test_numbers_beyond_all_machines(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
+    assert plan.main([str(ROOT / "launch/recipes/smae_bert_base_fineweb.toml"), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, 10**300, True, None, "12", [12], float("inf")])
+def test_configs_that_no_encoder_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: object
+) -> None:
+    path = tmp_path / "config.json"
+    sound = {"hidden_size": 768, "num_hidden_layers": 12, "vocab_size": 30522, "max_position_embeddings": 512}
+    path.write_text(json.dumps({**sound, key: value}))
+    assert plan.main([str(ROOT / "launch/recipes/smae_bert_base_fineweb.toml"), f"--model={path}"]) == 2
+    assert f"{key} = {value!r} must be a whole number" in capsys.readouterr().err

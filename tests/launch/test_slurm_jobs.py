@@ -96,22 +96,25 @@ def test_scancel_ends_it(slurm, tmp_path):
     assert json.loads((run / "STOPPED").read_text())["step"] == len(steps_of(run))
 
 
+# A crashed job ends with what srun returns, which may be the signal that ended the other node.
+ANY_FAILURE = {str(code) for code in range(1, 256)}
+
+
 @pytest.mark.parametrize(
-    ("code", "attempts", "state", "restarts"),
+    ("code", "attempts", "state", "restarts", "job_codes"),
     [
-        (2, 9, "FAILED", "0"),  # a user's mistake stays one
-        (3, 9, "FAILED", "0"),  # given up
-        (1, 1, "COMPLETED", "1"),  # a crash is tried again
-        (1, 9, "FAILED", "1"),  # once, where it does not get further
+        (2, 9, "FAILED", "0", {"2"}),  # a user's mistake stays one
+        (3, 9, "FAILED", "0", {"3"}),  # given up
+        (1, 1, "COMPLETED", "1", {"0"}),  # a crash is tried again
+        (1, 9, "FAILED", "1", ANY_FAILURE),  # once, where it does not get further
     ],
 )
-def test_how_a_rank_ends_decides(slurm, tmp_path, code, attempts, state, restarts):
+def test_how_a_rank_ends_decides(slurm, tmp_path, code, attempts, state, restarts, job_codes):
     number, run = submit(slurm, tmp_path, steps=2, exit=code, exit_attempts=attempts)
     job = slurm.wait_for(number, "COMPLETED", "FAILED", "CANCELLED")
     assert (job["JobState"], job["Restarts"]) == (state, restarts), log_of(run)
-    if state == "FAILED":
-        assert job["ExitCode"].split(":")[0] == str(code) or code == 1
-        assert "error: as asked" in log_of(run)
+    assert job["ExitCode"].split(":")[0] in job_codes
+    assert "error: as asked" in log_of(run)
 
 
 def test_requeues_have_an_end(slurm, tmp_path):

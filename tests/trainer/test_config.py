@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 import tomllib
 import typing
 from pathlib import Path
@@ -12,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from models.sizes import STARBUCKS_LADDER, Size
-from tests import ROOT
 from tests.trainer.support import recipe_of, recipe_values
-from trainer.config import ConfigError, Recipe, as_toml, build_recipe, check, check_world, load_recipe, read_toml
+from trainer.config import ConfigError, Recipe, as_toml, build_recipe, check, check_world, load_recipe
 from trainer.presets import SMAE, SRL_RETRIEVAL, SRL_STS
 
 MINIMAL = """
@@ -89,7 +86,6 @@ def test_a_resolved_recipe_reads_back_equal(tmp_path: Path) -> None:
     recipe = recipe_of(recipe_values("shards", optim={"lr": 3e-5}, evaluation={"sts": ["a.tsv"]}))
     path = write(tmp_path, "recipe.toml", as_toml(recipe))
     assert load_recipe(path) == recipe
-    assert build_recipe(read_toml(path)) == recipe
     # Every key is written out, so that a later version's defaults change nothing.
     written = tomllib.loads(as_toml(recipe))
     assert {s: set(table) for s, table in written.items()} == {
@@ -134,11 +130,6 @@ def test_prompts_are_none_one_or_one_a_folder(given: list[str], right: bool) -> 
         else:
             with pytest.raises(ConfigError, match=f"data.{name} has 3 entries for 2 folders"):
                 check(recipe)
-
-
-def test_reading_a_recipe_needs_no_torch() -> None:
-    code = "import sys, trainer.config; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 # Starbucks' points and the two columns of each, as the paper and its authors' code have them; settings that no column
@@ -200,10 +191,6 @@ def test_presets_row_by_row(name: str, preset_for: str, column: str, tmp_path: P
     changed = {key for key in resolved if resolved[key] != untouched[key]}
     assert changed - {"objective.preset", "objective.preset_for"} <= {k for k, v in decided.items() if v is not None}
     # What the run folder holds is the values, and it reads back equal.
-    written = tomllib.loads(as_toml(loaded))
-    for key, value in decided.items():
-        section, _, field = key.partition(".")
-        assert value is None or written[section][field] == value
     assert load_recipe(write(tmp_path, "resolved.toml", as_toml(loaded))) == loaded
 
 

@@ -94,10 +94,6 @@ def trained(
     return {name: root / name for name in (*(path.stem for path in RECIPES), "feed")}
 
 
-def test_there_are_recipes():
-    assert len(RECIPES) > 20
-
-
 @pytest.mark.parametrize("name", [*(path.stem for path in RECIPES), "feed"])
 def test_recipe_trains(name, trained):
     run = trained[name]
@@ -143,11 +139,13 @@ def test_every_method_has_a_recipe_for_both_fine_tunings():
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipe_is_what_it_says(path):
-    """The shipped values pass every check, and each run has a folder of its own."""
-    recipe = load_recipe(path)
-    outputs = [load_recipe(other).run.output for other in RECIPES]
-    assert outputs.count(recipe.run.output) == 1
+def test_recipe_passes_every_check(path):
+    load_recipe(path)
+
+
+def test_each_recipe_has_a_folder_of_its_own():
+    outputs = [load_recipe(path).run.output for path in RECIPES]
+    assert len(set(outputs)) == len(outputs)
 
 
 def test_published_values():

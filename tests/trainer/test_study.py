@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -159,7 +160,7 @@ def test_chosen_arms_bring_what_they_start_from(study_file: Path) -> None:
     ],
 )
 def test_mistakes_in_the_file(study_file: Path, section: str, values: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace("/", "/")):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         runs_of(load_study(changed(study_file, section, **values)))
     runs_of(load_study(study_file))  # negative control
 
