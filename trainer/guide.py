@@ -105,6 +105,11 @@ def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | None:
                 f"guide.model = {source!r} has another tokenizer than the shards in {folder.path}, whose ids it would "
                 "read; choose a guide with theirs, or make the shards again with its own"
             )
+    if settings is not None and settings.tokenizer not in (None, fingerprint):
+        raise ConfigError(
+            f"guide.model = {source!r} was trained with another tokenizer than the one in its folder, as its "
+            "barista.json says; copy the model folder again"
+        )
     if settings is None and not chosen.pooling:
         raise ConfigError(f"guide.model = {source!r} has no barista.json to say how it pools; set guide.pooling")
     if settings is None and recipe.guide_teaches and not chosen.temperature:

@@ -98,6 +98,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     corpora += [path for name in args.inputs if (path := corpus_of(name, format=args.format)) and path not in corpora]
     output = Path(args.output)
     check_place(output)
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"--output {output} is a file; give a folder")
     miner, model_identity = load_miner(args)
     identity = {
         "inputs": [_file_identity(path) for name in args.inputs for path in _files_of(name)],
@@ -454,9 +456,6 @@ def _claim(output: Path, identity: Mapping[str, Any], stack: ExitStack) -> None:
     """Hold the folder until `stack` closes; refuse what is not of this command."""
     content = json.dumps(identity, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
     path = output / IDENTITY
-    check_place(output)
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"--output {output} is a file; give a folder")
     if output.is_dir() and not path.is_file() and {each.name for each in output.iterdir()} - {LOCK, f"{IDENTITY}.tmp"}:
         raise ConfigError(f"--output {output} holds other files; choose a new or empty folder")
     output.mkdir(parents=True, exist_ok=True)

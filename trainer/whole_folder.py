@@ -76,21 +76,27 @@ def written_whole(output: Path) -> Iterator[Path]:
     _remove_left(output)
     partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=_PARTIAL, dir=output.parent))
     try:
-        with _held(partial):
-            try:
-                yield partial
-                partial.chmod(0o755)  # mkdtemp's folders are private
-                _put_in_place(partial, output)
-            except CommandEnd:
-                raise
-            except Exception as error:
-                if (reason := _refusal(error)) is None:
-                    raise
-                raise ConfigError(
-                    f"{output} cannot be written ({reason}); free some space there, or name another place"
-                ) from error
+        with _held(partial), writing(output):
+            yield partial
+            partial.chmod(0o755)  # mkdtemp's folders are private
+            _put_in_place(partial, output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def writing(output: Path) -> Iterator[None]:
+    """Turn what the system refuses, also by way of safetensors, into one sentence about `output`."""
+    try:
+        yield
+    except CommandEnd:
+        raise
+    except Exception as error:
+        if (reason := _refusal(error)) is None:
+            raise
+        raise ConfigError(
+            f"{output} cannot be written ({reason}); free some space there, or name another place"
+        ) from error
 
 
 def _refusal(error: Exception) -> str | None:

@@ -92,3 +92,22 @@ def test_exports_carry_the_card(run: Path, tiny_tokenizer, tmp_path: Path) -> No
         card = (folder / "README.md").read_text()
         assert all(title in card for title in ("## Training", "## Results", "## Limits", "SentenceTransformer("))
         assert "abc1234" in card and "kWh" in card
+
+
+def test_half_a_last_line_is_passed_over_and_damage_is_not(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What a killed run leaves, and what it does not leave."""
+    before = read_compute(run, Environment())
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 40, "secon')
+    assert read_compute(run, Environment()) == before and "half a line" in caplog.text
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write("\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl line 5"):
+        read_compute(run, Environment())
+
+
+@pytest.mark.parametrize("content", ["[" * 10**5, "[]", "{", '{"world_size": 0}', '{"versions": ["torch"]}'])
+def test_a_damaged_environment_is_refused(content: str, run: Path) -> None:
+    (run / "environment.json").write_text(content)
+    with pytest.raises(DataError, match=r"environment\.json"):
+        training_section(run / "model")

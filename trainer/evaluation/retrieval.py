@@ -113,6 +113,8 @@ def load_beir(
     """Read a BEIR folder: corpus.jsonl, queries.jsonl, qrels/<split>.tsv. A document is title, space, text."""
     folder = Path(folder)
     name = name or folder.name or folder.resolve().name
+    if Path(split).name != split:
+        raise ConfigError(f"--split {split!r} is no name of a split; give one such as test")
     for needed in ("corpus.jsonl", "queries.jsonl", f"qrels/{split}.tsv"):
         if not (folder / needed).is_file():
             raise ConfigError(f"{folder} lacks {needed}; give a BEIR folder and a split that it has")
