@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _DECIDED_ELSEWHERE = {
-    "vocab_size": "the shards' tokenizer does",
-    "pad_token_id": "the shards' tokenizer does",
     "is_decoder": "an encoder looks both ways",
     "add_cross_attention": "an encoder has none",
     "chunk_size_feed_forward": "lengths differ from batch to batch",
