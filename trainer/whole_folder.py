@@ -42,9 +42,9 @@ def check_place(path: Path, option: str = "--output", *, link: bool = False) -> 
     with _looking_at(path, option):
         if path.is_symlink() and not (link and path.exists()):
             raise ConfigError(f"{option} {path} is a link; name the place itself")
-        above = next(each for each in (path, *path.absolute().parents) if each.exists())
+        above = next(each for each in (path, *path.absolute().parents) if each.exists() or each.is_symlink())
         if above != path and not above.is_dir():
-            raise ConfigError(f"{option} {path} is below {above}, which is a file; name another place")
+            raise ConfigError(f"{option} {path} is below {above}, which is no folder; name another place")
         if not os.access(above, os.W_OK | os.X_OK if above.is_dir() else os.W_OK):
             raise ConfigError(
                 f"{option} {path} cannot be written: this user may not write in {above}; name another place"
