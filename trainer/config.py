@@ -368,9 +368,9 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
     """
     values = read_toml(Path(path)) if path is not None else {}
     for override in overrides:
-        if not _is_unicode(override):
-            raise ConfigError(f"{override!r} is not UTF-8; use a name that is")
         key, equals, text = override.partition("=")
+        if not _is_unicode(override):
+            raise ConfigError(f"{ascii(key)[1:-1]} {text!a} is not UTF-8; use a name that is")
         section, dot, name = key.partition(".")
         if not (equals and dot and name):
             raise ConfigError(f"{override!r} is not of the form --section.key=value")
