@@ -21,6 +21,7 @@ import logging
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -121,6 +122,7 @@ class TensorBoard:
         self._start_step = start_step
         self._trial = trial or str(folder)
         self._writers: dict[str, Any] = {}
+        _leave_errors_to_the_next_write()
         if layout:
             self._writer(MAIN_RUN).add_custom_scalars(
                 {
@@ -163,6 +165,20 @@ class TensorBoard:
     def close(self) -> None:
         for writer in self._writers.values():
             writer.close()
+
+
+def _leave_errors_to_the_next_write() -> None:
+    """What fails in TensorBoard's own threads is raised again where the next record is written, and told there."""
+    tell = threading.excepthook
+    if getattr(tell, "leaves_tensorboard", False):
+        return
+
+    def hook(arguments: threading.ExceptHookArgs) -> None:
+        if type(arguments.thread).__module__.split(".")[0] != "tensorboard":
+            tell(arguments)
+
+    hook.leaves_tensorboard = True  # type: ignore[attr-defined]
+    threading.excepthook = hook
 
 
 class WeightsAndBiases:

@@ -31,6 +31,7 @@ import torch
 
 from data.command import run_command
 from data.files import write_atomically
+from data.records import read_json
 from trainer.config import ConfigError
 from trainer.evaluation.raw import RAW_FILE
 from trainer.evaluation.retrieval import load_beir
@@ -148,7 +149,7 @@ def is_evaluated(study: Study, result: Result) -> bool:
     receipt = _receipt(result)
     if not (result.folder / RAW_FILE).is_file() or not receipt.is_file() or not is_done(result.run):
         return False
-    return json.loads(receipt.read_text(encoding="utf-8")) == _receipt_content(study, result)
+    return read_json(receipt, mend="remove it; what it is of is then made again") == _receipt_content(study, result)
 
 
 def evaluation_command(study: Study, result: Result) -> list[str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
+import os
 import re
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +37,7 @@ from trainer.dashboard import (
     texts_of,
 )
 from trainer.run import execute
-from trainer.sinks import RESULTS_RUN, check_sinks, tensorboard_place
+from trainer.sinks import RESULTS_RUN, TensorBoard, check_sinks, tensorboard_place
 
 CUPS = ["demi", "short", "tall", "grande", "venti", "trenta"]
 STEPS = 4
@@ -431,3 +434,30 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                     losses[items["_step"]] = items["loss"]
     assert losses == {step: 10.0 / step for step in (1, 2, 3, 4)}
     assert any("nDCG@10" in key for key in keys) and any("loss/demi" in key for key in keys)
+
+
+def test_a_full_disk_under_tensorboard_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its thread fails, says nothing itself, and the run goes on. Negative control: other threads do speak."""
+    board = TensorBoard(tmp_path, sizes=[], start_step=0, layout={})
+    dashboard = Dashboard([board], STARBUCKS_LADDER)
+    dashboard.record({"step": 1, "loss": 1.0})
+    asynchronous = board._writer(".").file_writer.event_writer._async_writer
+    asynchronous.flush()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    asynchronous._worker._record_writer.write = full
+    dashboard.record({"step": 2, "loss": 1.0})
+    asynchronous._worker.join()
+    for step in (3, 4, 5):
+        dashboard.record({"step": step, "loss": 1.0})
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1 and "TensorBoard misses records from step" in told[0] and "No space left" in told[0]
+    assert "Traceback" not in capfd.readouterr().err
+    other = threading.Thread(target=full)
+    other.start()
+    other.join()
+    assert "No space left" in capfd.readouterr().err
