@@ -178,9 +178,9 @@ def _shape_of(recipe: Recipe, given: str, vocabulary: int) -> tuple[Shape, int]:
 
 def guide_of(recipe: Recipe, given: str = "") -> FrozenGuide | None:
     """The guide's shape: --guide, else guide.model's own."""
-    if not recipe.guide.model:
+    if not recipe.uses_guide:
         if given:
-            raise ConfigError(f"--guide {given!r} is given, and the recipe has no guide.model; leave it out")
+            raise ConfigError(f"--guide {given!r} is given, and the recipe uses no guide; leave it out")
         return None
     values, said = _config_of(given or recipe.guide.model, "--guide")
     shape, positions = _read_shape(values, said)

@@ -40,11 +40,12 @@ from models.masked_autoencoder import MaskedAutoencoder
 from models.packed_attention import check_packs, fast_on, packs
 from models.sizes import ModelError
 from models.static_embedding import MODEL_TYPE, build_static, special_ids_of
-from trainer.config import ConfigError, Recipe
+from trainer.config import DRAWN_SIZES, ConfigError, Recipe
 from trainer.engine import multiplies_in_bf16, read_ds_config
 from trainer.flops import Shape
 from trainer.guide import Guide, load_guide
 from trainer.objectives import REGISTRY, Objective, wanted_layers
+from trainer.read_keys import is_read
 from trainer.size_schedules import build_schedule
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def open_shards(recipe: Recipe) -> list[ShardFolder]:
                 f"data.shards: {source.path} holds {source.kind}, and this objective trains on {kind}; "
                 f"make them with `python -m data.prepare {kind}`"
             )
-        if recipe.objective.loss == "cosent" and not source.graded:
+        if recipe.objective.name == "contrastive" and recipe.objective.loss == "cosent" and not source.graded:
             raise ConfigError(f"objective.loss = 'cosent' needs graded pairs, and {source.path} has no scores")
     return sources
 
@@ -119,7 +120,7 @@ def check_shared_memory(num_workers: int) -> None:
 def open_stream(recipe: Recipe, sources: Sequence[ShardFolder], *, rank: int, world_size: int) -> Stream:
     data = recipe.data
     collate = collator(recipe, sources)
-    if rank == 0 and max(len(set(data.query_prompts)), len(set(data.passage_prompts))) > 1:
+    if rank == 0 and max(len(set(prompts)) for prompts in recipe.prompts) > 1:
         log.warning("the folders' prompts differ, so barista.json will name none; write the one to embed with into it")
     return Stream(
         sources,
@@ -129,7 +130,7 @@ def open_stream(recipe: Recipe, sources: Sequence[ShardFolder], *, rank: int, wo
         rank=rank,
         world_size=world_size,
         weights=data.weights or None,
-        mixture_temperature=data.mixture_temperature,
+        mixture_temperature=1.0 if data.weights else data.mixture_temperature,
         batches=cast(Batches, data.batches),
         distinct_texts=collate.drawn_texts if data.no_duplicates and isinstance(collate, PairCollator) else None,
         total_samples=None if recipe.train.steps else _total_samples(recipe, sources),
@@ -209,6 +210,7 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
         masked_lm,
         pooling=recipe.model.pooling,
         with_decoder=recipe.objective.decoder,
+        bottleneck=recipe.objective.bottleneck,
         logits_memory_mib=recipe.train.logits_memory_mib,
     )
     if not source:
@@ -266,7 +268,7 @@ def _check_static(recipe: Recipe) -> None:
         raise ConfigError('model_type = "static" has no layers to pre-train; set objective.name to "contrastive"')
     if chosen.pooling != "mean":
         raise ConfigError(f'model.pooling = {chosen.pooling!r} is not what a static encoder does; set it to "mean"')
-    if sizes == "two_d":
+    if sizes in DRAWN_SIZES:
         raise ConfigError(f'objective.sizes = {sizes!r} draws layers, and a static encoder has one; use "ladder"')
     for key, value in (
         ("model.lora_rank", chosen.lora_rank),
@@ -296,11 +298,11 @@ def _fastest_attention(backbone: PreTrainedModel, *, half_precision: bool) -> st
 
 def _adapters(recipe: Recipe, encoder: Encoder) -> PeftModel | None:
     chosen = recipe.model
-    if not chosen.lora_rank:
+    if not recipe.adapter_rank:
         return None
     return add_adapters(
         encoder.backbone,
-        rank=chosen.lora_rank,
+        rank=recipe.adapter_rank,
         alpha=chosen.lora_alpha,
         dropout=chosen.lora_dropout,
         targets=chosen.lora_targets,
@@ -349,7 +351,7 @@ def collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> Collator:
         decoder_mask_ratio=chosen.decoder_mask_ratio if chosen.decoder else None,
         nested=chosen.nested_masks,
         seed=recipe.run.seed,
-        enhanced=chosen.decoder and chosen.decoding == "enhanced",
+        enhanced=recipe.decodes_enhanced,
     )
     if chosen.pairs == "tuples":
         return MaskedPairCollator(masked, _pair_collator(recipe, sources))
@@ -357,6 +359,7 @@ def collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> Collator:
 
 
 def _pair_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> PairCollator:
+    query_prompts, passage_prompts = recipe.prompts
     return PairCollator(
         sources[0].vocabulary,
         query_max_length=recipe.data.query_max_length,
@@ -364,14 +367,16 @@ def _pair_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> PairCollat
         num_negatives=recipe.data.num_negatives,
         seed=recipe.run.seed,
         graded=sources[0].graded,
-        query_prompts=_prompt_ids("query_prompts", recipe.data.query_prompts, sources),
-        passage_prompts=_prompt_ids("passage_prompts", recipe.data.passage_prompts, sources),
+        query_prompts=_prompt_ids("query_prompts", query_prompts, sources),
+        passage_prompts=_prompt_ids("passage_prompts", passage_prompts, sources),
         negatives_from=_negatives_from(recipe, sources),
     )
 
 
 def _negatives_from(recipe: Recipe, sources: Sequence[ShardFolder]) -> list[int]:
     """The position in the stream from which each negative is drawn: that of a whole step."""
+    if not is_read(recipe, "data.negatives_from"):
+        return []
     shares, batch = recipe.data.negatives_from, recipe.train.global_batch_size
     steps = total_steps(recipe, sources)
     return [round(share * steps) * batch for share in shares] * (recipe.data.num_negatives if len(shares) == 1 else 1)

@@ -19,6 +19,7 @@ from typing import Any
 from models.sizes import Ladder, Size
 from trainer.config import Recipe, as_tables
 from trainer.evaluation.report import HEADLINE_METRICS, METRIC_LABELS, close_figure, draw_heat_map
+from trainer.read_keys import is_read
 from trainer.sinks import Layout, MLflow, Settings, Sink, TensorBoard, WeightsAndBiases
 
 log = logging.getLogger(__name__)
@@ -49,15 +50,6 @@ COMPARED = (
     "data.num_negatives",
     "run.seed",
     "engine.ds_config",
-)
-_ONLY_MASKED = ("objective.encoder_mask_ratio", "objective.decoder_mask_ratio", "objective.decoder")
-_ONLY_CONTRASTIVE = (
-    "objective.loss",
-    "objective.temperature",
-    "objective.kl",
-    "objective.kl_weight",
-    "data.num_negatives",
-    "model.lora_rank",
 )
 
 
@@ -161,7 +153,7 @@ def shown_sizes(recipe: Recipe) -> list[str]:
     """Names of the sizes that get a line of their own, smallest first: the ladder's and the fixed ones trained."""
     ladder = recipe.ladder
     sizes = set(ladder)
-    if recipe.objective.sizes == "mrl":
+    if recipe.objective.sizes in ("mrl", "two_d_all_widths"):
         sizes |= {Size(ladder.full.layers, size.dim) for size in ladder}
     elif recipe.objective.sizes == "adaptive_layers":
         sizes |= {Size(size.layers, ladder.full.dim) for size in ladder}
@@ -209,11 +201,10 @@ def layout_of(recipe: Recipe) -> Layout:
 
 
 def settings_of(recipe: Recipe) -> Settings:
-    """The settings that runs are compared by, those of the other objective left out."""
+    """The settings that runs are compared by, those left out that this one does not read."""
     values = {f"{s}.{k}": v for s, table in as_tables(recipe).items() for k, v in table.items()}
-    foreign = _ONLY_CONTRASTIVE if recipe.objective.name == "masked" else _ONLY_MASKED
     ladder = " ".join(str(size) for size in recipe.ladder)
-    return {name: values[name] for name in COMPARED if name not in foreign} | {"model.ladder": ladder}
+    return {name: values[name] for name in COMPARED if is_read(recipe, name)} | {"model.ladder": ladder}
 
 
 def texts_of(recipe: Recipe, environment: str) -> dict[str, str]:

@@ -91,7 +91,7 @@ def cut(texts: Texts, longest: int) -> Texts:
 def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | None:
     """The recipe's guide, in eval mode without gradients, or None. Whatever is wrong with it is a ConfigError."""
     chosen, source = recipe.guide, recipe.guide.model
-    if not source:
+    if not recipe.uses_guide:
         return None
     try:
         tokenizer = load_tokenizer(source)
@@ -147,9 +147,10 @@ def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | None:
 
 
 def _say_if_prompts_differ(recipe: Recipe, settings: EmbeddingSettings) -> None:
+    query_prompts, passage_prompts = recipe.prompts
     for name, own, given in (
-        ("query", settings.query_prompt, recipe.data.query_prompts),
-        ("passage", settings.passage_prompt, recipe.data.passage_prompts),
+        ("query", settings.query_prompt, query_prompts),
+        ("passage", settings.passage_prompt, passage_prompts),
     ):
         if set(given or [""]) != {own}:
             log.warning(

@@ -96,14 +96,15 @@ def embedding_settings(recipe: Recipe) -> EmbeddingSettings:
     """What goes into barista.json. A size trained on its own is a ladder of one."""
     ladder = recipe.ladder if recipe.single_size is None else Ladder((recipe.single_size,))
     masked = recipe.objective.name == "masked"
+    query_prompts, passage_prompts = recipe.prompts
     return EmbeddingSettings(
         pooling=recipe.model.pooling,
         similarity=recipe.objective.similarity,
         ladder=tuple((size.layers, size.dim) for size in ladder),
         query_max_length=recipe.data.max_length if masked else recipe.data.query_max_length,
         passage_max_length=recipe.data.max_length if masked else recipe.data.passage_max_length,
-        query_prompt=_common(recipe.data.query_prompts),
-        passage_prompt=_common(recipe.data.passage_prompts),
+        query_prompt=_common(query_prompts),
+        passage_prompt=_common(passage_prompts),
         temperature=recipe.objective.temperature,
     )
 
