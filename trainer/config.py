@@ -408,8 +408,10 @@ def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for layer in layers:
         for section, table in layer.items():
             before = merged.get(section)
-            both = isinstance(table, dict) and isinstance(before, dict)
-            merged[section] = {**before, **table} if both else table
+            if isinstance(table, dict) and isinstance(before, dict):
+                merged[section] = {**before, **table}
+            else:
+                merged[section] = table
     return merged
 
 
