@@ -139,7 +139,8 @@ RECIPE_MISTAKES = [
     ("model.config", {**MODEL, "hidden_sise": 3}, ["hidden_sise"]),
     ("model.config", {**MODEL, "hidden_size": 50}, ["50", "attention heads"]),
     ("model.source", "bert-base-uncased", ["model.source", "not both"]),
-    ("objective.name", "masked", ["trainer.pretrain"]),
+    ("objective.name", "masked", ["data.query_max_length", "objective.pairs"]),
+    ("objective.kl_temperature", 0.3, ["objective.kl_temperature = 0.3", "read by nothing", '"coordinates"']),
     ("objective.name", "", ["objective.name", "contrastive"]),
     ("objective.sizes", "all", ["objective.sizes", "'all'", "ladder"]),
     ("objective.loss", "cosent", ["objective.kl", "none"]),
@@ -204,7 +205,8 @@ def test_combinations(values: Values, masked_values: Values, refusal: Callable[.
     partitioned = changed(values, "engine.ds_config", "ds_configs/zero3.json")
     assert "train.compile" in refusal(changed(partitioned, "train.compile", True))
     cosent = changed(changed(values, "objective.loss", "cosent"), "objective.kl", "none")
-    assert "no scores" in refusal(cosent)
+    assert "data.num_negatives = 3" in refusal(cosent)
+    assert "no scores" in refusal(changed(cosent, "data.num_negatives", 0))
     low = changed(masked_values, "objective.decoder_mask_ratio", 0.1)
     assert "decoder_mask_ratio" in refusal(low, task="masked")
     for key, value in (("query_prompts", ["a: "]), ("passage_prompts", ["a: "]), ("no_duplicates", True)):
@@ -219,6 +221,7 @@ def test_combinations(values: Values, masked_values: Values, refusal: Callable[.
     assert "encoder_mask_ratio" in refusal(changed(masked_values, "objective.encoder_mask_ratio", 1.0), task="masked")
     assert "data.max_length" in refusal(changed(masked_values, "data.max_length", 81), task="masked")
     assert "trainer.finetune" in refusal(values, task="masked")
+    assert "trainer.pretrain" in refusal(masked_values)
 
 
 def test_batches_smaller_than_the_world(values: Values, refusal: Callable[..., str]) -> None:
