@@ -30,7 +30,7 @@ STATIC_LADDER = [[1, dim] for _, dim in LADDER]
 
 @pytest.fixture(scope="module")
 def trained(
-    tmp_path_factory, document_shards, tuple_shards, graded_shards, tiny_tokenizer, guide_folder
+    tmp_path_factory, document_shards, tuple_shards, crowded_shards, graded_shards, tiny_tokenizer, guide_folder
 ) -> dict[str, Path]:
     """Recipe name -> run folder, all recipes trained in one launch; "NAME-direct" without gradient caching."""
     root = tmp_path_factory.mktemp("recipes")
@@ -89,7 +89,7 @@ def trained(
             # The same with all that can be said of how folders are fed.
             feed = {
                 "run.output": str(root / "feed"),
-                "data.shards": [str(tuple_shards)] * 2,
+                "data.shards": [str(tuple_shards), str(crowded_shards)],
                 "data.mixture_temperature": 2.0,
                 "data.batches": "one_dataset",
                 "data.no_duplicates": "true",
