@@ -17,7 +17,7 @@ from torch import Tensor
 
 from data.collate import PairBatch, Texts
 from models.sizes import Size
-from tests.trainer.support import ROOT
+from tests import ROOT
 from trainer.config import Recipe, load_recipe
 from trainer.contrastive import ContrastiveObjective, contrastive
 from trainer.counts import Shape

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from tests.trainer.support import ROOT
+from tests import ROOT
 from trainer.config import ConfigError, Recipe, as_toml, load_recipe
 from trainer.read_keys import READ_WHEN, is_read, says_nothing
 from trainer.study_plan import load_study, runs_of
