@@ -48,6 +48,8 @@ _SHOWN = 60
 
 def check_agreement(recipe: Recipe, sources: Sequence[ShardFolder], parts: ModelParts, world: World) -> None:
     """Raises Refused, on all ranks, where ranks differ. All ranks call it."""
+    if world.size == 1:
+        return
     facts = facts_of(recipe, sources, parts)
     # Most often all are equal, and a digest a rank tells.
     digests = gather_objects(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest())
