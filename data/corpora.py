@@ -13,10 +13,8 @@ What is decided here:
 
 from __future__ import annotations
 
-import glob
-import gzip
+import codecs
 import hashlib
-import io
 import itertools
 import json
 import logging
@@ -24,41 +22,43 @@ import math
 import mmap
 import re
 import socket
+import sys
 import urllib.request
-import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypedDict, cast
+from typing import Any, TypedDict, cast
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from data.errors import DataError
+from data.files import first_line, open_regular, read_text, reading
+from data.inputs import FileKind, check_name, find_inputs, kind_of
+from data.lines import LONGEST_LINE, Tally, is_compressed, lines, too_long
 
 logger = logging.getLogger(__name__)
 
 SMALLEST_UNIT_BYTES = 4 * 2**20
 LARGEST_UNIT_BYTES = 256 * 2**20
+MOST_NEGATIVES = 2**16
 UNITS_WANTED = 16
 TEXT_SPLITS = ("blank-lines", "lines", "file")
 TUPLE_FORMATS = ("auto", "columns", "nli", "sts", "msmarco", "beir")
 
-FileKind = Literal["jsonl", "tsv", "txt", "parquet", "hub", "ids"]
-_SUFFIXES: dict[str, FileKind] = {
-    ".jsonl": "jsonl",
-    ".json": "jsonl",
-    ".ndjson": "jsonl",
-    ".tsv": "tsv",
-    ".txt": "txt",
-    ".parquet": "parquet",
-}
-_COMPRESSIONS = (".gz", ".zst")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _QUERY_NAMES = ("query", "anchor", "question", "sentence1")
 _POSITIVE_NAMES = ("positive", "positives", "pos", "positive_passages", "answer", "entailed", "sentence2")
 _NEGATIVE_NAME = re.compile(r"(hard_?)?neg(ative)?s?(_passages)?(_?\d+)?|contradicted")
 _SCORE_NAMES = ("score",)
+# Headers of NLI triplets: a file without one would lose its first triplet to it.
+_NLI_NAMES = (
+    re.compile(r"anchor|premise|query|sent(ence)?_?[01]|text_?[01]"),
+    re.compile(r"entail(ed|ment)|positive|pos|hypothesis|sent(ence)?_?[12]|text_?[12]"),
+    re.compile(r"contradict(ed|ion)|(hard_?)?neg(ative)?|sent(ence)?_?[23]|text_?[23]"),
+)
+# Lists within lists: as deep as a cell's texts may lie.
+_DEEPEST_LIST = 8
 
 
 class Document(TypedDict):
@@ -88,6 +88,7 @@ class TupleLayout:
     positives: tuple[str, ...]
     negatives: tuple[str, ...] = ()
     score: str | None = None
+    by_row: bool = False  # found by name in a format whose rows may differ: a row may have negatives that others lack
 
 
 @dataclass(frozen=True)
@@ -115,17 +116,11 @@ class Unit:
     limit: int | None = None  # records
     subset: str | None = None  # hub
     split: str = "train"  # hub
+    longest_line: int = LONGEST_LINE  # bytes
 
     @property
     def graded(self) -> bool:
         return isinstance(self.layout, TupleLayout) and self.layout.score is not None
-
-
-@dataclass
-class Tally:
-    """How far a reader has come, in bytes of its unit's `size`."""
-
-    bytes_read: int = 0
 
 
 # ------------------------------------------------------------------------------------------------------------ planning
@@ -140,19 +135,24 @@ def plan_documents(
     subset: str | None = None,
     split: str = "train",
     limit: int | None = None,
+    longest_line: int = LONGEST_LINE,
+    output: Path | None = None,
 ) -> list[Unit]:
-    """Cut files, globs, folders and hub data sets into units of documents."""
+    """Cut files, globs, folders and hub data sets into units of documents.
+
+    Lines of more than `longest_line` bytes are refused; what lies in the folder `output` is no input.
+    """
     if text_split not in TEXT_SPLITS:
         raise DataError(f"text split {text_split!r} is unknown; use one of {', '.join(TEXT_SPLITS)}")
     layout = DocumentLayout(text_column, text_split)
     units: list[Unit] = []
-    paths = _resolve(inputs)
+    paths = find_inputs(inputs, output=output)
     unit_bytes = _unit_bytes(paths)
     for path in paths:
         if isinstance(path, str):
             units += _hub_units(path, layout, subset=subset, split=split)
-        elif (kind := _kind_of(path)) == "tsv":
-            columns, header_size = _header(path)
+        elif (kind := kind_of(path)) == "tsv":
+            columns, header_size = _header(path, longest_line)
             _require_columns(path, columns, [text_column])
             units += _line_units(path, kind, layout, start=header_size, columns=columns, unit_bytes=unit_bytes)
         elif kind == "parquet":
@@ -161,7 +161,7 @@ def plan_documents(
         else:
             whole = kind == "txt" and text_split != "lines"
             units += _line_units(path, kind, layout, unit_bytes=None if whole else unit_bytes)
-    return _limited([replace(unit, skip_empty=skip_empty) for unit in units], limit)
+    return _limited([replace(unit, skip_empty=skip_empty, longest_line=longest_line) for unit in units], limit)
 
 
 def plan_tuples(
@@ -181,27 +181,39 @@ def plan_tuples(
     subset: str | None = None,
     split: str = "train",
     limit: int | None = None,
+    longest_line: int = LONGEST_LINE,
+    output: Path | None = None,
 ) -> list[Unit]:
     """Cut pairs, triplets, n-tuples and graded pairs into units.
 
     Formats: "columns" reads jsonl, TSV and parquet by column name (`columns` names those of a TSV file without a
     header); "nli" a TSV with a header whose columns are anchor, entailed, contradicted; "sts" a TSV without a header of
     score, sentence1, sentence2; "msmarco" and "beir" folders. "auto" tells these folders from the rest by their files.
-    `scratch` is an empty folder where MS MARCO and BEIR keep an index until the units have been read.
+    `scratch` is an empty folder where MS MARCO and BEIR keep an index until the units have been read. `longest_line`
+    and `output` as in `plan_documents`.
     """
     if format not in TUPLE_FORMATS:
         raise DataError(f"format {format!r} is unknown; use one of {', '.join(TUPLE_FORMATS)}")
+    if len(set(columns)) < len(columns) or not all(columns):
+        raise DataError(f"the columns {', '.join(columns)} are not distinct names; name each column once")
+    if not 0 <= max_negatives <= MOST_NEGATIVES:
+        raise DataError(f"{max_negatives} negatives a query cannot be kept; give between 0 and {MOST_NEGATIVES}")
     wanted = TupleLayout(query_column or "", tuple(positive_columns), tuple(negative_columns), score_column)
     skipped = _read_row_numbers(skip_rows) if skip_rows else ()
     if skipped and len(inputs) > 1:
         raise DataError("rows to skip are counted within one file; prepare one input at a time")
     units: list[Unit] = []
     files: list[str] = []
+    folders: set[Path] = set()
     for number, name in enumerate(inputs):
+        check_name(name, "input")
         found = format if format != "auto" else _folder_format(Path(name))
         if found not in ("msmarco", "beir"):
             files.append(name)
             continue
+        if Path(name).resolve() in folders:
+            raise DataError(f"folder {name} is given twice; name it once")
+        folders.add(Path(name).resolve())
         if scratch is None:
             raise DataError(f"folder {name} names passages by id, which takes a scratch folder for their index")
         target = scratch / f"{number:03d}"
@@ -209,84 +221,48 @@ def plan_tuples(
         units += _id_units(Path(name), target, found, split=split, negatives=negatives_file, most=max_negatives)
     if negatives_file and files:
         raise DataError(f"{files[0]} is no MS MARCO or BEIR folder, so the hard negatives file does not apply to it")
-    paths = _resolve(files)
+    paths = find_inputs(files, output=output)
     unit_bytes = None if skipped else _unit_bytes(paths)
     if skipped and len(paths) > 1:
         raise DataError("rows to skip are counted within one file; prepare one input at a time")
+    said: set[tuple[str, ...]] = set()
+    names: tuple[str, ...]
     for path in paths:
         if isinstance(path, str):
-            units += _hub_units(path, wanted, subset=subset, split=split)
-        elif format in ("nli", "sts") and _kind_of(path) != "tsv":
+            # Rows to skip are counted over the whole data set, so one process reads it.
+            units += _hub_units(path, wanted, subset=subset, split=split, whole=bool(skipped))
+        elif format in ("nli", "sts") and kind_of(path) != "tsv":
             raise DataError(f"{path} is not a .tsv file, which format {format} needs; use --format columns")
-        elif (kind := _kind_of(path)) == "tsv":
-            names, header_size = (tuple(columns), 0) if columns else _header(path)
-            layout = wanted
+        elif (kind := kind_of(path)) == "tsv":
             if format == "sts":
-                names, header_size = ("score", "sentence1", "sentence2"), 0
+                names, header_size, asked = ("score", "sentence1", "sentence2"), 0, wanted
             elif format == "nli":
-                if len(names) < 3:
-                    raise DataError(
-                        f"{path} has {len(names)} columns, but NLI triplets are anchor, entailed, contradicted"
-                    )
-                layout = TupleLayout(names[0], (names[1],), (names[2],))
-            layout = _tuple_layout(path, names, layout)
+                names, header_size, asked = _nli_header(path, longest_line)
+            elif columns:
+                names, header_size, asked = tuple(columns), 0, wanted
+                _refuse_header(path, names, longest_line)
+            else:
+                names, header_size = _header(path, longest_line)
+                asked = wanted
+            layout = _tuple_layout(path, names, asked)
+            _say_unread(path, names, layout, said)
             units += _line_units(path, kind, layout, start=header_size, columns=names, unit_bytes=unit_bytes)
         elif kind == "parquet":
-            layout = _tuple_layout(path, _parquet_columns(path), wanted)
+            names = _parquet_columns(path)
+            layout = _tuple_layout(path, names, wanted)
+            _say_unread(path, names, layout, said)
             units += _parquet_units(path, layout, unit_bytes=unit_bytes)
         elif kind == "jsonl":
-            layout = _tuple_layout(path, _first_keys(path), wanted)
+            names = _first_keys(path, longest_line)
+            layout = _tuple_layout(path, names, wanted, by_row=True)
+            _say_unread(path, names, layout, said)
             units += _line_units(path, kind, layout, unit_bytes=unit_bytes)
         else:
             raise DataError(f"{path} is plain text, which has no queries; give jsonl, TSV or parquet")
     if len({unit.graded for unit in units}) > 1:
         raise DataError("some inputs have scores and others have none; prepare graded pairs into a folder of their own")
-    return _limited([replace(unit, skip_empty=skip_empty, skip_rows=skipped) for unit in units], limit)
-
-
-def _resolve(inputs: Sequence[str]) -> list[Path | str]:
-    """Files of paths, globs and folders, in a fixed order; names that can only be the hub's stay text."""
-    found: list[Path | str] = []
-    for name in inputs:
-        path = Path(name).expanduser()
-        if path.is_file():
-            found.append(path)
-        elif path.is_dir():
-            files = [file for file in sorted(path.rglob("*")) if file.is_file() and _is_known(file)]
-            if not files:
-                raise DataError(f"folder {name} holds no {_known_suffixes()} files")
-            found += files
-        elif glob.has_magic(name):
-            names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
-            matches = [Path(match) for match in names if Path(match).is_file()]
-            if not matches:
-                raise DataError(f"no file matches {name}; check the pattern and the folder you run in")
-            found += matches
-        elif _HUB_NAME.fullmatch(name) and not _is_known(path):
-            found.append(name)
-        else:
-            raise DataError(f"file {name} does not exist; check the path and the folder you run in")
-    return found
-
-
-def _is_known(path: Path) -> bool:
-    suffixes = path.suffixes
-    if suffixes and suffixes[-1] in _COMPRESSIONS:
-        suffixes.pop()
-    return bool(suffixes) and suffixes[-1] in _SUFFIXES and not path.name.startswith(".")
-
-
-def _known_suffixes() -> str:
-    return "/".join(_SUFFIXES) + " (or .gz/.zst of them)"
-
-
-def _kind_of(path: Path) -> FileKind:
-    if not _is_known(path):
-        raise DataError(f"{path} is of an unknown format; give {_known_suffixes()}")
-    kind = _SUFFIXES[path.suffixes[-2] if path.suffix in _COMPRESSIONS else path.suffix]
-    if kind == "parquet" and path.suffix in _COMPRESSIONS:
-        raise DataError(f"{path} is a compressed parquet file; decompress it, for parquet needs random access")
-    return kind
+    units = [replace(unit, skip_empty=skip_empty, skip_rows=skipped, longest_line=longest_line) for unit in units]
+    return _limited(units, limit)
 
 
 def _unit_bytes(paths: Sequence[Path | str]) -> int:
@@ -309,7 +285,7 @@ def _line_units(
     unit = Unit(source or str(path), str(path), kind, layout, size=size, columns=columns)
     if size <= start:
         raise DataError(f"{path} is empty; leave it out or fill it")
-    if path.suffix in _COMPRESSIONS:
+    if is_compressed(path):
         return [replace(unit, start=1 if start else 0)]
     if unit_bytes is None:
         return [replace(unit, start=start)]
@@ -337,20 +313,22 @@ def _parquet_units(path: Path, layout: DocumentLayout | TupleLayout, *, unit_byt
     return units
 
 
-def _hub_units(name: str, layout: DocumentLayout | TupleLayout, *, subset: str | None, split: str) -> list[Unit]:
+def _hub_units(
+    name: str, layout: DocumentLayout | TupleLayout, *, subset: str | None, split: str, whole: bool = False
+) -> list[Unit]:
     dataset = _hub_dataset(name, subset=subset, split=split)
     source = f"hub:{name}" + (f"/{subset}" if subset else "") + f"/{split}"
     try:
         first = next(iter(dataset), None)
     except OSError as error:
-        raise DataError(f"hub data set {name!r} cannot be read ({_first_line(error)}); check the network") from error
+        raise DataError(f"hub data set {name!r} cannot be read ({first_line(error)}); check the network") from error
     if first is None:
         raise DataError(f"{source} has no rows; choose another --split or --subset")
     if isinstance(layout, DocumentLayout):
         _require_columns(source, tuple(first), [layout.text_column])
     else:
-        layout = _tuple_layout(source, tuple(first), layout)
-    shards = max(1, int(dataset.num_shards))
+        layout = _tuple_layout(source, tuple(first), layout, by_row=True)
+    shards = 1 if whole else max(1, int(dataset.num_shards))
     unit = Unit(source, name, "hub", layout, size=0, stop=shards, subset=subset, split=split)
     return [replace(unit, source=f"{source}[{shard}/{shards}]", start=shard) for shard in range(shards)]
 
@@ -368,7 +346,7 @@ def _hub_dataset(name: str, *, subset: str | None, split: str) -> Any:
         return datasets.load_dataset(name, subset, split=split, streaming=True)
     except ValueError as error:
         raise DataError(
-            f"hub data set {name!r} does not load: {_first_line(error)}; check --subset and --split"
+            f"hub data set {name!r} does not load: {first_line(error)}; check --subset and --split"
         ) from error
     except (OSError, RuntimeError) as error:
         raise DataError(mend) from error
@@ -394,6 +372,7 @@ def _limited(units: list[Unit], limit: int | None) -> list[Unit]:
         return units
     if limit < 1:
         raise DataError(f"the limit is {limit}; give 1 or more records")
+    limit = min(limit, sys.maxsize)
     kept: list[Unit] = []
     left = limit
     for unit in units:
@@ -407,29 +386,52 @@ def _limited(units: list[Unit], limit: int | None) -> list[Unit]:
 
 
 def _read_row_numbers(name: str) -> tuple[int, ...]:
-    path = Path(name)
-    if not path.is_file():
-        raise DataError(f"file {name} of rows to skip does not exist; check the path")
+    text = read_text(Path(name), what="file of rows to skip", mend="write it again")
     try:
-        return tuple(sorted({int(line) for line in path.read_text(encoding="utf-8").split()}))
+        numbers = sorted({int(line) for line in text.split()})
     except ValueError as error:
         raise DataError(f"file {name} of rows to skip must hold 0-based row numbers, one a line") from error
+    if numbers and numbers[0] < 0:
+        raise DataError(f"file {name} of rows to skip holds {numbers[0]}; rows are counted from 0")
+    return tuple(numbers)
 
 
 # ------------------------------------------------------------------------------------------------------------- columns
 
 
-def _header(path: Path) -> tuple[tuple[str, ...], int]:
+def _header(path: Path, longest: int) -> tuple[tuple[str, ...], int]:
     """(column names, bytes of the header line) of a TSV file."""
-    line = next((line for _, line in _lines(path, 0, None, Tally())), b"")
-    names = tuple(_decode(line, f"{path}:1").removeprefix("\ufeff").rstrip("\r\n").split("\t"))
-    if not line or len(set(names)) < len(names):
+    names, size = _first_cells(path, longest)
+    if not size or len(set(names)) < len(names):
         raise DataError(f"{path}:1 is no header of distinct column names; name the columns with --columns")
-    return names, len(line)
+    return names, size
 
 
-def _first_keys(path: Path) -> tuple[str, ...]:
-    unit = Unit(str(path), str(path), "jsonl", DocumentLayout(), size=0)
+def _first_cells(path: Path, longest: int) -> tuple[tuple[str, ...], int]:
+    line = next((line for _, line in lines(path, longest=longest)), b"")
+    return tuple(_decode(line, f"{path}:1").removeprefix("\ufeff").rstrip("\r\n").split("\t")), len(line)
+
+
+def _nli_header(path: Path, longest: int) -> tuple[tuple[str, ...], int, TupleLayout]:
+    names, size = _header(path, longest)
+    if len(names) < 3:
+        raise DataError(f"{path} has {len(names)} columns, but NLI triplets are anchor, entailed, contradicted")
+    if not all(known.fullmatch(name.strip().lower()) for known, name in zip(_NLI_NAMES, names)):
+        raise DataError(
+            f"{path}:1 is no header of NLI triplets (anchor, entailed, contradicted, or as they are customary), but "
+            f"{', '.join(map(repr, names[:3]))}; put one before the triplets, or name the columns with --columns"
+        )
+    return names, size, TupleLayout(names[0], (names[1],), (names[2],))
+
+
+def _refuse_header(path: Path, names: tuple[str, ...], longest: int) -> None:
+    """--columns names those of files without a header: where there is one, it would be read as a row."""
+    if _first_cells(path, longest)[0] == names:
+        raise DataError(f"{path}:1 is a header of the columns that --columns names; leave --columns out")
+
+
+def _first_keys(path: Path, longest: int) -> tuple[str, ...]:
+    unit = Unit(str(path), str(path), "jsonl", DocumentLayout(), size=0, longest_line=longest)
     row = next((row for _, row in _rows(unit, Tally())), None)
     if row is None:
         raise DataError(f"{path} is empty; leave it out or fill it")
@@ -437,17 +439,18 @@ def _first_keys(path: Path) -> tuple[str, ...]:
 
 
 def _parquet(path: Path) -> Any:
-    import pyarrow
     import pyarrow.parquet
 
-    try:
-        return pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path} is no readable parquet file ({_first_line(error)}); fetch it again") from error
+    with reading(path, what="parquet file", mend="fetch it again"):
+        return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
 
 
 def _parquet_columns(path: Path) -> tuple[str, ...]:
-    return tuple(_parquet(path).schema_arrow.names)
+    names = tuple(_parquet(path).schema_arrow.names)
+    twins = [name for name, count in Counter(names).items() if count > 1]
+    if twins:
+        raise DataError(f"{path} has several columns {twins[0]!r}; rename all but one")
+    return names
 
 
 def _require_columns(source: Path | str, present: Sequence[str], wanted: Iterable[str]) -> None:
@@ -456,7 +459,9 @@ def _require_columns(source: Path | str, present: Sequence[str], wanted: Iterabl
             raise DataError(f"{source} has no column {name!r}; it has {', '.join(map(repr, present))}")
 
 
-def _tuple_layout(source: Path | str, present: Sequence[str], wanted: TupleLayout) -> TupleLayout:
+def _tuple_layout(
+    source: Path | str, present: Sequence[str], wanted: TupleLayout, *, by_row: bool = False
+) -> TupleLayout:
     """The columns that were asked for, or else those that go by a customary name."""
     asked = [name for name in (wanted.query, *wanted.positives, *wanted.negatives, wanted.score) if name]
     _require_columns(source, present, asked)
@@ -479,7 +484,23 @@ def _tuple_layout(source: Path | str, present: Sequence[str], wanted: TupleLayou
         score = None if negatives else next((name for name in _SCORE_NAMES if name in present), None)
     if score and (negatives or len(positives) > 1):
         raise DataError(f"{source}: graded pairs are one query, one passage and a score, without negatives")
-    return TupleLayout(query, positives, negatives, score)
+    return TupleLayout(query, positives, negatives, score, by_row=by_row and not asked)
+
+
+def _say_unread(path: Path, present: Sequence[str], layout: TupleLayout, said: set[tuple[str, ...]]) -> None:
+    """Of columns with customary names, one is taken for each purpose: the others are named, once for all files."""
+    read = (layout.query, *layout.positives, *layout.negatives, layout.score)
+    customary = dict.fromkeys((*_QUERY_NAMES, *_POSITIVE_NAMES, *_SCORE_NAMES))
+    unread = tuple(name for name in customary if name in present and name not in read)
+    if unread and unread not in said:
+        said.add(unread)
+        logger.warning(
+            "%s: queries are %r, positives %r; not read: %s",
+            path,
+            layout.query,
+            ", ".join(layout.positives),
+            ", ".join(map(repr, unread)),
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -512,7 +533,7 @@ def place(unit: Unit, position: int) -> str:
         return f"{unit.path} row {position}"
     if unit.kind == "hub":
         return f"{unit.source} row {position}"
-    if Path(unit.path).suffix in _COMPRESSIONS:
+    if is_compressed(unit.path):
         return f"{unit.path}:{position}"
     lines = 1
     with Path(unit.path).open("rb") as file:
@@ -527,6 +548,7 @@ def _records(unit: Unit, tally: Tally) -> Iterator[tuple[int, Document | TupleRe
         yield from _text_documents(unit, tally)
         return
     skipped = frozenset(unit.skip_rows)
+    number = -1
     for number, (position, row) in enumerate(_rows(unit, tally)):
         if number in skipped:
             continue
@@ -537,6 +559,8 @@ def _records(unit: Unit, tally: Tally) -> Iterator[tuple[int, Document | TupleRe
         )
         if record is not None:
             yield position, record
+    if skipped and max(skipped) > number:
+        raise DataError(f"row {max(skipped)} is to be skipped, but {unit.path} has {number + 1} rows; mend --skip-rows")
 
 
 def _document(unit: Unit, position: int, row: Mapping[str, Any], layout: DocumentLayout) -> Document | None:
@@ -560,7 +584,8 @@ def _tuple(unit: Unit, position: int, row: Mapping[str, Any], layout: TupleLayou
             _require_columns(place(unit, position), tuple(row), [column])
     query = texts_of(layout.query)
     positives = [text for column in layout.positives for text in texts_of(column)]
-    negatives = [text for column in layout.negatives for text in texts_of(column)]
+    negative_columns = _negative_columns(unit, position, row, layout)
+    negatives = [text for column in negative_columns for text in texts_of(column)]
     if len(query) != 1:
         raise DataError(f"{place(unit, position)}: column {layout.query!r} must hold one query, not {len(query)}")
     if not query[0].strip():
@@ -572,13 +597,33 @@ def _tuple(unit: Unit, position: int, row: Mapping[str, Any], layout: TupleLayou
         if not positives:
             return None
     if not all(text.strip() for text in negatives):
-        _refuse_empty(unit, position, ", ".join(layout.negatives))
+        _refuse_empty(unit, position, ", ".join(negative_columns))
         negatives = [text for text in negatives if text.strip()]
     score = _score(unit, position, row.get(layout.score)) if layout.score else None
     return {"query": query[0], "positives": positives, "negatives": negatives, "score": score}
 
 
-def _texts(unit: Unit, position: int, column: str, value: Any) -> list[str]:
+def _negative_columns(
+    unit: Unit, position: int, row: Mapping[str, Any], layout: TupleLayout
+) -> tuple[str, ...] | list[str]:
+    """A row's own, where rows may have columns that the first one lacks."""
+    if not layout.by_row:
+        return layout.negatives
+    further = [name for name in row if name not in layout.negatives and _NEGATIVE_NAME.fullmatch(name)]
+    if layout.score and any(row[name] for name in further):
+        raise DataError(
+            f"{place(unit, position)} has negatives, and the first row a score; prepare graded pairs by themselves, or "
+            "name the columns to read with --query-column and the like"
+        )
+    if not layout.score and not layout.negatives and any(row.get(name) is not None for name in _SCORE_NAMES):
+        raise DataError(
+            f"{place(unit, position)} has a score, and the first row none; give every row one, or name the columns to "
+            "read with --query-column and the like"
+        )
+    return [*layout.negatives, *further]
+
+
+def _texts(unit: Unit, position: int, column: str, value: Any, *, depth: int = 0) -> list[str]:
     """The texts of one cell: a text, a passage {"title", "text"}, a list of either, or nothing."""
     if value is None:
         return []
@@ -586,9 +631,11 @@ def _texts(unit: Unit, position: int, column: str, value: Any) -> list[str]:
         return [value]
     if isinstance(value, Mapping) and isinstance(value.get("text"), str):
         return [join_title(value.get("title"), value["text"])]
-    if isinstance(value, Sequence):
-        return [text for item in value for text in _texts(unit, position, column, item)]
-    raise DataError(f"{place(unit, position)}: column {column!r} holds a {type(value).__name__}, not a text")
+    if isinstance(value, list) and depth < _DEEPEST_LIST:
+        return [text for item in value for text in _texts(unit, position, column, item, depth=depth + 1)]
+    # Parquet's maps come as pairs.
+    name = "map" if isinstance(value, tuple) else type(value).__name__
+    raise DataError(f"{place(unit, position)}: column {column!r} holds a {name}, not a text")
 
 
 def join_title(title: str | None, text: str) -> str:
@@ -597,13 +644,20 @@ def join_title(title: str | None, text: str) -> str:
 
 
 def _score(unit: Unit, position: int, value: Any) -> float:
-    try:
-        score = float(value)
-    except (TypeError, ValueError):
-        score = math.nan
+    score = _number(value)
     if not math.isfinite(score):
         raise DataError(f"{place(unit, position)}: score {value!r} is not a finite number")
     return score
+
+
+def _number(value: Any) -> float:
+    """A number or its text, as people write it; NaN for everything else."""
+    if isinstance(value, bool) or (isinstance(value, str) and "_" in value):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _refuse_empty(unit: Unit, position: int, column: str) -> None:
@@ -614,15 +668,18 @@ def _refuse_empty(unit: Unit, position: int, column: str) -> None:
 def _text_documents(unit: Unit, tally: Tally) -> Iterator[tuple[int, Document]]:
     layout = cast(DocumentLayout, unit.layout)
     pieces: list[str] = []
-    first = 0
-    for position, line in _lines(Path(unit.path), unit.start, unit.stop, tally):
+    first = length = 0
+    for position, line in _unit_lines(unit, tally):
         text = _decode(line, lambda at=position: place(unit, at))
         blank = not text.strip()
         ends = layout.text_split == "lines" or (layout.text_split == "blank-lines" and blank)
         if not blank or (pieces and not ends):
             if not pieces:
-                first = position
+                first, length = position, 0
             pieces.append(text)
+            length += len(line)
+            if length > unit.longest_line:
+                raise DataError(too_long(place(unit, first), unit.longest_line))
         if ends and pieces:
             yield first, {"text": "".join(pieces).strip()}
             pieces = []
@@ -636,7 +693,7 @@ def _rows(unit: Unit, tally: Tally) -> Iterator[tuple[int, Mapping[str, Any]]]:
     elif unit.kind == "hub":
         yield from enumerate(_hub_rows(unit))
     else:
-        for position, line in _lines(Path(unit.path), unit.start, unit.stop, tally):
+        for position, line in _unit_lines(unit, tally):
             text = _decode(line, lambda at=position: place(unit, at)).rstrip("\r\n")
             if not text.strip():
                 continue
@@ -652,14 +709,22 @@ def _rows(unit: Unit, tally: Tally) -> Iterator[tuple[int, Mapping[str, Any]]]:
             yield position, dict(zip(unit.columns, cells))
 
 
+def _unit_lines(unit: Unit, tally: Tally) -> Iterator[tuple[int, bytes]]:
+    """The lines of a unit, without the mark that some editors put at a file's beginning."""
+    begins = 1 if is_compressed(unit.path) else 0
+    for position, line in lines(Path(unit.path), unit.start, unit.stop, tally=tally, longest=unit.longest_line):
+        yield position, line.removeprefix(codecs.BOM_UTF8) if position == begins else line
+
+
 def _json_row(unit: Unit, position: int, text: str) -> dict[str, Any]:
     try:
         row = json.loads(text)
         if "\\ud" in text or "\\uD" in text:
             # Half of a surrogate pair is no character: web crawls hold such escapes, tokenizers refuse them.
             row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
-    except ValueError as error:
-        raise DataError(f"{place(unit, position)} is no JSON ({error}); each line must hold one object") from error
+    except (ValueError, RecursionError) as error:
+        what = first_line(error) if isinstance(error, ValueError) else "nested too deep"
+        raise DataError(f"{place(unit, position)} is no JSON ({what}); each line must hold one object") from error
     if not isinstance(row, dict):
         raise DataError(f"{place(unit, position)} holds a {type(row).__name__}, not an object with named fields")
     return row
@@ -681,12 +746,13 @@ def _parquet_rows(unit: Unit, tally: Tally) -> Iterator[tuple[int, dict[str, Any
     total = max(1, sum(rows[unit.start :]))
     done = 0
     groups = list(range(unit.start, stop))
-    for batch in file.iter_batches(batch_size=1024, row_groups=groups, columns=wanted, use_threads=False):
-        done += len(batch)
-        tally.bytes_read = unit.size * done // total
-        for row in batch.to_pylist():
-            yield position, row
-            position += 1
+    with reading(unit.path, what="parquet file", mend="fetch it again"):
+        for batch in file.iter_batches(batch_size=1024, row_groups=groups, columns=wanted, use_threads=False):
+            done += len(batch)
+            tally.bytes_read = unit.size * done // total
+            for row in batch.to_pylist():
+                yield position, row
+                position += 1
 
 
 def _hub_rows(unit: Unit) -> Iterator[dict[str, Any]]:
@@ -697,48 +763,8 @@ def _hub_rows(unit: Unit) -> Iterator[dict[str, Any]]:
         yield from dataset
     except OSError as error:
         raise DataError(
-            f"{unit.source} broke off ({_first_line(error)}); run the same command again to go on from there"
+            f"{unit.source} broke off ({first_line(error)}); run the same command again to go on from there"
         ) from error
-
-
-def _lines(path: Path, start: int, stop: int | None, tally: Tally) -> Iterator[tuple[int, bytes]]:
-    """(position, line) of the lines that begin in [start, stop): bytes, or lines of a compressed file.
-
-    A compressed file's positions are line numbers from 1, and `start` is how many lines are skipped.
-    """
-    with path.open("rb") as file:
-        if path.suffix in _COMPRESSIONS:
-            for number, line in enumerate(_decompressed(path, file), start=1):
-                tally.bytes_read = file.tell()
-                if number > start:
-                    yield number, line
-            return
-        position = start
-        if start:
-            # The line that the cut falls into belongs to the unit before, unless the cut falls right before it.
-            file.seek(start - 1)
-            position += len(file.readline()) - 1
-        while stop is None or position < stop:
-            line = file.readline()
-            if not line:
-                break
-            tally.bytes_read = position + len(line) - start
-            yield position, line
-            position += len(line)
-
-
-def _decompressed(path: Path, file: BinaryIO) -> Iterator[bytes]:
-    import zstandard
-
-    try:
-        if path.suffix == ".gz":
-            yield from gzip.GzipFile(fileobj=file)
-        else:
-            yield from io.BufferedReader(
-                zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True), 2**20
-            )
-    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
-        raise DataError(f"{path} is damaged ({_first_line(error)}); fetch it again") from error
 
 
 def _decode(line: bytes, where: Any) -> str:
@@ -746,10 +772,6 @@ def _decode(line: bytes, where: Any) -> str:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{where() if callable(where) else where} is not UTF-8; convert the file") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 # ----------------------------------------------------------------------------------------------- passages named by id
@@ -765,14 +787,14 @@ class TextIndex:
         self.path = path
         self._hashes = hashes  # uint64 [texts], rising
         self._offsets = offsets  # int64 [texts]
-        with path.open("rb") as file:
+        with reading(path), open_regular(path) as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     @classmethod
     def build(cls, path: Path) -> TextIndex:
         """Read the file once."""
         hashes, offsets = [], []
-        for position, line in _lines(path, 0, None, Tally()):
+        for position, line in lines(path):
             if line.strip():
                 hashes.append(_id_hash(cls._parse(path, position, line)[0]))
                 offsets.append(position)
@@ -794,7 +816,12 @@ class TextIndex:
     @classmethod
     def load(cls, folder: Path) -> TextIndex:
         hashes, offsets = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("hashes", "offsets"))
-        return cls(Path((folder / "path").read_text(encoding="utf-8")), hashes, offsets)
+        return cls(cls.path_in(folder), hashes, offsets)
+
+    @staticmethod
+    def path_in(folder: Path) -> Path:
+        """The file that a saved index is of."""
+        return Path((folder / "path").read_text(encoding="utf-8"))
 
     def __len__(self) -> int:
         return len(self._hashes)
@@ -822,9 +849,12 @@ class TextIndex:
                 raise DataError(f"{place(unit, position)} is not of the form ID, tab, text")
             return name, content
         row = _json_row(unit, position, text)
-        if "_id" not in row or not isinstance(row.get("text"), str):
+        key, body, title = row.get("_id"), row.get("text"), row.get("title")
+        if not isinstance(key, str | int) or isinstance(key, bool) or not isinstance(body, str):
             raise DataError(f"{place(unit, position)} has no '_id' or no 'text', which a BEIR corpus or query needs")
-        return str(row["_id"]), join_title(row.get("title"), row["text"])
+        if title is not None and not isinstance(title, str):
+            raise DataError(f"{place(unit, position)}: the title is a {type(title).__name__}, not a text")
+        return str(key), join_title(title, body)
 
 
 def _id_hash(name: str) -> int:
@@ -836,19 +866,19 @@ def read_qrels(path: Path) -> dict[str, dict[str, float]]:
     if not path.is_file():
         raise DataError(f"file {path} of relevance judgements does not exist; check the folder and --split")
     judged: dict[str, dict[str, float]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        cells = line.split("\t") if "\t" in line else line.split()
-        if not cells or (number == 1 and cells[-1].strip() in ("score", "relevance", "rel")):
+    for number, line in enumerate(read_text(path, mend="fetch it again").split("\n"), start=1):
+        cells = [cell.strip() for cell in line.split("\t")] if "\t" in line else line.split()
+        if not any(cells) or (number == 1 and cells[-1] in ("score", "relevance", "rel")):
             continue
-        try:
-            query, passage, grade = (
-                (cells[0], cells[-2], float(cells[-1])) if len(cells) in (3, 4) else ("", "", math.nan)
-            )
-        except ValueError:
-            grade = math.nan
-        if math.isnan(grade):
+        query, passage, grade = (
+            (cells[0], cells[-2], _number(cells[-1])) if len(cells) in (3, 4) else ("", "", math.nan)
+        )
+        if not (query and passage and math.isfinite(grade)):
             raise DataError(f"{path}:{number} is not of the form QUERY PASSAGE GRADE or QUERY 0 PASSAGE GRADE")
-        judged.setdefault(query, {})[passage] = grade
+        if judged.setdefault(query, {}).setdefault(passage, grade) != grade:
+            raise DataError(
+                f"{path}:{number} judges query {query!r} and passage {passage!r} again, with another grade; drop one"
+            )
     if not judged:
         raise DataError(f"{path} holds no judgements; fetch it again")
     return judged
@@ -858,14 +888,21 @@ def read_beir_texts(path: Path) -> dict[str, str]:
     """{id: text} of a corpus.jsonl, queries.jsonl or an id-tab-text .tsv, titles put before texts."""
     if not path.is_file():
         raise DataError(f"file {path} does not exist; check the folder and --split")
-    return dict(TextIndex._parse(path, at, line) for at, line in _lines(path, 0, None, Tally()) if line.strip())
+    texts: dict[str, str] = {}
+    for position, line in lines(path):
+        if line.strip():
+            name, text = TextIndex._parse(path, position, line)
+            if name in texts:
+                raise DataError(f"{path} holds the id {name!r} twice; drop one of the two lines")
+            texts[name] = text
+    return texts
 
 
 def corpus_texts(path: Path, tally: Tally | None = None) -> Iterator[str]:
     """Every text of a corpus.jsonl or an id-tab-text .tsv that is not empty, titles put before texts."""
     if not path.is_file():
         raise DataError(f"file {path} does not exist; give a corpus.jsonl or a collection.tsv")
-    for position, line in _lines(path, 0, None, tally or Tally()):
+    for position, line in lines(path, tally=tally):
         if line.strip():
             _, text = TextIndex._parse(path, position, line)
             if text.strip():
@@ -934,12 +971,21 @@ def _read_hard_negatives(path: Path, judged: Mapping[str, Mapping[str, float]], 
             raise DataError(f'{place(unit, position)} is not of the form {{"qid": ..., "neg": [...]}}')
         if query not in judged:
             continue
+        if query in found:
+            raise DataError(f"{place(unit, position)} gives negatives of query {query!r} again; drop one of the lines")
         systems = list(negatives.values()) if isinstance(negatives, dict) else [negatives]
-        turns = itertools.chain.from_iterable(itertools.zip_longest(*systems))
-        names = (str(entry["pid"] if isinstance(entry, Mapping) else entry) for entry in turns if entry is not None)
+        entries = [[_passage_id(entry) for entry in system] if isinstance(system, list) else [""] for system in systems]
+        if not all(name for system in entries for name in system):
+            raise DataError(f'{place(unit, position)}: "neg" holds what is no passage id nor {{"pid": id}}')
+        names = (name for turn in itertools.zip_longest(*entries) for name in turn if name is not None)
         distinct = dict.fromkeys(name for name in names if name not in judged[query])
         found[query] = list(itertools.islice(distinct, most))
     return found
+
+
+def _passage_id(entry: Any) -> str:
+    name = entry.get("pid") if isinstance(entry, Mapping) else entry
+    return str(name) if isinstance(name, str | int) and not isinstance(name, bool) else ""
 
 
 def _id_records(unit: Unit, tally: Tally) -> Iterator[tuple[int, TupleRecord]]:

@@ -4,7 +4,7 @@ What is decided here:
 - A text of L tokens (special tokens counted) has a budget of round(L·ratio) masked tokens, never exceeded. Its words
   are visited in random order; a word that no longer fits is skipped, so that words are masked whole or not at all.
 - Encoder and decoder masks (Starbucks §3.2, p_dec > p_enc) are nested, the decoder's set being grown from the
-  encoder's in the same word order (the authors' code), or drawn apart.
+  encoder's in the same word order (the released code, ielab/Starbucks smae/data.py), or drawn apart.
 - A masked token becomes [MASK], a random ordinary token or itself (BERT: 80/10/10). Special tokens are never masked.
 - Every draw is a pure function of (seed, epoch, source, sample, purpose, index): a text gets the same mask whatever
   batch, rank or worker it meets. A generator object per text would cost more than the masking, so the draws come from

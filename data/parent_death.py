@@ -1,4 +1,4 @@
-"""Ask the kernel to tell a process that its parent is gone, however it went. Linux only; elsewhere nothing happens."""
+"""What the kernel does for processes that end out of turn. Linux only; elsewhere nothing happens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def signal_at_parents_death(number: int, *, parent: int | None = None) -> None:
@@ -19,3 +20,9 @@ def signal_at_parents_death(number: int, *, parent: int | None = None) -> None:
     parent = os.getppid() if parent is None else parent
     if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number)) == 0 and number and os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def adopt_orphans() -> None:
+    """Have this process take in what its children leave behind when they end, so that it can wait for all of it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)

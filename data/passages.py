@@ -19,9 +19,10 @@ from typing import cast
 
 import numpy as np
 
-from data.corpora import Tally, TupleRecord, Unit, corpus_texts, place, read_unit
+from data.corpora import TupleRecord, Unit, corpus_texts, place, read_unit
 from data.errors import DataError
 from data.files import sync
+from data.lines import Tally
 
 QUERIES, PASSAGES, TABLES = "queries.bin", "passages.bin", "tables.npz"
 _RECORDS_PER_REPORT = 4096

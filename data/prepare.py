@@ -8,6 +8,8 @@ What is decided here:
 - What is written depends on the inputs, the tokenizer, the options and the seed, never on the number of processes or on
   how often the command was killed. preparation.json records all of that in the output folder before the first shard:
   the same command goes on where it stopped, any other is refused.
+- Inputs are told apart by the sha256 of all their bytes. `.inputs` keeps what each looked like when it was hashed
+  (size, times, inode): it is hashed again only where that has changed, and a change while it is read is noticed.
 - Samples are shuffled once, within blocks of a unit; epochs shuffle again while reading (`data.order`).
 - Workers do not outlive the command: they are killed when it ends, and the kernel kills them when it is killed.
 """
@@ -29,6 +31,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection, wait
@@ -40,11 +43,14 @@ import numpy as np
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from data.command import INTERRUPTED_CODE, end_for, exit_code_of, log_to_stderr
 from data.corpora import (
+    MOST_NEGATIVES,
     TEXT_SPLITS,
     TUPLE_FORMATS,
     Document,
-    Tally,
+    IdLayout,
+    TextIndex,
     TupleRecord,
     Unit,
     place,
@@ -60,7 +66,10 @@ from data.documentation import (
     write_documentation,
 )
 from data.encoding import TextEncoder
-from data.errors import DataError
+from data.errors import CommandEnd, DataError, OtherFormat
+from data.files import open_regular, read_text, reading, write_atomically
+from data.inputs import PREPARATION, SCRATCH, check_name
+from data.lines import LONGEST_LINE, Tally
 from data.masking import draws, sample_keys
 from data.order import check_seed
 from data.parent_death import signal_at_parents_death
@@ -69,22 +78,25 @@ from data.shards import (
     MANIFEST,
     SHARD_BYTES,
     Kind,
+    ShardFolder,
     UnitWriter,
     finish_folder,
     finished_unit,
     token_dtype,
 )
-from data.tokens import load_tokenizer, tokenizer_fingerprint, vocabulary_of
+from data.tokens import LARGEST_ID, load_tokenizer, save_tokenizer, tokenizer_fingerprint, vocabulary_of
 
 logger = logging.getLogger(__name__)
 
-PREPARATION = "preparation.json"
-SCRATCH = ".plan"
+# What the inputs looked like when they were hashed.
+SEEN = ".inputs"
 # One call of the tokenizer: enough texts to amortise it, few enough that its result stays small.
 BATCH_TEXTS = 1024
 BATCH_CHARACTERS = 2**20
 # Samples shuffled together, so that a unit of any size fits in memory.
 BLOCK_TOKENS = 2**26
+# Of preparation.json: 2 has the sha256 of whole inputs.
+FORMAT = 2
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -275,7 +287,7 @@ def _run_in_processes(jobs: Sequence[Job], *, processes: int, report: Report) ->
                     ) from None
                 if isinstance(message, Progress):
                     report(message)
-                elif isinstance(message, DataError):
+                elif isinstance(message, CommandEnd):
                     raise message
                 elif message is None:
                     logger.info("unit %d finished: %s", job.number, job.unit.source)
@@ -312,10 +324,8 @@ def _work(connection: Connection, parent: int) -> None:
             connection.send(None)
         except BrokenPipeError:
             return
-        except DataError as error:
-            connection.send(error)
-        except Exception:
-            connection.send(traceback.format_exc())
+        except Exception as error:
+            connection.send(end_for(error) or traceback.format_exc())
 
 
 @contextlib.contextmanager
@@ -337,8 +347,9 @@ def _environment(name: str, value: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _claimed(output: Path) -> Iterator[None]:
     """Hold a folder for this command alone; it must be new, empty, or one of ours."""
-    is_new = not output.exists()
+    check_name(str(output), "output folder")
     try:
+        is_new = not output.exists()
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"folder {output} cannot be made ({error.strerror}); choose a writable folder") from error
@@ -350,30 +361,48 @@ def _claimed(output: Path) -> Iterator[None]:
             raise DataError(f"another command is writing to {output}; wait for it or choose another folder") from error
         except OSError:
             logger.warning("the file system of %s has no locks: let only one command write there", output)
-        strangers = sorted(path.name for path in output.iterdir() if path.name != SCRATCH)
-        if strangers and PREPARATION not in strangers:
+        names = sorted(path.name for path in output.iterdir())
+        if PREPARATION not in names and (strangers := sorted({*names} - {SCRATCH})):
             raise DataError(f"folder {output} holds other files ({strangers[0]}); choose an empty or new folder")
-        yield
+        try:
+            yield
+        finally:
+            shutil.rmtree(output / SCRATCH, ignore_errors=True)
+            # A command that finished nothing leaves no trace.
+            # Receipts of units without samples are soon written again.
+            if PREPARATION not in names and not any(
+                path.exists() and path.parent.name != "units" for path in (*_finished(output), *output.glob("*.tar"))
+            ):
+                _clear(output)
     finally:
-        shutil.rmtree(output / SCRATCH, ignore_errors=True)
         if is_new:
-            # A command that failed before it wrote anything leaves no trace.
             with contextlib.suppress(OSError):
                 output.rmdir()
         os.close(descriptor)
 
 
+def _finished(output: Path) -> list[Path]:
+    """What a command leaves once a part of its work is done."""
+    return [output / MANIFEST, output / "tokenizer.json", output / "pairs.jsonl", *output.glob("units/*.json")]
+
+
+def _clear(output: Path) -> None:
+    """Remove what a command of ours began in a folder that was empty before."""
+    with contextlib.suppress(OSError):
+        leftovers = (*output.glob("shard-*.tar*"), *output.glob("units/*.json*"), output / SEEN, output / PREPARATION)
+        for leftover in leftovers:
+            leftover.unlink(missing_ok=True)
+        if (output / "units").is_dir():
+            (output / "units").rmdir()
+
+
 def _settle(output: Path, preparation: dict[str, Any]) -> str:
     """Record what the folder is made from, or check that it is the same as before; returns its sha256."""
     path = output / PREPARATION
-    content = json.dumps(preparation, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    try:
-        before = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        before = ""
+    content = json.dumps({"format": FORMAT, **preparation}, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    before = read_text(path) if path.exists() else ""
     if before and before != content:
-        finished = [output / MANIFEST, output / "tokenizer.json", output / "pairs.jsonl", *output.glob("units/*.json")]
-        if any(file.exists() for file in finished):
+        if any(file.exists() for file in _finished(output)):
             raise DataError(
                 f"folder {output} holds something made with other {_differing(before, content)}; "
                 "choose an empty folder, or delete this one first"
@@ -397,6 +426,8 @@ def _differing(before_text: str, now_text: str) -> str:
         before = None
     if not isinstance(before, dict):
         return "settings"
+    if before.get("format") != now["format"]:
+        return f"versions of this command (format {before.get('format')} instead of {now['format']})"
     names = []
     for key in sorted({*before, *now}):
         if before.get(key) == now.get(key):
@@ -408,26 +439,75 @@ def _differing(before_text: str, now_text: str) -> str:
     return ", ".join(name.replace("_", " ") for name in names)
 
 
-def _identity(path: Path) -> dict[str, Any]:
-    """Tells an input from another without reading all of it: its size and a hash of its ends."""
-    size = path.stat().st_size
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        digest.update(file.read(2**16))
-        file.seek(max(0, size - 2**16))
-        digest.update(file.read(2**16))
-    return {"bytes": size, "sha256_of_ends": digest.hexdigest()}
+class _Inputs:
+    """The files that a command reads: what identifies each, and whether it is still the same."""
+
+    def __init__(self, output: Path, units: Sequence[Unit], *, processes: int) -> None:
+        self._path = output / SEEN
+        paths: dict[str, None] = {}
+        # Made of the inputs by this command, and anew each time: no mark of it would hold.
+        self._joined: dict[str, str] = {}
+        self._others: list[str] = []
+        for unit in units:
+            if isinstance(unit.layout, IdLayout):
+                self._joined[f"{unit.source.rpartition('[')[0]} joined"] = unit.path
+                paths[str(TextIndex.path_in(Path(unit.layout.index)))] = None
+            elif unit.kind == "hub":
+                self._others.append(unit.source.rpartition("[")[0])
+            else:
+                paths[unit.path] = None
+        before = self._read()
+        self._seen: dict[str, list[str]] = {}
+        # Hashing leaves Python to its threads.
+        with ThreadPoolExecutor(max_workers=max(1, min(processes, 8))) as pool:
+            for path, seen in zip(paths, pool.map(lambda path: _seen(path, before.get(path)), paths)):
+                self._seen[path] = seen
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides the output, as JSON values."""
+        found: dict[str, Any] = {path: {"sha256": digest} for path, (_, digest) in self._seen.items()}
+        found |= {name: {"sha256": _sha256(Path(path))} for name, path in self._joined.items()}
+        return found | dict.fromkeys(self._others)
+
+    def remember(self) -> None:
+        write_atomically(self._path, json.dumps(self._seen, indent=1, ensure_ascii=False) + "\n")
+
+    def check(self) -> None:
+        """Refuse an input that changed while it was read: no unit could tell which of its bytes it met."""
+        for path, seen in self._seen.items():
+            if _seen(path, seen)[1] != seen[1]:
+                raise DataError(
+                    f"{path} was changed while it was read; delete {self._path.parent} and run the command again"
+                )
+
+    def _read(self) -> dict[str, list[str]]:
+        try:
+            found = json.loads(self._path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        # No more than a shortcut: whatever is not understood is hashed.
+        entries = found.items() if isinstance(found, dict) else ()
+        return {path: seen for path, seen in entries if isinstance(seen, list) and len(seen) == 2}
 
 
-def _inputs(units: Sequence[Unit]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for unit in units:
-        name = unit.source.rpartition("[")[0] or unit.source
-        if name not in found:
-            found[name] = None if unit.kind == "hub" else _identity(Path(unit.path))
-            if unit.kind == "ids":
-                found[f"{name} passages"] = _identity(Path(unit.path).with_name("offsets.npy"))
-    return found
+def _seen(path: str, before: list[str] | None) -> list[str]:
+    """[what a file looks like, its sha256], which is that of `before` if it looks the same."""
+    with reading(path):
+        status = Path(path).stat()
+        looks = f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+        return before if before is not None and before[0] == looks else [looks, _sha256(Path(path))]
+
+
+def _sha256(path: Path) -> str:
+    with reading(path), open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _skipped(units: Sequence[Unit]) -> str | None:
+    """What tells the rows to skip from others: their file may change under its name."""
+    rows = units[0].skip_rows
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest() if rows else None
 
 
 # ------------------------------------------------------------------------------------------------------------ commands
@@ -438,11 +518,6 @@ def prepare_shards(arguments: argparse.Namespace) -> None:
     kind: Kind = arguments.command
     output = Path(arguments.output)
     started = time.monotonic()
-    check_seed(arguments.seed)
-    if arguments.shard_megabytes < 1 or arguments.chunk_samples < 1:
-        raise DataError(
-            "shards and chunks must hold something; give --shard-megabytes and --chunk-samples of 1 or more"
-        )
     scratch = output / SCRATCH
     with _claimed(output):
         shutil.rmtree(scratch, ignore_errors=True)
@@ -452,18 +527,26 @@ def prepare_shards(arguments: argparse.Namespace) -> None:
         size = vocabulary_of(tokenizer).size
         options = {name: getattr(arguments, name) for name in arguments.identity}
         plan = _plan_documents if kind == "documents" else _plan_tuples
-        units = plan(arguments, scratch)
+        units = plan(arguments, output)
+        inputs = _Inputs(output, units, processes=arguments.processes)
         preparation = {
             "kind": kind,
             "options": options,
             "tokenizer": fingerprint,
-            "inputs": _inputs(units),
+            "inputs": inputs.identity,
+            "skipped_rows": _skipped(units),
             "units": [unit.source + (f" first {unit.limit}" if unit.limit else "") for unit in units],
         }
         settings = {"preparation": _settle(output, preparation)}
-        if (output / MANIFEST).exists():
+        inputs.remember()
+        unfinished = [
+            number for number in range(len(units)) if finished_unit(output, number, settings=settings) is None
+        ]
+        if not unfinished and _is_whole(output):
             _say(f"{output} is already complete")
             return
+        # A shard of a finished folder was lost: until it is there again, the folder is not finished.
+        (output / MANIFEST).unlink(missing_ok=True)
 
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
         backend["truncation"] = backend["padding"] = None
@@ -486,11 +569,12 @@ def prepare_shards(arguments: argparse.Namespace) -> None:
                 passage_prompt=getattr(arguments, "passage_prompt", ""),
             )
             for number, unit in enumerate(units)
-            if finished_unit(output, number, settings=settings) is None
+            if number in unfinished
         ]
         if len(jobs) < len(units):
             logger.warning("%d of %d units are finished already", len(units) - len(jobs), len(units))
         text_bytes = _run_with_bar(jobs, processes=arguments.processes)
+        inputs.check()
         manifest = finish_folder(output, len(units), tokenizer=tokenizer, name=str(arguments.tokenizer))
     seconds = time.monotonic() - started
     _say(
@@ -499,7 +583,22 @@ def prepare_shards(arguments: argparse.Namespace) -> None:
     )
 
 
-def _plan_documents(arguments: argparse.Namespace, scratch: Path) -> list[Unit]:
+def _is_whole(output: Path) -> bool:
+    """Whether a folder whose units are all there has the rest as well."""
+    if not (output / MANIFEST).exists():
+        return False
+    try:
+        folder = ShardFolder(output, verify="size")
+        folder.check_tokenizer(load_tokenizer(folder.tokenizer_path))
+    except OtherFormat:
+        raise
+    except DataError as error:
+        logger.warning("%s is finished again: %s", output, error)
+        return False
+    return True
+
+
+def _plan_documents(arguments: argparse.Namespace, output: Path) -> list[Unit]:
     return plan_documents(
         arguments.inputs,
         text_column=arguments.text_column,
@@ -508,13 +607,15 @@ def _plan_documents(arguments: argparse.Namespace, scratch: Path) -> list[Unit]:
         subset=arguments.subset,
         split=arguments.split,
         limit=arguments.limit,
+        longest_line=arguments.longest_line * 2**20,
+        output=output,
     )
 
 
-def _plan_tuples(arguments: argparse.Namespace, scratch: Path) -> list[Unit]:
+def _plan_tuples(arguments: argparse.Namespace, output: Path) -> list[Unit]:
     return plan_tuples(
         arguments.inputs,
-        scratch=scratch,
+        scratch=output / SCRATCH,
         format=arguments.format,
         query_column=arguments.query_column,
         positive_columns=arguments.positive_column,
@@ -528,6 +629,8 @@ def _plan_tuples(arguments: argparse.Namespace, scratch: Path) -> list[Unit]:
         subset=arguments.subset,
         split=arguments.split,
         limit=arguments.limit,
+        longest_line=arguments.longest_line * 2**20,
+        output=output,
     )
 
 
@@ -561,12 +664,12 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
 
     output = Path(arguments.output)
     started = time.monotonic()
-    if arguments.vocab_size <= len(SPECIAL_TOKENS):
-        raise DataError(f"a vocabulary of {arguments.vocab_size} tokens has no room for words; give 1000 or more")
     with _claimed(output):
         units = _plan_documents(arguments, output)
         options = {name: getattr(arguments, name) for name in arguments.identity}
-        _settle(output, {"kind": "tokenizer", "options": options, "inputs": _inputs(units)})
+        inputs = _Inputs(output, units, processes=_default_processes())
+        _settle(output, {"kind": "tokenizer", "options": options, "inputs": inputs.identity})
+        inputs.remember()
         if (output / "tokenizer.json").exists():
             _say(f"{output} is already complete")
             return
@@ -584,6 +687,9 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
         backend.train_from_iterator(texts, trainer)
         # Training numbers pieces in the order of a hash map: sorted, equal pieces make an equal tokenizer.
         pieces = sorted(set(backend.get_vocab()) - set(SPECIAL_TOKENS), key=lambda piece: (len(piece), piece))
+        if not pieces:
+            raise DataError("the inputs hold no word, so every text would be [UNK]; give files with text")
+        inputs.check()
         vocabulary = {piece: index for index, piece in enumerate((*SPECIAL_TOKENS, *pieces))}
         backend.model = models.WordPiece(vocab=vocabulary, unk_token="[UNK]", max_input_chars_per_word=100)
         cls_id, sep_id = (backend.token_to_id(token) for token in ("[CLS]", "[SEP]"))
@@ -600,7 +706,7 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
         )
         temporary = output / SCRATCH
         shutil.rmtree(temporary, ignore_errors=True)
-        tokenizer.save_pretrained(str(temporary))
+        save_tokenizer(tokenizer, temporary)
         # tokenizer.json last: it is what makes the folder complete.
         for path in sorted(temporary.iterdir(), key=lambda path: path.name == "tokenizer.json"):
             path.replace(output / path.name)
@@ -620,8 +726,6 @@ def collect_documentation(arguments: argparse.Namespace) -> None:
         if done.exists():
             _say(f"{output} is already complete")
             return
-        if arguments.processes < 1:
-            raise DataError(f"{arguments.processes} processes cannot work; give 1 or more")
         documentation = installed_documentation(
             arguments.package or None,
             num_held_out=arguments.held_out,
@@ -811,6 +915,13 @@ def _shard_options(parser: argparse.ArgumentParser) -> None:
 
 def _source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", metavar="N", type=int, help="take only the first N records")
+    parser.add_argument(
+        "--longest-line",
+        metavar="MIB",
+        type=int,
+        default=LONGEST_LINE // 2**20,
+        help="refuse lines and documents of more (default 1024)",
+    )
     parser.add_argument("--skip-empty", action="store_true", help="drop empty texts instead of stopping at the first")
     parser.add_argument("--subset", metavar="NAME", help="configuration of a hub data set, such as sample-10BT")
     parser.add_argument(
@@ -828,19 +939,44 @@ def _text_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+# What numbers may be, and why.
+BOUNDS = {
+    "limit": (1, 2**60),
+    "processes": (1, 4096),
+    "shard_megabytes": (1, 2**16),
+    "chunk_samples": (1, 2**24),
+    "longest_line": (1, 2**16),
+    "max_negatives": (0, MOST_NEGATIVES),
+    "vocab_size": (len(SPECIAL_TOKENS) + 1, LARGEST_ID),
+    "min_frequency": (1, 2**40),
+    "max_length": (3, 2**30),  # [CLS], a token and [SEP]
+    "held_out": (1, 10**9),
+    "bodies": (1, 10**9),
+}
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    for name, (low, high) in BOUNDS.items():
+        value = getattr(arguments, name, None)
+        if value is not None and not low <= value <= high:
+            raise DataError(f"--{name.replace('_', '-')} {value} is not possible; give between {low} and {high}")
+    for name, value in vars(arguments).items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str):
+                check_name(text, f"argument {name.replace('_', '-')}")
+    if hasattr(arguments, "seed"):
+        check_seed(arguments.seed)
+    arguments.run(arguments)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(message)s")
-    try:
-        arguments.run(arguments)
-    except DataError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except KeyboardInterrupt:
+    log_to_stderr(level=logging.INFO if arguments.verbose else logging.WARNING)
+    code = exit_code_of(lambda: _run(arguments))
+    if code == INTERRUPTED_CODE:
         sys.stderr.write("interrupted; run the same command again to go on\n")
-        return 128 + signal.SIGINT
-    return 0
+    return code
 
 
 def _exit_on_terminate() -> None:

@@ -4,32 +4,45 @@
     <cache>/shards/<sha256>-<bytes>.tmp    one on its way; its bytes count from the start
     <cache>/tokenizers/<fingerprint>/      the tokenizer of a folder
     <cache>/locks/                         `room`, held while room is made; `00`..`ff`, held while a shard is fetched
-    <cache>/verified/<folder and manifest> what was hashed of a local folder: name, size, mtime and inode a line
+    <cache>/verified/<sha256>.tar          what the cached shard was like when it was hashed: size, times and inode
+    <cache>/verified/<folder and manifest> what was hashed of a local folder: name, size, times and inode a line
 
-A cached shard is named by its content and appears by rename after it was hashed, so whatever is there is whole and
-needs no second hash, for whichever folder, process or rank. The ranks and loader processes of a machine share one
-cache: a lock (flock, which ends with its process) a shard lets one of them fetch while the others wait, and the shards
-opened longest ago are unlinked to make room. A shard that is in use stays readable: its mmap outlives the name.
+A cached shard is named by its content and appears by rename after it was hashed. It is hashed again only where its
+size, its times or its inode are no longer what they were, for whichever folder, process or rank. The ranks and loader
+processes of a machine share one cache: a lock (flock, which ends with its process) a shard lets one of them fetch while
+the others wait, and the shards opened longest ago are unlinked to make room. A shard that is in use stays readable: its
+mmap outlives the name.
+
+Nobody elsewhere decides how much is read, or how long: a shard ends at the manifest's size, other files at a bound of
+their kind, and a server that sends less than SLOWEST bytes a second for STALL_SECONDS is given up. A tokenizer enters
+the cache when it is the one that the manifest names. What an address holds of secrets is in no message.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import hashlib
+import io
 import logging
 import os
 import re
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from data.errors import DataError
+from data.files import open_regular
+from data.secrets import with_variables, without_secrets
+from data.tokens import load_tokenizer, tokenizer_fingerprint
 
 if TYPE_CHECKING:
     import fsspec
@@ -38,6 +51,10 @@ logger = logging.getLogger(__name__)
 
 CACHE_GIB = 32.0
 ATTEMPTS = 2
+STALL_SECONDS = 60.0
+SLOWEST = 1024  # bytes a second
+MANIFEST_BYTES = 2**28  # some hundred times that of a hundred million samples
+TOKENIZER_BYTES = 2**27
 # What save_pretrained writes of a fast tokenizer; a plain web server cannot be asked for a list.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 PROTOCOLS = ("http", "https", "s3", "gs", "file", "memory")
@@ -52,16 +69,31 @@ def is_remote(path: str | Path) -> bool:
     return "://" in str(path)
 
 
-def read_bytes(address: str) -> bytes:
-    """All of a small file. FileNotFoundError where there is none."""
-    system, path = _open_system(address)
+def joined(address: str, name: str) -> str:
+    """The address of a file in a folder; the folder's parameters, such as a key, stay at the end."""
+    folder, mark, parameters = (
+        address.partition("?") if address.startswith(("http://", "https://")) else (address, "", "")
+    )
+    return f"{folder.rstrip('/')}/{name}{mark}{parameters}"
+
+
+def read_bytes(address: str, *, limit: int) -> bytes:
+    """All of a file of at most `limit` bytes. FileNotFoundError where there is none."""
     for attempt in range(1, ATTEMPTS + 1):
+        content = io.BytesIO()
         try:
-            return system.cat_file(path)
+            _download(address, _Transfer(content, limit))
         except FileNotFoundError:
             raise
+        except _TooLong as error:
+            raise DataError(
+                f"{without_secrets(address)} has more than the {limit} bytes that such a file may have; check what the "
+                "address gives"
+            ) from error
         except Exception as error:
             _try_again(address, error, attempt)
+            continue
+        return content.getvalue()
     raise AssertionError
 
 
@@ -83,9 +115,8 @@ class Cache:
         chosen = Path(folder).expanduser() if folder else default_cache()
         try:
             chosen.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # The temporary folder is everybody's: whoever else owns this could put any bytes into it.
-            if not folder and chosen.stat().st_uid != os.getuid():
-                raise DataError(f"the cache {chosen} belongs to another user; set data.cache_dir to a folder of yours")
+            if not folder:
+                _check_private(chosen)
             for part in ("shards", "tokenizers", "locks", "verified"):
                 (chosen / part).mkdir(exist_ok=True)
         except OSError as error:
@@ -103,7 +134,8 @@ class Cache:
             if file is None:
                 with self._locked(sha256[:2]):
                     # Another process may have fetched it while this one waited, and unlinked it as soon again.
-                    file = self._opened(final) or self._fetched(address, final, size)
+                    file = self._opened(final) or self._hashed_again(final, size)
+                    file = file or self._fetched(address, final, size)
         except OSError as error:
             raise _cannot(self.folder, error) from error
         with file:
@@ -113,43 +145,77 @@ class Cache:
         return (self.folder / "shards" / f"{sha256}.tar").exists()
 
     def _opened(self, final: Path) -> BufferedReader | None:
+        """A shard that is there as it was hashed."""
         try:
-            file = final.open("rb")
+            file = open_regular(final)
         except FileNotFoundError:
+            return None
+        mark = self._mark_of(final)
+        try:
+            holds = mark.read_bytes() == what_it_is(file).encode()
+        except FileNotFoundError:
+            holds = False
+        if not holds:
+            file.close()
             return None
         # The least recently used goes first. Gone in between, it is read all the same.
         with suppress(FileNotFoundError):
-            os.utime(final)
+            os.utime(mark)
         return file
+
+    def _hashed_again(self, final: Path, size: int) -> BufferedReader | None:
+        """A shard whose lock is held and whose mark does not hold: as good as new, or away with it."""
+        try:
+            file = open_regular(final)
+        except FileNotFoundError:
+            return None
+        wrong = what_is_wrong(file, sha256=final.stem, size=size)
+        if not wrong:
+            self._mark(final, file)
+            return file
+        file.close()
+        logger.warning("cached shard %s is %s; fetching it again", final, wrong)
+        final.unlink(missing_ok=True)
+        return None
+
+    def _mark(self, final: Path, file: BufferedReader) -> None:
+        self._mark_of(final).write_bytes(what_it_is(file).encode())
+
+    def _mark_of(self, final: Path) -> Path:
+        return self.folder / "verified" / final.name
 
     def _fetched(self, address: str, final: Path, size: int) -> BufferedReader:
         """Fetch a shard whose lock is held. The file is opened before it has a name that others could unlink."""
         temporary = final.with_name(f"{final.stem}-{size}.tmp")
-        system, path = _open_system(address)
+        shown = without_secrets(address)
         self._make_room(size, temporary)
         try:
             for attempt in range(1, ATTEMPTS + 1):
+                wrong = ""
                 try:
-                    system.get_file(path, str(temporary))
+                    with temporary.open("wb") as arriving:
+                        _download(address, _Transfer(arriving, size))
                 except FileNotFoundError as error:
-                    raise BadShard(f"shard {address} is missing; restore the file or make the shards again") from error
+                    raise BadShard(f"shard {shown} is missing; restore the file or make the shards again") from error
+                except _TooLong:
+                    wrong = f"too long: more than {size} bytes"
                 except Exception as error:
                     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                         raise
                     _try_again(address, error, attempt)
                     continue
                 file = temporary.open("rb")
-                wrong = what_is_wrong(file, sha256=final.stem, size=size)
+                wrong = wrong or what_is_wrong(file, sha256=final.stem, size=size)
                 if not wrong:
                     temporary.rename(final)
+                    self._mark(final, file)
                     return file
                 file.close()
                 if attempt == ATTEMPTS:
                     raise BadShard(
-                        f"shard {address} is {wrong}, fetched {ATTEMPTS} times; restore the file or make the shards "
-                        "again"
+                        f"shard {shown} is {wrong}, fetched {ATTEMPTS} times; restore the file or make the shards again"
                     )
-                logger.warning("shard %s arrived %s; fetching it again", address, wrong)
+                logger.warning("shard %s arrived %s; fetching it again", shown, wrong)
             raise AssertionError
         finally:
             temporary.unlink(missing_ok=True)
@@ -165,19 +231,24 @@ class Cache:
             with self._locked("room"):
                 on_the_way = self._on_the_way(but=temporary)
                 used = size + sum(map(_bytes_claimed, on_the_way))
-                shards = [(path, stat) for path in temporary.parent.glob("*.tar") if (stat := _stat_of(path))]
-                used += sum(stat.st_size for _, stat in shards)
-                for path, stat in sorted(shards, key=lambda entry: entry[1].st_mtime_ns):
+                shards = [(path, status) for path in temporary.parent.glob("*.tar") if (status := _stat_of(path))]
+                used += sum(status.st_size for _, status in shards)
+                for path, status in sorted(shards, key=self._last_used):
                     if used <= self.limit_bytes:
                         break
                     path.unlink(missing_ok=True)
-                    used -= stat.st_size
+                    self._mark_of(path).unlink(missing_ok=True)
+                    used -= status.st_size
                 if used <= self.limit_bytes:
                     temporary.touch()
                     return
             # Only shards on their way are left, and those who fetch them wait for nobody.
             with self._locked(on_the_way[0].name[:2]):
                 pass
+
+    def _last_used(self, entry: tuple[Path, os.stat_result]) -> int:
+        path, status = entry
+        return (_stat_of(self._mark_of(path)) or status).st_mtime_ns
 
     def _on_the_way(self, *, but: Path) -> list[Path]:
         """Shards that others are fetching; what a killed process left is removed."""
@@ -205,30 +276,41 @@ class Cache:
     # --------------------------------------------------------------------------------------------- tokenizers, marks
 
     def tokenizer(self, address: str, fingerprint: str) -> Path:
-        """The local copy of a remote folder's tokenizer. Whoever loads it compares its fingerprint."""
-        if not re.fullmatch(r"[0-9a-f]{64}", fingerprint):
-            raise DataError(f"the manifest of {address} names no tokenizer fingerprint; make the shards again")
+        """The local copy of a remote folder's tokenizer, which is the one of that fingerprint."""
         final = self.folder / "tokenizers" / fingerprint
-        if final.is_dir():
-            return final
         try:
-            temporary = Path(tempfile.mkdtemp(dir=final.parent))
-            try:
-                for name in TOKENIZER_FILES:
-                    (temporary / name).write_bytes(read_bytes(f"{address}/tokenizer/{name}"))
-                # Where another process was first, its copy is as good.
-                with suppress(OSError):
-                    temporary.rename(final)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+            if final.is_dir() and not _what_is_wrong_with_tokenizer(final, fingerprint):
+                return final
+            with self._locked("tokenizers"):
+                if final.is_dir() and (wrong := _what_is_wrong_with_tokenizer(final, fingerprint)):
+                    logger.warning("the cached tokenizer %s is not what it was (%s); fetching it again", final, wrong)
+                    shutil.rmtree(final)
+                if not final.is_dir():
+                    self._fetch_tokenizer(address, final)
         except FileNotFoundError as error:
             raise DataError(
-                f"shard folder {address} lacks tokenizer/{' or tokenizer/'.join(TOKENIZER_FILES)}; copy the whole "
-                "folder"
+                f"shard folder {without_secrets(address)} lacks tokenizer/{' or tokenizer/'.join(TOKENIZER_FILES)}; "
+                "copy the whole folder"
             ) from error
         except OSError as error:
             raise _cannot(self.folder, error) from error
         return final
+
+    def _fetch_tokenizer(self, address: str, final: Path) -> None:
+        temporary = Path(tempfile.mkdtemp(dir=final.parent))
+        try:
+            for name in TOKENIZER_FILES:
+                content = read_bytes(joined(address, f"tokenizer/{name}"), limit=TOKENIZER_BYTES)
+                (temporary / name).write_bytes(content)
+            wrong = _what_is_wrong_with_tokenizer(temporary, final.name)
+            if wrong:
+                raise DataError(
+                    f"the tokenizer of shard folder {without_secrets(address)} is not the one that its manifest names "
+                    f"({wrong}); copy the whole folder there again"
+                )
+            temporary.rename(final)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
     def marks(self, folder: Path, fingerprint: str) -> Path:
         """Where it is written which shards of a local folder were verified on this machine."""
@@ -237,7 +319,7 @@ class Cache:
 
     def is_marked(self, marks: Path, mark: str) -> bool:
         try:
-            return mark in marks.read_text(encoding="utf-8").split("\n")
+            return mark.encode() in marks.read_bytes().split(b"\n")
         except FileNotFoundError:
             return False
 
@@ -248,6 +330,12 @@ class Cache:
                 file.write(f"\n{mark}\n".encode())
         except OSError as error:
             raise _cannot(self.folder, error) from error
+
+
+def what_it_is(file: BufferedReader) -> str:
+    """Tells an open file from another and, unless somebody forges it, from itself with other bytes."""
+    status = os.fstat(file.fileno())
+    return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
 
 
 def what_is_wrong(file: BufferedReader, *, sha256: str, size: int) -> str:
@@ -261,27 +349,135 @@ def what_is_wrong(file: BufferedReader, *, sha256: str, size: int) -> str:
     return ""
 
 
+def _what_is_wrong_with_tokenizer(folder: Path, fingerprint: str) -> str:
+    try:
+        found = tokenizer_fingerprint(load_tokenizer(folder))
+    except DataError as error:
+        # Without what its reader is to do, which is not for whoever fetches it.
+        return re.sub(rf"tokenizer (folder )?{re.escape(str(folder))}:? ", "it ", str(error)).rpartition("; ")[0]
+    return "" if found == fingerprint else f"its fingerprint is {found[:12]}… instead of {fingerprint[:12]}…"
+
+
+def _check_private(folder: Path) -> None:
+    """The temporary folder is everybody's: whoever else may write into ours could put any bytes there."""
+    mend = "remove it, or set data.cache_dir to a folder of yours"
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        raise DataError(f"the cache {folder} is no folder of its own, but a link or a file; {mend}") from error
+    try:
+        status = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    if status.st_uid != os.getuid():
+        raise DataError(f"the cache {folder} belongs to another user; set data.cache_dir to a folder of yours")
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise DataError(f"the cache {folder} is open to other users (mode {stat.S_IMODE(status.st_mode):o}); {mend}")
+    # Who may rename it could put another folder there; a sticky folder, as temporary folders are, prevents that.
+    parent = folder.parent.stat().st_mode
+    if parent & stat.S_IWOTH and not parent & stat.S_ISVTX:
+        raise DataError(f"the cache {folder} can be replaced by every user; {mend}")
+
+
+# ----------------------------------------------------------------------------------------------------------- transfers
+
+
+class _TooLong(Exception):
+    """More bytes came than there may be."""
+
+
+class _Stalled(Exception):
+    """Too few bytes came."""
+
+
+class _Transfer:
+    """Where bytes arrive: no more than `limit`, and not too slowly."""
+
+    def __init__(self, file: BinaryIO, limit: int) -> None:
+        self._file = file
+        self._left = limit
+        self._since = time.monotonic()
+        self._lately = 0
+
+    def write(self, content: bytes) -> None:
+        self._left -= len(content)
+        if self._left < 0:
+            raise _TooLong
+        self._file.write(content)
+        self._lately += len(content)
+        seconds = time.monotonic() - self._since
+        if seconds >= STALL_SECONDS:
+            if self._lately < SLOWEST * seconds:
+                raise _Stalled(f"{self._lately} bytes in {seconds:.0f} s are too few to wait for")
+            self._since, self._lately = time.monotonic(), 0
+
+
+def _download(address: str, transfer: _Transfer) -> None:
+    """Hand a file's bytes to `transfer` as they come. FileNotFoundError where there is none."""
+    system, path = _open_system(address)
+    protocol = address.partition("://")[0]
+    if protocol in ("http", "https"):
+        import fsspec.asyn
+
+        fsspec.asyn.sync(system.loop, _over_http, system, path, transfer)
+        return
+    with open_regular(path) if protocol == "file" else system.open(path, "rb") as file:
+        while content := file.read(2**20):
+            transfer.write(content)
+
+
+async def _over_http(system: Any, address: str, transfer: _Transfer) -> None:
+    """By hand, since fsspec reads whatever comes, for as long as it comes."""
+    import aiohttp
+
+    session = await system.set_session()
+    async with AsyncExitStack() as stack:
+        try:
+            async with asyncio.timeout(STALL_SECONDS):
+                response = await stack.enter_async_context(
+                    session.get(system.encode_url(address), timeout=aiohttp.ClientTimeout(total=None), **system.kwargs)
+                )
+            if response.status in (404, 410):
+                raise FileNotFoundError(address)
+            response.raise_for_status()
+            content = b"\n"
+            while content:
+                async with asyncio.timeout(STALL_SECONDS):
+                    content = await response.content.readany()
+                transfer.write(content)
+        except TimeoutError as error:
+            raise _Stalled(f"nothing came for {STALL_SECONDS:g} s") from error
+
+
 def _open_system(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
     protocol = address.partition("://")[0]
+    shown = without_secrets(address)
     if protocol not in PROTOCOLS:
-        raise DataError(f"{address} begins with {protocol}://; shards are read from {', '.join(PROTOCOLS)}, or a path")
+        raise DataError(f"{shown} begins with {protocol}://; shards are read from {', '.join(PROTOCOLS)}, or a path")
+    if re.search(r"::\w+://", address):
+        raise DataError(f"{shown} chains addresses; give one address of {', '.join(PROTOCOLS)}, or a path")
     import fsspec
 
     try:
         # fsspec keeps one system a process and thread, so that none is carried over a fork.
-        return fsspec.core.url_to_fs(address)
+        return fsspec.core.url_to_fs(with_variables(address))
     except ImportError as error:
         raise DataError(
-            f"{address} needs the package {_PACKAGES[protocol]}; install it: pip install {_PACKAGES[protocol]}"
+            f"{shown} needs the package {_PACKAGES[protocol]}; install it: pip install {_PACKAGES[protocol]}"
         ) from error
 
 
 def _try_again(address: str, error: Exception, attempt: int) -> None:
     """Transports raise errors of their own kinds, of which a second attempt is all that can be made."""
-    words = " ".join(f"{type(error).__name__}: {error}".split())
+    if isinstance(error, DataError):
+        raise error
+    name = "" if isinstance(error, _Stalled) else f"{type(error).__name__}: "
+    shown, words = without_secrets(address), without_secrets(" ".join(f"{name}{error}".split()))
     if attempt == ATTEMPTS:
-        raise DataError(f"{address} cannot be fetched ({words}); check the address, the network and the access")
-    logger.warning("%s could not be fetched (%s); fetching it again", address, words)
+        raise DataError(f"{shown} cannot be fetched ({words}); check the address, the network and the access")
+    logger.warning("%s could not be fetched (%s); fetching it again", shown, words)
 
 
 def _bytes_claimed(temporary: Path) -> int:

@@ -22,6 +22,7 @@ is written again from its start, byte for byte the same (fixed mtime, owner and 
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import io
@@ -29,8 +30,8 @@ import json
 import logging
 import mmap
 import os
-import re
 import shutil
+import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -39,16 +40,20 @@ from functools import cached_property
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
-from tarfile import BLOCKSIZE, NUL, RECORDSIZE, USTAR_FORMAT, TarInfo
+from tarfile import BLOCKSIZE, LENGTH_NAME, NUL, RECORDSIZE, USTAR_FORMAT, TarInfo
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
+import pydantic
 
-from data.errors import DataError
-from data.files import sync, write_atomically
-from data.remote import BadShard, Cache, is_remote, read_bytes, what_is_wrong
-from data.tokens import Vocabulary, load_tokenizer, tokenizer_fingerprint, vocabulary_of
+from data.errors import DataError, OtherFormat
+from data.files import open_regular, read_bytes, reading, sync, write_atomically
+from data.records import Record, parse_record, read_record
+from data.remote import MANIFEST_BYTES, BadShard, Cache, is_remote, joined, what_is_wrong, what_it_is
+from data.remote import read_bytes as read_remote_bytes
+from data.secrets import without_secrets
+from data.tokens import LARGEST_ID, Vocabulary, load_tokenizer, save_tokenizer, tokenizer_fingerprint, vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -67,9 +72,16 @@ MAX_POSITIVES = 2**16 - 1
 # Each open mmap holds a file descriptor; a shuffle group of 16 shards fits several times over.
 MAX_OPEN_SHARDS = 128
 LOOKED_AT_SHARDS = 16
+_RESTORE = "restore the file, or delete it and run the same prepare command again"
 
 Kind = Literal["documents", "tuples"]
 Verify = Literal["first_read", "size"]
+# Sums of them stay below what 64 bits hold.
+Offset = Annotated[int, pydantic.Field(ge=0, lt=2**60)]
+Count = Annotated[int, pydantic.Field(ge=1, lt=2**60)]
+# A manifest from elsewhere must not make us read outside its folder.
+ShardName = Annotated[str, pydantic.Field(pattern=r"^[\w.-]+\.tar$", max_length=255)]
+Sha256 = Annotated[str, pydantic.Field(pattern=r"^[0-9a-f]{64}$")]
 BadShards = Literal["refuse", "skip"]
 
 
@@ -91,17 +103,17 @@ class Chunk:
     """Samples that share members; `members` maps a column to (offset, length) of its .npy file within the shard."""
 
     key: str
-    samples: int
-    members: dict[str, tuple[int, int]]
+    samples: Count
+    members: dict[str, tuple[Offset, Count]]
 
 
 @dataclass(frozen=True)
 class Shard:
-    name: str
-    sha256: str
-    bytes: int
-    samples: int
-    tokens: int
+    name: ShardName
+    sha256: Sha256
+    bytes: Count
+    samples: Count
+    tokens: Count
     chunks: tuple[Chunk, ...]
     source: str
 
@@ -141,6 +153,34 @@ class Manifest:
     @property
     def tokens(self) -> int:
         return sum(shard.tokens for shard in self.shards)
+
+
+class _TokenizerEntry(Record):
+    fingerprint: Sha256
+    vocab_size: Annotated[int, pydantic.Field(ge=1, le=LARGEST_ID + 1)]
+    name: str
+
+
+class _ManifestFile(Record):
+    """manifest.json."""
+
+    format: Literal[1]
+    kind: Literal["documents", "tuples"]
+    columns: tuple[str, ...]
+    tokenizer: _TokenizerEntry
+    shards: tuple[Shard, ...]
+
+
+class _ReceiptFile(Record):
+    """units/NNNNN.json."""
+
+    format: Literal[1]
+    unit: Offset
+    kind: Literal["documents", "tuples"]
+    columns: tuple[str, ...]
+    vocabulary_size: Annotated[int, pydantic.Field(ge=1, le=LARGEST_ID + 1)]
+    settings: dict[str, Any]
+    shards: tuple[Shard, ...]
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -359,14 +399,20 @@ class UnitWriter:
 
 
 def finished_unit(folder: str | Path, unit: int, *, settings: Mapping[str, Any] | None = None) -> UnitReceipt | None:
-    """The receipt of a unit that is already whole, or None if it must be written.
+    """The receipt of a unit that is already whole, or None if it must be written, as where its receipt is damaged.
 
     A receipt made with other settings is refused: the folder belongs to another data set.
     """
     path = _receipt_path(Path(folder), unit)
     if not path.exists():
         return None
-    receipt = _read_receipt(path)
+    try:
+        receipt = _read_receipt(path)
+    except OtherFormat:
+        raise
+    except DataError as error:
+        logger.warning("unit %d is written again: %s", unit, error)
+        return None
     if receipt.settings != _plain(settings):
         differing = sorted(
             key
@@ -510,18 +556,8 @@ def _receipt_path(folder: Path, unit: int) -> Path:
 
 
 def _read_receipt(path: Path) -> UnitReceipt:
-    try:
-        content = json.loads(path.read_bytes())
-        return UnitReceipt(
-            unit=content["unit"],
-            kind=content["kind"],
-            columns=tuple(content["columns"]),
-            vocabulary_size=content["vocabulary_size"],
-            settings=content["settings"],
-            shards=tuple(_shard_from(shard) for shard in content["shards"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"receipt {path} cannot be read; delete it and run the prepare command again") from error
+    found = read_record(path, _ReceiptFile, what="receipt", mend="delete it and run the prepare command again")
+    return UnitReceipt(found.unit, found.kind, found.columns, found.vocabulary_size, found.settings, found.shards)
 
 
 def _plain(settings: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -541,7 +577,7 @@ def _write_atomically(path: Path, content: bytes) -> None:
 def _save_tokenizer(target: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     temporary = target.with_name(f"{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    tokenizer.save_pretrained(str(temporary))
+    save_tokenizer(tokenizer, temporary)
     shutil.rmtree(target, ignore_errors=True)
     temporary.replace(target)
     sync(target.parent)
@@ -552,53 +588,57 @@ def _save_tokenizer(target: Path, tokenizer: PreTrainedTokenizerFast) -> None:
 
 def read_manifest(folder: str | Path) -> Manifest:
     """Read and check manifest.json, without touching the shards."""
-    path = f"{folder}/{MANIFEST}"
+    path = f"manifest {without_secrets(folder)}/{MANIFEST}"
     content = _remote_manifest(str(folder)) if is_remote(folder) else _local_manifest(Path(folder))
-    try:
-        parsed = json.loads(content)
-        version = parsed["format"]
-        manifest = Manifest(
-            kind=parsed["kind"],
-            columns=tuple(parsed["columns"]),
-            tokenizer={key: parsed["tokenizer"][key] for key in ("fingerprint", "vocab_size", "name")},
-            shards=tuple(_shard_from(shard) for shard in parsed["shards"]),
-            fingerprint=hashlib.sha256(content).hexdigest(),
+    found = parse_record(content, _ManifestFile, where=path, mend="make the folder again with python -m data.prepare")
+    manifest = Manifest(
+        kind=found.kind,
+        columns=found.columns,
+        tokenizer=found.tokenizer.model_dump(),
+        shards=found.shards,
+        fingerprint=hashlib.sha256(content).hexdigest(),
+    )
+    columns = (COLUMNS[manifest.kind], *([GRADED_COLUMNS] if manifest.kind == "tuples" else []))
+    if manifest.columns not in columns:
+        raise DataError(f"{path} has kind {manifest.kind!r} with unknown columns; make the shards again")
+    if not manifest.shards:
+        raise DataError(
+            f"shard folder {without_secrets(folder)} holds no samples; make it from sources that have texts"
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"manifest {path} is damaged; make the folder again with python -m data.prepare") from error
-    if version != FORMAT:
-        raise DataError(f"manifest {path} has format {version}, this version reads {FORMAT}; make the shards again")
-    if manifest.kind not in COLUMNS or manifest.columns not in (COLUMNS[manifest.kind], GRADED_COLUMNS):
-        raise DataError(f"manifest {path} has kind {manifest.kind!r} with unknown columns; make the shards again")
-    if not manifest.samples:
-        raise DataError(f"shard folder {folder} holds no samples; make it from sources that have texts")
+    names: set[str] = set()
     for shard in manifest.shards:
         inside = all(
-            offset >= 0 and offset + length <= shard.bytes and set(chunk.members) == set(manifest.columns)
+            set(chunk.members) == set(manifest.columns)
+            and all(offset >= BLOCKSIZE and offset + length <= shard.bytes for offset, length in chunk.members.values())
             for chunk in shard.chunks
-            for offset, length in chunk.members.values()
         )
         if not inside or shard.samples != sum(chunk.samples for chunk in shard.chunks):
-            raise DataError(f"manifest {path} contradicts itself about {shard.name}; make the shards again")
+            raise DataError(f"{path} contradicts itself about {shard.name}; make the shards again")
+        if shard.name in names:
+            raise DataError(f"{path} lists {shard.name} twice; make the shards again")
+        names.add(shard.name)
     return manifest
 
 
 def _local_manifest(folder: Path) -> bytes:
     path = folder / MANIFEST
-    if not folder.is_dir():
-        raise DataError(f"shard folder {folder} does not exist; make it with python -m data.prepare")
-    if not path.is_file():
-        if any(folder.glob("shard-*.tar*")) or (folder / "units").is_dir():
-            raise DataError(f"shard folder {folder} is unfinished; run the same prepare command again to finish it")
-        raise DataError(f"shard folder {folder} holds no {MANIFEST}; make shards with python -m data.prepare")
-    return path.read_bytes()
+    with reading(folder, what="shard folder"):
+        if not folder.is_dir():
+            raise DataError(f"shard folder {folder} does not exist; make it with python -m data.prepare")
+        if not path.exists():
+            if any(folder.glob("shard-*.tar*")) or (folder / "units").is_dir():
+                raise DataError(f"shard folder {folder} is unfinished; run the same prepare command again to finish it")
+            raise DataError(f"shard folder {folder} holds no {MANIFEST}; make shards with python -m data.prepare")
+    return read_bytes(path, what="manifest", mend="make the folder again with python -m data.prepare")
 
 
 def _remote_manifest(folder: str) -> bytes:
     try:
-        return read_bytes(f"{folder}/{MANIFEST}")
+        return read_remote_bytes(joined(folder, MANIFEST), limit=MANIFEST_BYTES)
     except FileNotFoundError as error:
-        raise DataError(f"shard folder {folder} holds no {MANIFEST}; copy a finished folder there") from error
+        raise DataError(
+            f"shard folder {without_secrets(folder)} holds no {MANIFEST}; copy a finished folder there"
+        ) from error
 
 
 class ShardFolder:
@@ -622,11 +662,13 @@ class ShardFolder:
         bad_shards: BadShards = "refuse",
         cache: Cache | None = None,
     ) -> None:
-        self.path = str(path).rstrip("/") if is_remote(path) else Path(path)
+        self._place = str(path) if is_remote(path) else Path(path)
+        # How it is called: an address without its secrets.
+        self.path = Path(path) if isinstance(self._place, Path) else without_secrets(path).rstrip("/")
         self.verify = verify
         self.bad_shards = bad_shards
         self.cache = cache or (Cache.at() if is_remote(path) else None)
-        self.manifest = read_manifest(self.path)
+        self.manifest = read_manifest(self._place)
         self._bad: set[int] = set()
         self._verified: set[int] = set()
         counts = [chunk.samples for shard in self.manifest.shards for chunk in shard.chunks]
@@ -636,9 +678,9 @@ class ShardFolder:
         self._first_chunk = np.concatenate([[0], np.cumsum(chunks_per_shard, dtype=np.int64)])
         self._shard_starts = self._chunk_starts[self._first_chunk]  # [shards + 1]
         self._open_shards: OrderedDict[int, _OpenShard] = OrderedDict()
-        if isinstance(self.path, Path):
+        if isinstance(self._place, Path):
             for number, shard in enumerate(self.manifest.shards):
-                self._unless_bad(number, functools.partial(_check_size, self.path / shard.name, shard))
+                self._unless_bad(number, functools.partial(_check_size, self._place / shard.name, shard))
 
     def __len__(self) -> int:
         return self.num_samples
@@ -674,20 +716,26 @@ class ShardFolder:
         """Samples of each chunk of each shard: what the order of an epoch is computed from."""
         return [[chunk.samples for chunk in shard.chunks] for shard in self.manifest.shards]
 
-    @property
+    @cached_property
     def tokenizer_path(self) -> Path:
         """The local folder of the tokenizer that made the ids."""
-        if isinstance(self.path, Path):
-            return self.path / "tokenizer"
+        if isinstance(self._place, Path):
+            return self._place / "tokenizer"
         assert self.cache is not None
-        return self.cache.tokenizer(self.path, self.manifest.tokenizer["fingerprint"])
+        return self.cache.tokenizer(self._place, self.manifest.tokenizer["fingerprint"])
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """The vocabulary of the folder's own tokenizer, which must be the one that made the ids."""
         tokenizer = load_tokenizer(self.tokenizer_path)
         self.check_tokenizer(tokenizer)
-        return vocabulary_of(tokenizer)
+        vocabulary = vocabulary_of(tokenizer)
+        if vocabulary.size != (recorded := self.manifest.tokenizer["vocab_size"]):
+            raise DataError(
+                f"the manifest of {self.path} records a vocabulary of {recorded} tokens, and its tokenizer has "
+                f"{vocabulary.size}; make the shards again"
+            )
+        return vocabulary
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> None:
         """Refuse a tokenizer that is not the one the shards were made with."""
@@ -788,7 +836,7 @@ class ShardFolder:
         if shard is None:
             shard = self._open(number)
             # Views that are still held keep their mmap alive; only our references go.
-            if isinstance(self.path, str):
+            if isinstance(self._place, str):
                 self._let_go_of_evicted()
             self._open_shards[number] = shard
             if len(self._open_shards) > MAX_OPEN_SHARDS:
@@ -797,9 +845,9 @@ class ShardFolder:
 
     def _open(self, number: int) -> _OpenShard:
         entry = self.manifest.shards[number]
-        with self._file(entry) as file:
-            if isinstance(self.path, Path):
-                _check_size(self.path / entry.name, entry)
+        with reading(self._address(entry), what="shard"), self._file(entry) as file:
+            if isinstance(self._place, Path):
+                _check_size(self._place / entry.name, entry)
                 if self.verify == "first_read" and number not in self._verified:
                     self._check_first_read(entry, file)
                     self._verified.add(number)
@@ -810,10 +858,9 @@ class ShardFolder:
         if self.cache is None:
             self._check_sha256(shard, file)
             return
-        assert isinstance(self.path, Path)
-        stat = os.fstat(file.fileno())
-        mark = f"{shard.name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
-        marks = self.cache.marks(self.path, self.fingerprint)
+        assert isinstance(self._place, Path)
+        mark = f"{shard.name} {what_it_is(file)}"
+        marks = self.cache.marks(self._place, self.fingerprint)
         if not self.cache.is_marked(marks, mark):
             self._check_sha256(shard, file)
             self.cache.add_mark(marks, mark)
@@ -821,22 +868,29 @@ class ShardFolder:
     def _check_sha256(self, shard: Shard, file: io.BufferedReader) -> None:
         wrong = what_is_wrong(file, sha256=shard.sha256, size=shard.bytes)
         if wrong:
-            raise BadShard(f"shard {self._address(shard)} is {wrong}; restore the file or make the shards again")
+            raise BadShard(f"shard {self._address(shard)} is {wrong}; {_RESTORE}")
 
     def _address(self, shard: Shard) -> str:
+        """What a shard is called in messages."""
         return f"{self.path}/{shard.name}"
 
     @contextmanager
     def _file(self, shard: Shard) -> Iterator[io.BufferedReader]:
-        if isinstance(self.path, str):
+        if isinstance(self._place, str):
             assert self.cache is not None
-            with self.cache.shard(self._address(shard), sha256=shard.sha256, size=shard.bytes) as cached:
+            address = joined(self._place, shard.name)
+            with self.cache.shard(address, sha256=shard.sha256, size=shard.bytes) as cached:
                 yield cached
             return
+        path = self._place / shard.name
         try:
-            file = (self.path / shard.name).open("rb")
+            file = open_regular(path)
         except FileNotFoundError as error:
-            raise _missing(self._address(shard)) from error
+            raise _missing(str(path)) from error
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.ENXIO):
+                raise _irregular(path) from error
+            raise
         with file:
             yield file
 
@@ -895,7 +949,10 @@ class _OpenShard:
     def _array(self, chunk: Chunk, column: str) -> np.ndarray:
         offset, length = chunk.members[column]
         header = io.BytesIO(self.map[offset : offset + min(length, 256)])
+        name = self.map[offset - BLOCKSIZE : offset - BLOCKSIZE + LENGTH_NAME].rstrip(NUL)
         try:
+            if name != f"{chunk.key}.{column}.npy".encode():
+                raise ValueError("tar name")
             if np.lib.format.read_magic(header) != (1, 0):
                 raise ValueError("npy version")
             shape, _, dtype = np.lib.format.read_array_header_1_0(header)
@@ -905,7 +962,7 @@ class _OpenShard:
                 or header.tell() + shape[0] * dtype.itemsize != length
             ):
                 raise ValueError("npy shape")
-        except ValueError as error:
+        except Exception as error:  # numpy reads a header as Python's literals, which fail in many ways
             raise self._damaged(f"member {chunk.key}.{column}.npy is no array of the recorded size") from error
         return np.frombuffer(self.map, dtype=dtype, count=shape[0], offset=offset + header.tell())
 
@@ -932,42 +989,18 @@ class _OpenShard:
         sound = sound and len(views["q.off" if "q.off" in views else "off"]) == chunk.samples + 1
         if "pos" in views:
             sound = sound and bool((views["pos"] >= 1).all() and (views["pos"] <= np.diff(views["grp"])).all())
+        if "score" in views:
+            sound = sound and bool(np.isfinite(views["score"]).all())
         if not sound:
             raise self._damaged(f"chunk {chunk.key} has offsets that do not fit its tokens")
 
     def _damaged(self, what: str) -> DataError:
-        return DataError(f"shard {self.path} is damaged: {what}; restore the file or make the shards again")
+        return DataError(f"shard {self.path} is damaged: {what}; {_RESTORE}")
 
 
 def _rises(offsets: np.ndarray, *, end: int) -> bool:
     """Offsets of texts that are not empty, from 0 to `end`."""
     return len(offsets) > 1 and offsets[0] == 0 and int(offsets[-1]) == end and bool((offsets[1:] > offsets[:-1]).all())
-
-
-def _shard_from(entry: Mapping[str, Any]) -> Shard:
-    chunks = tuple(
-        Chunk(
-            key=chunk["key"],
-            samples=int(chunk["samples"]),
-            members={column: (int(offset), int(length)) for column, (offset, length) in chunk["members"].items()},
-        )
-        for chunk in entry["chunks"]
-    )
-    name = entry["name"]
-    # A manifest from elsewhere must not make us read outside its folder.
-    if not re.fullmatch(r"[\w.-]+\.tar", name):
-        raise ValueError(f"shard name {name!r}")
-    if not re.fullmatch(r"[0-9a-f]{64}", entry["sha256"]):
-        raise ValueError(f"sha256 {entry['sha256']!r}")
-    return Shard(
-        name=name,
-        sha256=entry["sha256"],
-        bytes=int(entry["bytes"]),
-        samples=int(entry["samples"]),
-        tokens=int(entry["tokens"]),
-        chunks=chunks,
-        source=entry["source"],
-    )
 
 
 def _size_of(path: Path) -> int | None:
@@ -978,15 +1011,22 @@ def _size_of(path: Path) -> int | None:
 
 
 def _check_size(path: Path, shard: Shard) -> None:
-    size = _size_of(path)
-    if size is None:
-        raise _missing(str(path))
+    with reading(path, what="shard"):
+        try:
+            status = path.stat()
+        except FileNotFoundError as error:
+            raise _missing(str(path)) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise _irregular(path)
+    size = status.st_size
     if size != shard.bytes:
         what = "empty" if size == 0 else "truncated" if size < shard.bytes else "too long"
-        raise BadShard(
-            f"shard {path} is {what}: {size} bytes instead of {shard.bytes}; restore the file or make the shards again"
-        )
+        raise BadShard(f"shard {path} is {what}: {size} bytes instead of {shard.bytes}; {_RESTORE}")
+
+
+def _irregular(path: Path) -> BadShard:
+    return BadShard(f"shard {path} is no regular file; {_RESTORE}")
 
 
 def _missing(path: str) -> BadShard:
-    return BadShard(f"shard {path} is missing; restore the file or make the shards again")
+    return BadShard(f"shard {path} is missing; {_RESTORE}")

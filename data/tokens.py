@@ -20,12 +20,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from data.errors import DataError
+from data.files import first_line, reading, refused_by
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # How byte-level BPE writes the white-space bytes: space, newline, tab, carriage return.
 BYTE_LEVEL_SPACES = ("Ġ", "Ċ", "ĉ", "č")
+# Of a token: tables with a row an id are made of a vocabulary.
+LARGEST_ID = 2**24
+_SAVE_AGAIN = "save it again"
 # Beginnings of texts that a prompt is tried with.
 TEXT_BEGINNINGS = ("the first", "what is a", "A man in", "In this", "7 of them")
 
@@ -55,6 +59,11 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
             "add cls_token and sep_token to its tokenizer_config.json"
         )
     ids = tokenizer.get_vocab()
+    if max(ids.values(), default=0) > LARGEST_ID:
+        raise DataError(
+            f"tokenizer {tokenizer.name_or_path!r} has the id {max(ids.values())}; ids beyond {LARGEST_ID} are not "
+            "supported"
+        )
     # Ids may have gaps after tokens were added by hand, so the largest id counts as well as the number of tokens.
     size = max(len(tokenizer), max(ids.values()) + 1)
     special_ids = tuple(sorted(int(i) for i in tokenizer.all_special_ids))
@@ -81,30 +90,47 @@ def load_tokenizer(name_or_folder: str | Path) -> PreTrainedTokenizerFast:
     """Load a fast tokenizer from a folder or by its name on the hub."""
     name = str(name_or_folder)
     folder = Path(name).expanduser()
-    if folder.is_file():
-        raise DataError(f"tokenizer {name} is a file; give the folder that holds its tokenizer.json")
-    if folder.is_dir():
-        if not any((folder / file).is_file() for file in ("tokenizer.json", "vocab.txt", "vocab.json")):
+    with reading(folder, what="tokenizer folder", mend=_SAVE_AGAIN):
+        is_folder = folder.is_dir()
+        if folder.is_file():
+            raise DataError(f"tokenizer {name} is a file; give the folder that holds its tokenizer.json")
+        if is_folder and not any((folder / file).is_file() for file in ("tokenizer.json", "vocab.txt", "vocab.json")):
             raise DataError(
                 f"tokenizer folder {name} holds no tokenizer.json; give a folder written by save_pretrained"
             )
-    elif isinstance(name_or_folder, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        for path in folder.iterdir() if is_folder else ():
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                # A pipe would be waited for without an end.
+                raise DataError(f"tokenizer folder {name}: {path.name} is no regular file; {_SAVE_AGAIN}")
+    if not is_folder and (isinstance(name_or_folder, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise DataError(f"tokenizer folder {name} does not exist; give an existing folder or a hub name")
 
     from transformers import AutoTokenizer
 
     tokenizer: Any
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name)
+        # A tokenizer is data: code that its folder brings along is not run, and nobody is asked on the terminal.
+        tokenizer = AutoTokenizer.from_pretrained(str(folder) if is_folder else name, trust_remote_code=False)
     except Exception as error:  # the Rust side raises bare Exceptions for damaged files
-        if folder.is_dir():
-            raise DataError(f"tokenizer folder {name} cannot be read ({_first_line(error)}); save it again") from error
+        if "trust_remote_code" in str(error):
+            raise DataError(
+                f"tokenizer {name} asks for code of its own (auto_map in its configuration), which is never run; save "
+                "it as a tokenizer.json of a class that transformers knows"
+            ) from error
+        if is_folder:
+            raise DataError(f"tokenizer folder {name} cannot be read ({first_line(error)}); {_SAVE_AGAIN}") from error
         raise DataError(
             f"tokenizer {name!r} is neither a folder nor available from the Hugging Face hub or its local cache; "
             "give a folder, or download it first on a machine with network access"
         ) from error
     _require_fast(tokenizer)
     return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write a tokenizer's files. The library tells what the system refused by its words alone."""
+    with refused_by("the tokenizers library", f"writing {folder}", mend="free some space there, or name another place"):
+        tokenizer.save_pretrained(str(folder))
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, prompt: str) -> np.ndarray:
@@ -157,7 +183,3 @@ def _word_start_rule(backend: dict[str, Any]) -> Any:
 
 def _first(*values: int | None) -> int | None:
     return next((value for value in values if value is not None), None)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

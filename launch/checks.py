@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import shutil
 import socket
@@ -222,6 +223,32 @@ def judge_shared_memory(total: int) -> Finding:
         mend = "loader processes hand batches over there: docker run --shm-size=8g (or --ipc=host)"
         return Finding("shared memory", BAD, seen, mend)
     return Finding("shared memory", OK, seen)
+
+
+def hostfile(path: Path) -> Finding:
+    """What DeepSpeed will make of it: its own complaints are tracebacks, and of no slots it complains not at all."""
+    mend = "write a host a line, each once, with at least one slot: node1 slots=8"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        # Where it is absent, DeepSpeed trains on this host alone.
+        seen = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        return Finding("hostfile", BAD, f"{path} cannot be read: {seen}", mend)
+    slots: dict[str, int] = {}
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if not line or line.startswith("#"):
+            continue
+        match = re.fullmatch(r"(\S+)\s+slots=([0-9]{1,6})", line)
+        if match is None:
+            return Finding("hostfile", BAD, f"{path}:{number}: {line!r} is no host with its slots", mend)
+        if match[1] in slots:
+            return Finding("hostfile", BAD, f"{path}:{number}: {match[1]} is there twice", mend)
+        if int(match[2]) == 0:
+            return Finding("hostfile", BAD, f"{path}:{number}: {match[1]} has no slots", mend)
+        slots[match[1]] = int(match[2])
+    if not slots:
+        return Finding("hostfile", BAD, f"{path} names no host", mend)
+    return Finding("hostfile", OK, f"{len(slots)} hosts, {sum(slots.values())} ranks")
 
 
 def own_name(world_size: int) -> Finding:

@@ -12,6 +12,7 @@ runs/demo: summary.json, evaluation/ (table, figures), export/<size>/.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -21,9 +22,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from data.command import exit_code_of
+from data.errors import UserError
+from data.parent_death import adopt_orphans, signal_at_parents_death
 from trainer.config import load_recipe
 
 OUTPUT = Path("runs/demo")
@@ -31,6 +35,8 @@ PRETRAIN_RECIPE = "launch/recipes/demo_smae.toml"
 FINETUNE_RECIPE = "launch/recipes/demo_srl.toml"
 DEFAULT_QUESTION = "how do I sort the elements of an array?"
 TASK = "held-out"
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_PATIENCE_SECONDS = 30.0  # of a command that is asked to end, before it is killed
 
 # The short form: fewer packages and steps, the same road.
 QUICK_PACKAGES = ("stdlib", "numpy", "scipy")
@@ -49,15 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     asking.add_argument("--size", default="trenta", help="which export answers (default trenta)")
     args = parser.parse_args(argv)
     if args.command == "ask":
-        return ask(args.question, size=args.size)
-    return run(quick=args.quick)
+        return exit_code_of(lambda: ask(args.question, size=args.size))
+    with ends_all_it_started():
+        return exit_code_of(lambda: run(quick=args.quick))
 
 
 def run(*, quick: bool) -> int:
+    if OUTPUT.is_symlink() or (OUTPUT.exists() and not OUTPUT.is_dir()):
+        raise UserError(f"{OUTPUT} is a link or a file; move it away")
     if OUTPUT.exists() and any(OUTPUT.iterdir()):
         if not (OUTPUT / "demo.json").is_file():
-            print(f"error: {OUTPUT} holds files that are no demo of ours; move them away", file=sys.stderr)
-            return 2
+            raise UserError(f"{OUTPUT} holds files that are no demo of ours; move them away")
         shutil.rmtree(OUTPUT)
     OUTPUT.mkdir(parents=True, exist_ok=True)
     (OUTPUT / "demo.json").write_text(json.dumps({"quick": quick}) + "\n", encoding="utf-8")
@@ -101,10 +109,12 @@ def ask(question: str | None, *, size: str) -> int:
     """Print the five pieces of documentation nearest to a question."""
     folder = OUTPUT / "export" / size
     if not (folder / "modules.json").is_file():
-        print(f"error: {folder} holds no exported model; run `make demo` first, or choose a size in {folder.parent}")
-        return 2
+        raise UserError(f"{folder} holds no exported model; run `make demo` first, or choose a size in {folder.parent}")
     if question is None:
-        question = input("your question: ").strip() or DEFAULT_QUESTION
+        try:
+            question = input("your question: ").strip() or DEFAULT_QUESTION
+        except EOFError:
+            raise UserError('no question came; give one: python -m launch.demo ask "…"') from None
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(str(folder), device="cpu")
@@ -148,30 +158,92 @@ def _stage(title: str) -> None:
     print(f"\n== {title}", flush=True)
 
 
+class _Signalled(BaseException):
+    """One of _SIGNALS came; as an exception, so that whatever goes on is cleared up."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@contextlib.contextmanager
+def ends_all_it_started() -> Iterator[None]:
+    """A signal ends the commands below this one too, and then this one, as a shell would say it: 128 and the number."""
+    adopt_orphans()
+
+    def end(number: int, _frame: object) -> None:
+        raise _Signalled(number)
+
+    before = {number: signal.signal(number, end) for number in _SIGNALS}
+    try:
+        yield
+    except _Signalled as signalled:
+        raise SystemExit(128 + signalled.number) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _call(command: Sequence[object], *, quiet: bool = False, interactive: bool = False) -> None:
-    """Run one command; end with its exit code if it fails. Ctrl-C ends it and all it started."""
+    """Run one command; end with its exit code if it fails. Whatever ends this process ends all that it started."""
     words = [str(word) for word in command]
     shown = [Path(words[0]).name, *words[1:]]
     print(f"$ {shlex.join(shown)}", flush=True)
     # Said, so that DeepSpeed does not warn that it had to guess.
     accelerator = {} if _count_gpus() else {"DS_ACCELERATOR": "cpu"}
-    process = subprocess.Popen(
-        words,
-        env={**os.environ, **accelerator},
-        stdout=subprocess.DEVNULL if quiet else None,
-        # A terminal's question needs the terminal; all else gets a process group of its own, ended as one.
-        start_new_session=not interactive,
-    )
+    parent = os.getpid()
+    # A signal waits until there is a process to end.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_SIGNALS})
+
+    def prepare() -> None:
+        signal_at_parents_death(signal.SIGTERM, parent=parent)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
+    process: subprocess.Popen[bytes] | None = None
     try:
+        process = subprocess.Popen(
+            words,
+            env={**os.environ, **accelerator},
+            stdout=subprocess.DEVNULL if quiet else None,
+            # A terminal's question needs the terminal; all else gets a process group of its own, ended as one.
+            start_new_session=not interactive,
+            preexec_fn=prepare,
+        )
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         code = process.wait()
-    except KeyboardInterrupt:
-        if not interactive:
-            os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
-        raise SystemExit(130) from None
+    except (KeyboardInterrupt, _Signalled):
+        if process is not None:
+            _end(process, alone=interactive)
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     if code:
         print(f"error: this command ended with exit code {code}; its own words above say why", file=sys.stderr)
         raise SystemExit(code if code > 0 else 1)
+
+
+def _end(process: subprocess.Popen[bytes], *, alone: bool) -> None:
+    """End a command and wait until nothing of it is left. alone: without a group of its own."""
+    send = os.kill if alone else os.killpg
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_SIGNALS})
+    for number, patience in ((signal.SIGTERM, _PATIENCE_SECONDS), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            send(process.pid, number)
+        deadline = None if patience is None else time.monotonic() + patience
+        if _all_gone(process.pid if alone else -process.pid, deadline):
+            return
+
+
+def _all_gone(whom: int, deadline: float | None) -> bool:
+    """Wait for a child, or below 0 for all of a group, orphans included; False where the deadline comes first."""
+    while True:
+        try:
+            ended, _ = os.waitpid(whom, 0 if deadline is None else os.WNOHANG)
+        except ChildProcessError:
+            return True
+        if ended == 0:
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
 
 
 def _summary(results: Path, *, seconds: float) -> dict:

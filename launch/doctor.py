@@ -1,6 +1,7 @@
 """`python -m launch.doctor`: is this node, or every rank of this job, fit to train? What is wrong, and the mend.
 
     python -m launch.doctor                                            # one node, alone
+    python -m launch.doctor --hostfile hosts                           # and what DeepSpeed will make of that file
     deepspeed --hostfile hosts --module launch.doctor --folder /shared/runs
     srun --ntasks-per-node=8 python -m launch.doctor --folder /shared/runs
 
@@ -17,6 +18,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -27,9 +29,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from data.command import exit_code_of, printable
+from data.errors import UserError
 from launch import checks
 from launch.checks import BAD, OK, SEVERITY, Finding
 from launch.record import commit
+
+# Options and their bounds.
+_BOUNDS = {
+    "gpus": (0, 10**6),
+    "free_gib": (0, 10**9),
+    "disk_mib": (1, 2**20),
+    "least_mib_s": (0, 10**6),
+    "timeout_seconds": (1, 86400),
+}
 
 
 @dataclass(frozen=True)
@@ -50,12 +63,19 @@ class Peers:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    if args.disk_mib < 1 or args.timeout_seconds < 1 or args.free_gib < 0:
-        print("error: --disk-mib and --timeout-seconds must be at least 1, --free-gib at least 0", file=sys.stderr)
-        return 2
+    return exit_code_of(lambda: _diagnose(args))
+
+
+def _diagnose(args: argparse.Namespace) -> int:
+    for name, (least, most) in _BOUNDS.items():
+        value = getattr(args, name)
+        if value is not None and not least <= value <= most:
+            raise UserError(f"--{name.replace('_', '-')} {value} must lie between {least} and {most:,}")
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # so that a hang becomes a finding
     _ranks_from_slurm()
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    if rank >= size:
+        raise UserError(f"RANK={rank} is none of WORLD_SIZE={size} ranks; leave both to the launcher, or unset them")
     findings = [checks.guarded("packages", checks.packages)]
     if findings[0].status == BAD:
         return _report([(socket.gethostname(), findings)], args.json)
@@ -96,6 +116,7 @@ def _leave_last(peers: Peers) -> None:
 def _own_checks(args: argparse.Namespace, rank: int, size: int) -> list[Finding]:
     """What a node can find out by itself."""
     run: list[tuple[str, Callable[[], Finding]]] = [
+        *([("hostfile", lambda: checks.hostfile(args.hostfile))] if args.hostfile else []),
         ("gpu", lambda: checks.gpus(args.gpus)),
         ("bf16", checks.bf16),
         ("compiler", checks.compiler),
@@ -129,7 +150,7 @@ def _with_group(peers: Peers, seconds: float) -> list[Finding]:
     import torch.distributed as dist
 
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    device = torch.device("cuda", _number("LOCAL_RANK", 0)) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     backend = "nccl" if cuda else "gloo"
@@ -235,26 +256,39 @@ def _versions() -> str:
     import transformers
 
     checkout = commit(Path.cwd())
-    revision = checkout["commit"][:7] if checkout else "?"
+    revision = checkout.commit[:7] if checkout else "?"
     python = ".".join(map(str, sys.version_info[:3]))
     versions = [f"Python {python}", f"torch {torch.__version__}", f"deepspeed {deepspeed.__version__}"]
     return ", ".join([*versions, f"transformers {transformers.__version__}", f"commit {revision}"])
 
 
 def _several_hosts() -> bool:
-    here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    return here is None or int(here) < int(os.environ.get("WORLD_SIZE", "1"))
+    name = next((name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if os.environ.get(name)), None)
+    return name is None or _number(name, 1) < _number("WORLD_SIZE", 1)
+
+
+def _number(variable: str, default: int) -> int:
+    """A launcher's or Slurm's variable."""
+    text = os.environ.get(variable, "").strip() or str(default)
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise UserError(f"{variable}={text!r} is no number; leave it to the launcher, or unset it")
+    return int(text)
 
 
 def _ranks_from_slurm() -> None:
     """Under srun without a launcher, the variables that launchers set."""
-    if "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) == 1 or "SLURM_PROCID" not in os.environ:
+    if "RANK" in os.environ or _number("SLURM_NTASKS", 1) == 1 or "SLURM_PROCID" not in os.environ:
         return
     given = os.environ
+    missing = [name for name in ("SLURM_JOB_NODELIST", "SLURM_JOB_ID", "SLURM_LOCALID") if name not in given]
+    if missing:
+        raise UserError(f"{missing[0]} is not set, though SLURM_PROCID is; run this by srun in a job, or unset SLURM_*")
     hosts = subprocess.run(
-        ["scontrol", "show", "hostnames", given["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True
+        ["scontrol", "show", "hostnames", given["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=False
     )
-    job = int(given["SLURM_JOB_ID"])
+    if hosts.returncode or not hosts.stdout.split():
+        raise UserError(f"scontrol does not know the job's hosts ({hosts.stderr.strip()}); run this by srun in a job")
+    job = _number("SLURM_JOB_ID", 0)
     given.update(RANK=given["SLURM_PROCID"], WORLD_SIZE=given["SLURM_NTASKS"], LOCAL_RANK=given["SLURM_LOCALID"])
     given.setdefault("MASTER_ADDR", hosts.stdout.split()[0])
     given.setdefault("MASTER_PORT", str(10000 + job % 20000))
@@ -277,9 +311,9 @@ def _report(told: Sequence[tuple[str, list[Finding]]], as_json: bool) -> int:
         shown = dict.fromkeys((host, each) for host, each in rows if each.status == worst)
         for host, each in list(shown)[: 1 if worst == OK else len(shown)]:
             where = "" if worst == OK or len(hosts) == 1 else f"{host}: "
-            print(f"{worst:5s} {name:14s} {where}{each.seen}")
+            print(printable(f"{worst:5s} {name:14s} {where}{each.seen}"))
             if each.mend:
-                print(f"{'':20s} → {each.mend}")
+                print(printable(f"{'':20s} → {each.mend}"))
     print("\nfit to train" if not _code(told) else "\nnot fit to train: mend what is bad above")
     sys.stdout.flush()
     return _code(told)
@@ -292,6 +326,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs will be written; all nodes' own")
+    parser.add_argument("--hostfile", type=Path, help="a hostfile, to be checked before DeepSpeed reads it")
     parser.add_argument("--gpus", type=int, help="GPUs that each node should have; default: what the driver lists")
     parser.add_argument("--free-gib", type=float, default=20.0, help="room that runs need")
     parser.add_argument("--disk-mib", type=int, default=64, help="written and read to time the disk")

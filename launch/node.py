@@ -13,6 +13,8 @@ whatever Python the node has, so it imports the standard library alone.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -31,6 +33,17 @@ STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 # A rank whose neighbour died ends by itself within a minute; after this long it is killed.
 SECONDS_FOR_OTHERS = 90.0
 _TAIL_LINES = 25
+# Of a command or a folder that was named wrongly: another attempt would not help.
+_MISTAKES = (
+    errno.EACCES,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOEXEC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+)
 
 
 @dataclass(frozen=True)
@@ -68,14 +81,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         say(f"error: {missing[0]} is not set; this runs under srun, in a job made by python -m launch.submit")
         return 2
-    place = Place(int(os.environ["SLURM_NODEID"]), int(os.environ["SLURM_NNODES"]), args.ranks)
+    if args.ranks < 1:
+        say(f"error: --ranks {args.ranks} must be at least 1")
+        return 2
+    numbers = [os.environ["SLURM_NODEID"], os.environ["SLURM_NNODES"]]
+    if not all(number.isascii() and number.isdigit() for number in numbers) or int(numbers[0]) >= int(numbers[1]):
+        say(f"error: SLURM_NODEID={numbers[0]} of SLURM_NNODES={numbers[1]} is no node of a job; leave both to Slurm")
+        return 2
+    os.umask(os.umask(0o077) | 0o002)  # logs are for their owner and group to change
+    place = Place(int(numbers[0]), int(numbers[1]), args.ranks)
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if devices and len(devices.split(",")) < args.ranks:
         say(f"error: {args.ranks} ranks were asked for and Slurm gave the GPUs {devices}; set --gpus-per-node to match")
         return 2
-    code = run_node(args.command, place=place, logs=args.logs)
+    try:
+        code = run_node(args.command, place=place, logs=args.logs)
+    except OSError as error:
+        named = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        say(f"error: the ranks cannot be started ({named}{error.strerror}); mend that command or folder")
+        code = 2 if error.errno in _MISTAKES else 1
     # Where a rank fails, srun ends all nodes and returns what it killed them with: the true code is left here.
-    (args.logs / f"node-{place.node:03d}.exit").write_text(f"{code}\n", encoding="utf-8")
+    with contextlib.suppress(OSError):
+        (args.logs / f"node-{place.node:03d}.exit").write_text(f"{code}\n", encoding="utf-8")
     return 0 if code == STOPPED_EARLY else code
 
 
@@ -190,7 +217,10 @@ def _wait(ranks: Sequence[Rank], *, seconds_for_others: float, now: Callable[[],
 
 def describe(code: int | None) -> str:
     assert code is not None
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    if code >= 0:
+        return f"exit code {code}"
+    # Most real-time signals have no name.
+    return f"signal {signal.Signals(-code).name if -code in list(signal.Signals) else -code}"
 
 
 def tail(path: Path, lines: int = _TAIL_LINES) -> str:
@@ -199,6 +229,7 @@ def tail(path: Path, lines: int = _TAIL_LINES) -> str:
 
 def say(line: str) -> None:
     node = os.environ.get("SLURM_NODEID", "?")
+    node = node if node.isascii() and node.isdigit() else "?"
     # Written whole, so that the lines of several nodes do not interleave.
     os.write(2, f"[node {node}] {line}\n".encode())
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
+import shlex
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -50,7 +52,11 @@ class JobOptions:
     )
     env: list[str] = field(
         default_factory=list,
-        metadata=_help("environment variable NAME=VALUE of the job; may be repeated", "NAME=VALUE"),
+        metadata=_help(
+            "environment variable of the job, NAME=VALUE, or NAME alone for its value here; its value goes into a file "
+            "that only you can read; may be repeated",
+            "NAME[=VALUE]",
+        ),
     )
     sbatch: list[str] = field(
         default_factory=list, metadata=_help("another #SBATCH option, such as --exclusive; may be repeated", "OPTION")
@@ -69,6 +75,13 @@ class JobOptions:
         """A node."""
         return self.gpus_per_node or self.ranks_per_node or 1
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables of the job: `env`, with values from here where none is given."""
+        matches = [_VARIABLE.fullmatch(each) for each in self.env]
+        named = [(match["name"], match["value"]) for match in matches if match is not None]
+        return {name: os.environ[name] if value is None else value for name, value in named}
+
 
 _TYPES = typing.get_type_hints(JobOptions)
 _AT_LEAST = {
@@ -82,10 +95,15 @@ _AT_LEAST = {
     "array_limit": 0,
 }
 # minutes | minutes:seconds | hours:minutes:seconds | days-hours[:minutes[:seconds]]
-_TIME = re.compile(r"(?:(?P<days>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?)|(?P<plain>\d+(?::\d+){0,2})")
+_TIME = re.compile(
+    r"(?:(?P<days>\d{1,9})-(?P<dh>\d{1,9})(?::(?P<dm>\d{1,9})(?::(?P<ds>\d{1,9}))?)?)|(?P<plain>\d{1,9}(?::\d{1,9}){0,2})",
+    re.ASCII,
+)
+_MOST_SECONDS = 10 * 366 * 24 * 3600
 _WORD = re.compile(r"[^\s'\"\\#`$;<>]+")
-_MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
-_VARIABLE = re.compile(r"[A-Za-z_]\w*=[^\n]*")
+_MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE | re.ASCII)
+_VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:=(?P<value>[^\n\0]*))?", re.ASCII)
+_LONG_OPTION = re.compile(r"(?P<name>--[a-z][a-z-]*)(?:=.*)?", re.DOTALL)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +139,8 @@ def job_options(values: Mapping[str, Any], *, where: str) -> JobOptions:
         )
         if not right:
             kind = "a list of texts" if several else {int: "a whole number", str: "a text"}[wanted]
-            raise ConfigError(f"{where}: {name} = {value!r} must be {kind}")
+            shown = name if name == "env" else f"{name} = {value!r}"  # its values are nobody's to see
+            raise ConfigError(f"{where}: {shown} must be {kind}")
     options = JobOptions(**values)
     _check(options, where)
     return options
@@ -153,48 +172,71 @@ def _check(options: JobOptions, where: str) -> None:
                 f"leaves no time before the signal {options.signal_seconds} s ahead of it; "
                 "give more time, or a smaller --signal-seconds",
             )
-    for name in ("module", "setup", "sbatch", "env"):
+        if seconds > _MOST_SECONDS:
+            refuse("time", "is more than ten years; write UNLIMITED for no limit")
+    for name in ("module", "setup", "sbatch"):
         for each in getattr(options, name):
             if "\n" in each or not each.strip():
                 refuse(name, "must be one line each, and not empty")
     for each in options.module:
         if not _WORD.fullmatch(each):
             refuse("module", "holds what is no name of a module")
-    for each in options.env:
-        if not _VARIABLE.fullmatch(each):
-            raise ConfigError(f"{where}: --env {each!r} is not of the form NAME=VALUE")
+    for number, each in enumerate(options.env, 1):
+        match = _VARIABLE.fullmatch(each)
+        if match is None:
+            # Not shown, for it may be a value whose name was forgotten.
+            raise ConfigError(f"{where}: --env (number {number}) is not of the form NAME=VALUE, or NAME, on one line")
+        if match["value"] is None and match["name"] not in os.environ:
+            raise ConfigError(f"{where}: --env {each} has no value, and {each} is not set here; export it, or give one")
     for each in options.sbatch:
-        if not each.startswith("-"):
-            raise ConfigError(f"{where}: --sbatch {each!r} is no option of sbatch; write it as --sbatch=--exclusive")
-        clash = next((name for name in _OURS if re.match(rf"{name}(?![\w-])", each)), None)
-        if clash:
-            raise ConfigError(f"{where}: --sbatch {each!r} is set by this command itself; leave {clash} out")
+        _check_sbatch(each, where)
     if options.venv and not (Path(options.venv) / "bin" / "activate").is_file():
         refuse("venv", "holds no bin/activate; name a virtual environment's folder")
     if "\n" in options.container:
         refuse("container", "must be one line")
+    if _words(options.container) is None:
+        refuse("container", "leaves a quote open; close it")
+
+
+def _check_sbatch(text: str, where: str) -> None:
+    """One line of #SBATCH, whose every word Slurm reads: a long option each, and none that the script sets itself."""
+    words = _words(text)
+    if words is None:
+        raise ConfigError(f"{where}: --sbatch {text!r} leaves a quote open; close it")
+    for word in words:
+        match = _LONG_OPTION.fullmatch(word)
+        if match is None:
+            raise ConfigError(
+                f"{where}: --sbatch {text!r}: {word!r} is no long option of sbatch; write each as --sbatch=--exclusive "
+                "or --sbatch=--name=value"
+            )
+        # Slurm takes the beginning of a name for the name.
+        clash = next((name for name in _OURS if name.startswith(match["name"])), None)
+        if clash:
+            raise ConfigError(f"{where}: --sbatch {text!r} is set by this command itself; leave {clash} out")
+
+
+def _words(text: str) -> list[str] | None:
+    """A line's words as a shell tells them apart; None where a quote is left open."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return None
 
 
 _OURS = (
     "--nodes",
-    "-N",
     "--ntasks",
-    "-n",
     "--ntasks-per-node",
     "--array",
-    "-a",
     "--signal",
     "--requeue",
     "--no-requeue",
     "--open-mode",
     "--output",
-    "-o",
     "--job-name",
-    "-J",
     "--dependency",
-    "-d",
     "--chdir",
-    "-D",
 )
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from data.command import exit_code_of
 from launch.scaling import (
     GPUS,
     INTERCONNECTS,
@@ -35,6 +36,10 @@ from trainer.config import ConfigError, Recipe, load_recipe, parse_json
 from trainer.counts import Shape
 
 FINEWEB_TOKENS = {"10BT": 10e9, "100BT": 100e9}
+# Beyond these nothing that could exist is meant, and the formulas leave the numbers that a computer has.
+_MOST, _MOST_NODES, _MOST_GPUS = 10**9, 10**6, 1024
+_LEAST_GBITS, _MOST_GBITS = 1e-3, 1e6
+_LEAST_SHARE = 1e-3
 CUSTOM_LATENCY = 10e-6  # of an interconnect that is given by its rate alone
 
 # Hub names of encoders that recipes start from, with what matters here of their config.json.
@@ -61,28 +66,27 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
-    try:
-        for text in rest:
-            if not (text.startswith("--") and "=" in text and "." in text.partition("=")[0]):
-                raise ConfigError(f"{text!r} is not understood; settings are given as --section.key=value")
-        recipe = load_recipe(args.recipe, [text[2:] for text in rest])
-        shape, positions = _shape_of(recipe, args.model, args.vocabulary)
-        rows = plan(
-            recipe,
-            Model.of(recipe, shape, positions=positions, guide=guide_of(recipe, args.guide)),
-            nodes=parse_nodes(args.nodes),
-            gpus_per_node=_at_least("--gpus-per-node", args.gpus_per_node, 1),
-            gpu=args.gpu,
-            link=parse_interconnect(args.interconnect),
-            lengths=_lengths(recipe, args),
-            assumed=_assumptions(args),
-            batch_per_gpu=_at_least("--batch-per-gpu", args.batch_per_gpu, 0),
-        )
-    except ConfigError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    return exit_code_of(lambda: _plan_and_print(args, rest))
+
+
+def _plan_and_print(args: argparse.Namespace, rest: Sequence[str]) -> None:
+    for text in rest:
+        if not (text.startswith("--") and "=" in text and "." in text.partition("=")[0]):
+            raise ConfigError(f"{text!r} is not understood; settings are given as --section.key=value")
+    recipe = load_recipe(args.recipe, [text[2:] for text in rest])
+    shape, positions = _shape_of(recipe, args.model, args.vocabulary)
+    rows = plan(
+        recipe,
+        Model.of(recipe, shape, positions=positions, guide=guide_of(recipe, args.guide)),
+        nodes=parse_nodes(args.nodes),
+        gpus_per_node=_within("--gpus-per-node", args.gpus_per_node, 1, _MOST_GPUS),
+        gpu=args.gpu,
+        link=parse_interconnect(args.interconnect),
+        lengths=_lengths(recipe, args),
+        assumed=_assumptions(args),
+        batch_per_gpu=_within("--batch-per-gpu", args.batch_per_gpu, 0, _MOST),
+    )
     print(json.dumps([_record(row) for row in rows], indent=2) if args.json else _text(recipe, args, rows))
-    return 0
 
 
 def plan(
@@ -127,7 +131,7 @@ def parse_nodes(text: str) -> list[int]:
             counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = []
-    if not counts or min(counts) < 1:
+    if not counts or min(counts) < 1 or max(counts) > _MOST_NODES:
         raise ConfigError(f"--nodes {text!r} is no number of nodes; give 8, a list 1,2,4, or a range 1..512")
     return counts
 
@@ -140,7 +144,7 @@ def parse_interconnect(text: str) -> Link:
         rate = float(text)
     except ValueError:
         rate = 0.0
-    if not 0 < rate < float("inf"):
+    if not _LEAST_GBITS <= rate <= _MOST_GBITS:
         names = ", ".join(INTERCONNECTS)
         raise ConfigError(f"--interconnect {text!r} is unknown; choose one of {names}, or give a node's Gbit/s, as 100")
     return Link(rate * 1e9 / 8, CUSTOM_LATENCY)
@@ -174,9 +178,9 @@ def _shape_of(recipe: Recipe, given: str, vocabulary: int) -> tuple[Shape, int]:
 
 def guide_of(recipe: Recipe, given: str = "") -> FrozenGuide | None:
     """The guide's shape: --guide, else guide.model's own."""
-    if not recipe.guide.model:
+    if not recipe.uses_guide:
         if given:
-            raise ConfigError(f"--guide {given!r} is given, and the recipe has no guide.model; leave it out")
+            raise ConfigError(f"--guide {given!r} is given, and the recipe uses no guide; leave it out")
         return None
     values, said = _config_of(given or recipe.guide.model, "--guide")
     shape, positions = _read_shape(values, said)
@@ -215,8 +219,8 @@ def _number(values: dict[str, Any], said: str, *names: str, default: int) -> int
     for name in names:
         if name in values:
             value = values[name]
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{said}: {name} = {value!r} must be a whole number above 0")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
+                raise ConfigError(f"{said}: {name} = {value!r} must be a whole number from 1 to {_MOST:,}")
             return value
     return default
 
@@ -234,14 +238,14 @@ def _lengths(recipe: Recipe, args: argparse.Namespace) -> Lengths:
 def _assumptions(args: argparse.Namespace) -> Assumptions:
     shares = {"matrix_share": args.matrix_share, "memory_share": args.memory_share, "link_share": args.link_share}
     for name, value in shares.items():
-        if not 0 < value <= 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} must be above 0 and at most 1")
+        if not _LEAST_SHARE <= value <= 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {_LEAST_SHARE} and at most 1")
     return Assumptions(**shares)
 
 
-def _at_least(name: str, value: int, least: int) -> int:
-    if value < least:
-        raise ConfigError(f"{name} {value} must be at least {least}")
+def _within(name: str, value: int, least: int, most: int) -> int:
+    if not least <= value <= most:
+        raise ConfigError(f"{name} {value} must lie between {least} and {most:,}")
     return value
 
 

@@ -168,7 +168,7 @@ class Model:
         if frozen := recipe.model.frozen_layers:
             kept = dataclasses.replace(shape, layers=frozen)
             trained -= sum(parameter_sizes(kept, positions=positions, masked=False, decoder=False))
-        if rank := recipe.model.lora_rank:  # on all linear layers of a block; fewer where lora_targets says so
+        if rank := recipe.adapter_rank:  # on all linear layers of a block; fewer where lora_targets says so
             layers = shape.layers - recipe.model.frozen_layers
             trained = layers * rank * (4 * 2 * hidden + 2 * (hidden + inner))
             total += trained
@@ -190,9 +190,14 @@ def sizes_of(recipe: Recipe) -> list[Size]:
         return [Size(full.layers, size.dim) for size in ladder]
     if kind == "adaptive_layers":
         return [Size(size.layers, full.dim) for size in ladder]
-    if kind == "two_d":
+    if kind in ("two_d", "two_d_listed"):
         layers, dim = max(1, full.layers // 2), max(1, full.dim // 2)
+        if kind == "two_d_listed":
+            dim = round(sum(size.dim for size in ladder) / len(ladder))
         return [Size(layers, dim), Size(layers, full.dim), Size(full.layers, dim), full]
+    if kind == "two_d_all_widths":
+        below = [size.layers for size in ladder][:-1]
+        return [Size(depth, size.dim) for depth in (round(sum(below) / len(below)), full.layers) for size in ladder]
     return list(ladder)
 
 
@@ -217,7 +222,7 @@ def texts_of(recipe: Recipe, samples: float, lengths: Lengths) -> Texts:
         return Texts(count, count * length, count * length**2)
 
     if recipe.reads_documents:
-        return alike(samples * (2 if recipe.objective.pairs == "spans" else 1), lengths.document)
+        return alike(samples * (2 if recipe.pairs == "spans" else 1), lengths.document)
     passages = samples * (1 + recipe.data.num_negatives)
     return alike(samples, lengths.query) + alike(passages, lengths.passage)
 
@@ -229,7 +234,7 @@ def masked_rows(recipe: Recipe, texts: Texts) -> tuple[float, float]:
     """Predicted positions of the encoder and of the decoder."""
     objective = recipe.objective
     decoder = objective.decoder_mask_ratio * texts.tokens if objective.decoder else 0.0
-    if objective.decoding == "enhanced":
+    if recipe.decodes_enhanced:
         decoder = texts.tokens - 2 * texts.count  # all but the special tokens
     return objective.encoder_mask_ratio * texts.tokens, decoder
 
@@ -245,7 +250,7 @@ def model_flops(recipe: Recipe, shape: Shape, texts: Texts) -> float:
         encoder_rows=encoder_rows,
         decoder_rows=decoder_rows,
         sizes=sizes_of(recipe),
-        enhanced=recipe.objective.decoding == "enhanced",
+        enhanced=recipe.decodes_enhanced,
     )
     return FORWARD_AND_BACKWARD * forward
 
@@ -253,7 +258,7 @@ def model_flops(recipe: Recipe, shape: Shape, texts: Texts) -> float:
 def encoder_passes(recipe: Recipe) -> float:
     """In forward passes: the backward pass is two; caching embeds once more, checkpointing computes once more."""
     objective = recipe.objective
-    cached = objective.pairs != "none" or (objective.name == "contrastive" and objective.backward == "grad_cache")
+    cached = recipe.pairs != "none" or (objective.name == "contrastive" and objective.backward == "grad_cache")
     return FORWARD_AND_BACKWARD + cached + recipe.train.activation_checkpointing
 
 
@@ -270,7 +275,7 @@ def computed_flops(recipe: Recipe, shape: Shape, texts: Texts, *, all_passages: 
         total = model_flops(recipe, shape, texts) + (passes - FORWARD_AND_BACKWARD) * encoder_flops(shape, texts)
         # The decoder computes its feed-forward's first product again in backward.
         total += 2 * hidden * shape.inner * decoder_rows * len(sizes_of(recipe))
-        if recipe.objective.decoding == "enhanced":  # and attention
+        if recipe.decodes_enhanced:  # and attention
             total += len(sizes_of(recipe)) * decoder_rows * 4 * hidden * texts.tokens / texts.count
         return total - passes * last_feed_forward * skipped
     total = passes * encoder_flops(shape, texts)
@@ -388,7 +393,7 @@ def activation_bytes(recipe: Recipe, shape: Shape, texts: Texts, *, width: float
         if decoder_rows:
             total += texts.tokens * width * 3 * hidden  # embeddings, keys, values
             total += decoder_rows * width * len(sizes) * 10 * hidden  # merged; norms; feed-forward's ends; head
-        if recipe.objective.decoding == "enhanced":
+        if recipe.decodes_enhanced:
             total += decoder_rows * width * len(sizes) * hidden  # queries
             total += texts.pairs * (1 + width)  # what each position sees, as flags and added to scores
     return total

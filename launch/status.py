@@ -17,6 +17,7 @@ Time left is the remaining steps at the pace of the newest ones plus the checkpo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -30,6 +31,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.command import exit_code_of, printable, tell
+from data.errors import DataError, UserError
+from data.files import describe_os_error, first_line
+from data.records import Record, read_record
+from models.sizes import Ladder
 from trainer.config import ConfigError, ModelConfig, Recipe
 
 _PATIENCE_SECONDS = 600.0
@@ -41,7 +47,26 @@ _LOSSES = ("encoder", "decoder", "loss", "kl")  # first parts of the names of wh
 _SLOW_FEED = 0.2
 _MUCH_PADDING = 0.5
 
-Record = Mapping[str, Any]
+# What a line of metrics.jsonl holds as numbers, if it has it at all: these, and everything of these groups.
+_NUMBERS = (
+    "data_wait_share",
+    "epoch",
+    "grad_norm",
+    "loss",
+    "lr",
+    "memory_mib",
+    "mfu",
+    "padding_share",
+    "seconds",
+    "skipped_steps",
+    "tokens_per_second",
+)
+_GROUPS = (*_LOSSES, "checkpoint", "evaluation")
+_MOST = 2**53  # of a count, beyond which it is none
+_MOST_SECONDS = 1e10
+_LONGEST_WATCH = 86400.0
+
+Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -75,23 +100,57 @@ class RunStatus:
     warnings: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What a recipe says of its run's progress; `damaged` names the keys that hold something else."""
+
+    ladder: Ladder
+    steps: int
+    epochs: float
+    stop_at_step: int
+    log_every_steps: int
+    save_every_steps: int
+    damaged: list[str]
+
+
+class _Stopped(Record):
+    """What is told of STOPPED, whichever version wrote it."""
+
+    reason: str
+
+
 def read_status(folder: Path, *, now: float) -> RunStatus:
-    """`now`: seconds since the epoch, the clock of the files' times."""
-    recipe = _recipe(folder)
+    """`now`: seconds since the epoch, the clock of the files' times. Whatever a folder holds, it is a ConfigError at
+    worst: it may be somebody else's.
+    """
+    try:
+        return _read_status(folder, now=now)
+    except OSError as error:
+        sentence = describe_os_error(error)
+        if sentence is None:
+            raise
+        raise ConfigError(sentence) from error
+
+
+def _read_status(folder: Path, *, now: float) -> RunStatus:
+    plan = _read_plan(folder)
     records, damaged = _records(folder / "metrics.jsonl")
     # Lines of evaluations, checkpoints and faults have no place in the data.
     steps = [record for record in records if "epoch" in record]
     newest = steps[-1] if steps else {}
     step = int(newest.get("step", 0))
-    total, estimated = _total_steps(recipe, newest)
+    total, estimated = _total_steps(plan, newest)
     checkpoint = _newest_checkpoint(folder / "checkpoints")
     age = max(0.0, now - _written_at(folder))
-    state, reason = _state(folder, recipe, steps, step=step, age_seconds=age)
+    state, reason = _state(folder, plan, steps, step=step, age_seconds=age)
     scored = [record for record in records if any(name.startswith("evaluation/") for name in record)]
     evaluation = scored[-1] if scored else {}
     left = None
     if state == "running" and total is not None:
-        left = max(0, total - step) * _seconds_a_step(steps) + _checkpoint_seconds(records, recipe, step, total)
+        left = max(0, total - step) * _seconds_a_step(steps) + _checkpoint_seconds(records, plan, step, total)
+    warnings = _warnings(plan, records, steps, damaged=damaged, state=state, step=step, checkpoint=checkpoint)
+    if state == "stopped" and reason is None:
+        warnings.append("STOPPED is damaged: it does not say why")
     return RunStatus(
         run=str(folder),
         state=state,
@@ -101,17 +160,17 @@ def read_status(folder: Path, *, now: float) -> RunStatus:
         total_steps=total,
         total_is_estimated=estimated,
         epoch=newest.get("epoch"),
-        seconds_left=left,
+        seconds_left=left if left is not None and left < _MOST_SECONDS else None,
         newest={name: value for name, value in newest.items() if "/" not in name and _is_number(value)},
-        sizes=_sizes(recipe, newest, evaluation),
+        sizes=_sizes(plan.ladder, newest, evaluation),
         evaluation_step=evaluation.get("step"),
         checkpoint_step=checkpoint,
-        warnings=_warnings(recipe, records, steps, damaged=damaged, state=state, step=step, checkpoint=checkpoint),
+        warnings=warnings,
     )
 
 
-def _recipe(folder: Path) -> dict[str, Any]:
-    """The resolved recipe as tables. Not checked: a run of another version may have other keys."""
+def _read_plan(folder: Path) -> _Plan:
+    """Of the resolved recipe. Not checked as a whole: a run of another version may have other keys."""
     path = folder / "recipe.toml"
     if not path.is_file():
         if not folder.is_dir():
@@ -121,94 +180,134 @@ def _recipe(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder} is no run: it has no recipe.toml; {hint}")
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-        _ladder = Recipe(model=ModelConfig(ladder=values["model"]["ladder"])).ladder  # refuses what is none
-    except (ValueError, KeyError, TypeError) as error:
-        problem = f"it has no {error}" if isinstance(error, KeyError) else error
+        ladder = Recipe(model=ModelConfig(ladder=values["model"]["ladder"])).ladder  # refuses what is none
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        problem = f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
         raise ConfigError(f"{path} is damaged ({problem}); a run writes it anew when it is started") from None
-    return values
+    damaged = []
+
+    def number(section: str, key: str, default: float) -> float:
+        table = values.get(section, {})
+        value = table.get(key, default) if isinstance(table, dict) else None
+        kinds = (int, float) if isinstance(default, float) else int
+        if isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value < _MOST:
+            return value
+        damaged.append(f"{section}.{key}")
+        return default
+
+    return _Plan(
+        ladder=ladder,
+        steps=int(number("train", "steps", 0)),
+        epochs=number("train", "epochs", 1.0),
+        stop_at_step=int(number("train", "stop_at_step", 0)),
+        log_every_steps=int(number("log", "every_steps", 1)),
+        save_every_steps=int(number("checkpoint", "every_steps", 0)),
+        damaged=damaged,
+    )
 
 
-def _records(path: Path) -> tuple[list[Record], int]:
+def _records(path: Path) -> tuple[list[Line], int]:
     """The lines of metrics.jsonl, and how many are damaged. A last line may still be being written: it is left out."""
     if not path.is_file():
         return [], 0
-    records, damaged = [], 0
     text = path.read_text(encoding="utf-8", errors="replace")
     whole, newline, _ = text.rpartition("\n")
-    for line in whole.splitlines() if newline else []:
-        try:
-            record = json.loads(line)
-            records.append(record if isinstance(record["step"], int) else {})
-        except (json.JSONDecodeError, KeyError, TypeError):
-            damaged += 1
-    return [record for record in records if record], damaged
+    read = [_read_line(line) for line in whole.split("\n")] if newline else []
+    return [record for record, _ in read if record], sum(not sound for _, sound in read)
+
+
+def _read_line(text: str) -> tuple[Line, bool]:
+    """What a line of metrics.jsonl says in numbers, and its fault; and whether that is all that it should say."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}, False
+    step = values.get("step") if isinstance(values, dict) else None
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MOST:
+        return {}, False
+    kept = {name: value for name, value in values.items() if _is_number(value)}
+    if isinstance(values.get("fault"), str):
+        kept["fault"] = values["fault"]
+    lacks = [name for name in values.keys() - kept.keys() if name in _NUMBERS or name.partition("/")[0] in _GROUPS]
+    return kept, not lacks
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """One that can be reckoned with; JSON has whole numbers without end."""
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST)
 
 
-def _total_steps(recipe: Mapping[str, Any], newest: Record) -> tuple[int | None, bool]:
+def _total_steps(plan: _Plan, newest: Line) -> tuple[int | None, bool]:
     """Steps of the whole run, and whether that is a reckoning by epochs."""
-    train = recipe.get("train", {})
-    if train.get("steps"):
-        return int(train["steps"]), False
-    if newest.get("epoch"):
-        return max(int(newest["step"]), round(newest["step"] * train.get("epochs", 1.0) / newest["epoch"])), True
+    if plan.steps:
+        return plan.steps, False
+    epoch = newest.get("epoch", 0)
+    total = newest["step"] * plan.epochs / epoch if epoch > 0 else math.inf
+    if total < _MOST:
+        return max(newest["step"], round(total)), True
     return None, False
 
 
 def _newest_checkpoint(folder: Path) -> int | None:
-    found = [path.parent.name for path in folder.glob("step_*/manifest.json")]
-    return max((int(name.removeprefix("step_")) for name in found if name[5:].isdigit()), default=None)
+    found = [re.fullmatch(r"step_([0-9]{1,15})", path.parent.name) for path in folder.glob("step_*/manifest.json")]
+    return max((int(match[1]) for match in found if match is not None), default=None)
 
 
 def _written_at(folder: Path) -> float:
     """When the run last wrote: its records, checkpoints and descriptions."""
     candidates = [folder / name for name in ("metrics.jsonl", "recipe.toml", "environment.json", "checkpoints", "DONE")]
     candidates += (folder / "checkpoints").glob("*")
-    return max(path.stat().st_mtime for path in candidates if path.exists())
+    times = []
+    for path in candidates:
+        with contextlib.suppress(FileNotFoundError):  # a checkpoint in the making changes its name
+            times.append(path.stat().st_mtime)
+    return max(times, default=0.0)
 
 
 def _state(
-    folder: Path, recipe: Mapping[str, Any], steps: Sequence[Record], *, step: int, age_seconds: float
+    folder: Path, plan: _Plan, steps: Sequence[Line], *, step: int, age_seconds: float
 ) -> tuple[str, str | None]:
     if (folder / "DONE").exists():
         return "done", None
     if (folder / "STOPPED").exists():
-        try:
-            return "stopped", str(json.loads((folder / "STOPPED").read_text(encoding="utf-8"))["reason"])
-        except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError):
-            return "stopped", None
-    if 0 < recipe.get("train", {}).get("stop_at_step", 0) <= step:
+        with contextlib.suppress(DataError):
+            return "stopped", read_record(folder / "STOPPED", _Stopped).reason
+        return "stopped", None
+    if 0 < plan.stop_at_step <= step:
         return "stopped", "train.stop_at_step"
-    apart = _seconds_a_step(steps) * recipe.get("log", {}).get("every_steps", 1)
+    apart = _seconds_a_step(steps) * plan.log_every_steps
     if age_seconds > max(_PATIENCE_SECONDS, _PATIENCE_RECORDS * apart):
         return "silent", None
     return ("running" if steps else "starting"), None
 
 
-def _seconds_a_step(steps: Sequence[Record]) -> float:
+def _seconds_a_step(steps: Sequence[Line]) -> float:
     """The mean of the newest records, slow ones among them: they come again."""
-    known = [record["seconds"] for record in steps[-_NEWEST_RECORDS:] if _is_number(record.get("seconds"))]
+    return _mean([record["seconds"] for record in steps[-_NEWEST_RECORDS:] if "seconds" in record])
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    """Of those that are a time; 0 where there is none."""
+    known = [each for each in seconds if 0 <= each < _MOST_SECONDS]
     return statistics.mean(known) if known else 0.0
 
 
-def _checkpoint_seconds(records: Sequence[Record], recipe: Mapping[str, Any], step: int, total: int) -> float:
+def _checkpoint_seconds(records: Sequence[Line], plan: _Plan, step: int, total: int) -> float:
     """For how long the checkpoints still to be written will hold training up."""
     known = [record["checkpoint/still_seconds"] for record in records if "checkpoint/still_seconds" in record]
-    every = recipe.get("checkpoint", {}).get("every_steps", 0)
-    if not known or not every:
+    every = plan.save_every_steps
+    if not every:
         return 0.0
     due = total // every - step // every + (1 if total % every else 0)
-    return max(0, due) * statistics.mean(known[-_NEWEST_RECORDS:])
+    return max(0, due) * _mean(known[-_NEWEST_RECORDS:])
 
 
-def _sizes(recipe: Mapping[str, Any], newest: Record, evaluation: Record) -> list[SizeStatus]:
+def _sizes(ladder: Ladder, newest: Line, evaluation: Line) -> list[SizeStatus]:
     """The ladder's sizes, and others that the newest step trained, smallest first."""
-    ladder = Recipe(model=ModelConfig(ladder=recipe["model"]["ladder"])).ladder
     parts = [name.partition("/") for name in newest]
-    others = {rest for first, _, rest in parts if first in _LOSSES and re.fullmatch(r"\d+x\d+", rest)}
+    others = {
+        rest for first, _, rest in parts if first in _LOSSES and re.fullmatch(r"[1-9][0-9]{0,8}x[1-9][0-9]{0,8}", rest)
+    }
     found = []
     for size in sorted({*ladder, *map(ladder.find, others)}):
         name = ladder.name(size)
@@ -224,9 +323,9 @@ def _sizes(recipe: Mapping[str, Any], newest: Record, evaluation: Record) -> lis
 
 
 def _warnings(
-    recipe: Mapping[str, Any],
-    records: Sequence[Record],
-    steps: Sequence[Record],
+    plan: _Plan,
+    records: Sequence[Line],
+    steps: Sequence[Line],
     *,
     damaged: int,
     state: str,
@@ -248,15 +347,17 @@ def _warnings(
     padding = [record["padding_share"] for record in recent if "padding_share" in record]
     if padding and statistics.median(padding) > _MUCH_PADDING:
         found.append(f"{statistics.median(padding):.0%} of the tokens computed are padding")
-    every = recipe.get("checkpoint", {}).get("every_steps", 0)
+    every = plan.save_every_steps
     if every and state != "done" and step - (checkpoint or 0) > 2 * every:
         found.append(f"the newest checkpoint is {step - (checkpoint or 0):,} steps old, of {every:,} wanted")
+    if plan.damaged:
+        found.append(f"recipe.toml is damaged: {' and '.join(plan.damaged)} cannot be")
     if damaged:
         found.append(f"{_count(damaged, 'damaged line')} in metrics.jsonl")
     return found
 
 
-def _newest_fault(records: Sequence[Record], *, spike: bool) -> str:
+def _newest_fault(records: Sequence[Line], *, spike: bool) -> str:
     faults = [record for record in records if "fault" in record and (record["fault"] == "spike") == spike]
     if not faults:
         return ""
@@ -269,8 +370,22 @@ def _count(number: int, thing: str) -> str:
 
 
 def as_text(runs: Sequence[RunStatus], *, now: float) -> str:
-    """One run in full, several as a row each."""
+    """One run in full, several as a row each. Names in a run's folder may hold escape codes; none reach a terminal."""
+    runs = [_printable(run) for run in runs]
     return _details(runs[0], now) if len(runs) == 1 else _rows(runs, now)
+
+
+def _printable(run: RunStatus) -> RunStatus:
+    return dataclasses.replace(
+        run,
+        run=printable(run.run),
+        reason=None if run.reason is None else printable(run.reason),
+        sizes=[
+            dataclasses.replace(size, scores={printable(name): value for name, value in size.scores.items()})
+            for size in run.sizes
+        ],
+        warnings=[printable(warning) for warning in run.warnings],
+    )
 
 
 def _details(run: RunStatus, now: float) -> str:
@@ -343,7 +458,8 @@ def _rows(runs: Sequence[RunStatus], now: float) -> str:
 def _state_words(run: RunStatus, now: float) -> str:
     if run.state == "silent":
         clock = "%H:%M" if run.seconds_since_written < 12 * 3600 else "%Y-%m-%d %H:%M"
-        return f"silent since {time.strftime(clock, time.localtime(now - run.seconds_since_written))}"
+        # A file system may hold times that no calendar has.
+        return f"silent since {time.strftime(clock, time.localtime(max(0.0, now - run.seconds_since_written)))}"
     return f"stopped ({run.reason})" if run.reason else run.state
 
 
@@ -405,27 +521,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--watch", type=float, metavar="SECONDS", help="again every so often, until all are done")
     parser.add_argument("--json", action="store_true", help="everything, as a list of objects")
     args = parser.parse_args(argv)
-    try:
-        if args.watch is not None and not args.watch > 0:
-            raise ConfigError(f"--watch {args.watch} must be above 0 seconds")
-        while True:
-            now = time.time()
-            runs = [read_status(Path(run), now=now) for run in args.runs]
-            text = _json(runs) if args.json else as_text(runs, now=now)
-            if args.watch is not None and not args.json and sys.stdout.isatty():
-                print("\033[H\033[2J", end="")
-            print(text, end="", flush=True)
-            if args.watch is None or all(run.state == "done" for run in runs):
-                return 0
-            time.sleep(args.watch)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename} cannot be read ({error.strerror}); ask its owner", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return exit_code_of(lambda: _show(args))
+
+
+def _show(args: argparse.Namespace) -> int:
+    if args.watch is not None and not 0 < args.watch <= _LONGEST_WATCH:
+        raise ConfigError(f"--watch {args.watch} must be above 0 seconds, and at most a day")
+    while True:
+        now = time.time()
+        runs, problems = [], []
+        for run in args.runs:
+            try:
+                runs.append(read_status(Path(run), now=now))
+            except UserError as problem:
+                problems.append(problem)
+        text = "" if not runs else _json(runs) if args.json else as_text(runs, now=now)
+        if args.watch is not None and not args.json and sys.stdout.isatty():
+            print("\033[H\033[2J", end="")
+        print(text, end="", flush=True)
+        if problems:
+            return max(tell(problem) for problem in problems)
+        if args.watch is None or all(run.state == "done" for run in runs):
+            return 0
+        time.sleep(args.watch)
 
 
 def _json(runs: Sequence[RunStatus]) -> str:

@@ -12,27 +12,28 @@ docs/cluster.md walks through it; launch/job.py says what is written where, laun
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from data.command import exit_code_of, printable
+from data.records import read_record
 from launch.chain import Made, check_shards, read_chain
-from launch.job import Job, training_job
+from launch.job import VARIABLES, Job, training_job
 from launch.options import add_options, given_options, job_options
-from launch.record import environment_record, uncommitted
+from launch.record import Submitted, submission, uncommitted
 from trainer.config import ConfigError, load_recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
-    try:
-        return _submit(words)
-    except ConfigError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    return exit_code_of(lambda: _submit(words))
 
 
 def _submit(words: Sequence[str]) -> int:
@@ -51,10 +52,11 @@ def _submit(words: Sequence[str]) -> int:
     args, rest = parser.parse_known_args(words)
     strange = next((word for word in rest if not (word.startswith("--") and "=" in word and "." in word)), None)
     if strange is not None:
-        raise ConfigError(f"{strange!r} is not understood; settings of a recipe are given as --section.key=value")
+        name = strange.partition("=")[0]
+        raise ConfigError(f"{name!r} is not understood; settings of a recipe are given as --section.key=value")
     if (args.recipe is None) == (args.chain is None):
         raise ConfigError("give either a recipe or --chain FILE")
-    if args.after is not None and not args.after.isdigit():
+    if args.after is not None and not _NUMBER.fullmatch(args.after):
         raise ConfigError(f"--after {args.after} is no number of a job")
     chdir, given = Path.cwd(), given_options(args)
     if args.chain is not None:
@@ -73,6 +75,8 @@ def _submit(words: Sequence[str]) -> int:
     if not jobs:
         print("every stage is done", file=sys.stderr)
         return 0
+    for job in jobs:
+        _check_script(job)
     if args.dry_run:
         for job in jobs:
             _announce(job)
@@ -86,15 +90,32 @@ def _submit(words: Sequence[str]) -> int:
     return 0
 
 
+_NUMBER = re.compile("[0-9]{1,18}")
+
+
 def _announce(job: Job) -> None:
-    print(f"# {job.name}: {job.folder / 'job.sbatch'}", file=sys.stderr, flush=True)
+    print(f"# {printable(f'{job.name}: {job.folder}/job.sbatch')}", file=sys.stderr, flush=True)
+
+
+def _check_script(job: Job) -> None:
+    """Shell lines of a user's own are part of it: bash reads them here, and not first on a compute node."""
+    bash = shutil.which("bash")
+    if bash is None:
+        return
+    done = subprocess.run([bash, "-n"], input=job.script, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()[:1]
+        raise ConfigError(
+            f"bash cannot read the script of {job.name} ({' '.join(said)}); mend --setup, --container or --venv"
+        )
 
 
 def _refuse_if_queued(job: Job) -> None:
     """Two jobs must not train into one folder."""
+    mend = "see by squeue --me that no job of this folder is in the queue, then remove the file"
     for record in sorted(job.folder.parent.glob("*/environment.json")):
-        number = json.loads(record.read_text(encoding="utf-8")).get("job")
-        if number is None:
+        number = read_record(record, Submitted, what="record", mend=mend).job
+        if number is None:  # a run's own
             continue
         listed = subprocess.run(["squeue", "--noheader", "--jobs", number], capture_output=True, text=True, check=False)
         if listed.returncode == 0 and listed.stdout.strip():
@@ -107,48 +128,60 @@ def submit_all(jobs: Sequence[Job], *, after: str | None, argv: Sequence[str], c
     """Write and submit every job, each after the one before it; all or none. Returns Slurm's numbers."""
     numbers: list[str] = []
     written: list[Path] = []
-    patch = uncommitted(chdir)
+    first_after = after
     try:
+        patch = uncommitted(chdir)
         for job in jobs:
-            record = environment_record(job.options, argv=argv, folder=chdir)
-            files = {**job.files, job.folder / "job.sbatch": job.script}
-            if patch:
-                files[job.folder / "uncommitted.diff"] = patch
-            for path, text in files.items():
-                _write(path, text, written)
-            number = _sbatch(job, after)
-            numbers.append(number)
-            _write(job.folder / "environment.json", json.dumps({"job": number, **record}, indent=2) + "\n", written)
-            _announce(job)
-            print(job.script, flush=True)
-            print(
-                f"# submitted as job {number}" + (f", after job {after}" if after else ""), file=sys.stderr, flush=True
-            )
-            after = number
-    except (ConfigError, OSError) as error:
+            files = {path: text.encode() for path, text in job.files.items()}
+            files[job.folder / "job.sbatch"] = job.script.encode()
+            files[job.folder / VARIABLES] = job.variables.encode(errors="surrogateescape")
+            files[job.folder / "uncommitted.diff"] = patch
+            for path, content in files.items():
+                if content:
+                    _write(path, content, written, private=path.parent == job.folder)
+            after = _sbatch(job, after)
+            numbers.append(after)
+            record = submission(after, job.options, argv=argv, folder=chdir)
+            text = json.dumps(record.model_dump(mode="json"), indent=2) + "\n"
+            _write(job.folder / "environment.json", text.encode(), written, private=True)
+    except BaseException as error:
         # A chain whose later stages Slurm refuses would train for days and go nowhere.
         if numbers:
             subprocess.run(["scancel", *numbers], check=False)
         for path in reversed(written):
-            path.rmdir() if path.is_dir() else path.unlink()
-        if isinstance(error, OSError):
+            with contextlib.suppress(OSError):  # Slurm may have begun a log there
+                path.rmdir() if path.is_dir() else path.unlink()
+        if isinstance(error, OSError) and error.filename is not None:
             raise ConfigError(
-                f"{error.filename} cannot be written ({error.strerror}); choose a writable folder"
+                f"{os.fsdecode(error.filename)} cannot be written ({error.strerror}); choose a writable folder"
             ) from None
         raise
+    for job, number, before in zip(jobs, numbers, [first_after, *numbers]):
+        _announce(job)
+        print(job.script, flush=True)
+        waits = f", after job {before}" if before else ""
+        print(f"# submitted as job {number}{waits}", file=sys.stderr, flush=True)
     return numbers
 
 
-def _write(path: Path, text: str, written: list[Path]) -> None:
-    """Whole or not at all; `written` remembers what is new, folders too."""
+def _write(path: Path, content: bytes, written: list[Path], *, private: bool) -> None:
+    """Whole or not at all; `written` remembers what is new, folders too. private: for nobody else to read."""
     missing = [folder for folder in reversed(path.parents) if not folder.exists()]
     for folder in missing:
         folder.mkdir()
         written.append(folder)
     new = not path.exists()
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.unlink(missing_ok=True)
+        with os.fdopen(
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666), "wb"
+        ) as file:
+            file.write(content)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
     if new:
         written.append(path)
 
@@ -159,7 +192,10 @@ def _sbatch(job: Job, after: str | None) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ConfigError(f"Slurm refused {job.name}: {done.stderr.strip() or f'exit code {done.returncode}'}")
-    return done.stdout.strip().split(";")[0]
+    number = done.stdout.strip().split(";")[0]
+    if not _NUMBER.fullmatch(number):
+        raise ConfigError(f"sbatch said {done.stdout.strip()!r} in place of a job's number; look by squeue --me")
+    return number
 
 
 if __name__ == "__main__":

@@ -9,34 +9,55 @@ model cut to n layers computes, so training, evaluation and export agree.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
-import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
+import pydantic
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
 
+from data.errors import DataError, OtherFormat
+from data.files import write_atomically
+from data.records import Record, read_record
+from models.loading import build_from_config, load_pretrained
 from models.packed_attention import Packing, packs
 from models.sizes import Ladder, ModelError, Size
 from models.static_embedding import StaticModel, flatten
 
-log = logging.getLogger(__name__)
-
 Pooling = Literal["cls", "mean"]
 SETTINGS_FILE = "barista.json"
+_Count = Annotated[int, pydantic.Field(ge=1, le=1 << 20)]
+_Length = Annotated[int, pydantic.Field(ge=1, le=1 << 31)]
 _FINAL_NORM_NAMES = ("final_norm", "final_layer_norm", "ln_f")
+
+
+class _SettingsFile(Record):
+    """barista.json. Lengths are in tokens, special tokens included."""
+
+    format: Literal[1] = 1
+    pooling: Literal["cls", "mean"] = "cls"
+    similarity: Literal["dot", "cosine"] = "cosine"
+    ladder: tuple[tuple[_Count, _Count], ...]
+    query_max_length: _Length = 64
+    passage_max_length: _Length = 256
+    query_prompt: str = ""
+    passage_prompt: str = ""
+    temperature: float = pydantic.Field(default=0.05, gt=0)
+    tokenizer: str | None = None
 
 
 @dataclass(frozen=True)
 class EmbeddingSettings:
     """What turns hidden states into embeddings, kept beside the weights in `barista.json`.
 
-    `temperature` divides the scores in training; lengths are in tokens, special tokens included.
+    `temperature` divides the scores in training; lengths are in tokens, special tokens included. `tokenizer`: the
+    fingerprint of the one that the weights were trained with; None in folders that older versions wrote, whose
+    tokenizer is then not compared.
     """
 
     pooling: str = "cls"
@@ -48,6 +69,7 @@ class EmbeddingSettings:
     passage_prompt: str = ""
     temperature: float = 0.05
     format: int = field(default=1)
+    tokenizer: str | None = None
 
     def __post_init__(self) -> None:
         if self.pooling not in ("cls", "mean"):
@@ -60,23 +82,31 @@ class EmbeddingSettings:
         return Ladder.of(self.ladder)
 
     def save(self, folder: str | Path) -> None:
-        text = json.dumps(dataclasses.asdict(self), indent=2) + "\n"
-        (Path(folder) / SETTINGS_FILE).write_text(text, encoding="utf-8")
+        write_atomically(Path(folder) / SETTINGS_FILE, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, folder: str | Path) -> EmbeddingSettings | None:
         """The settings beside a model, or None where there are none."""
         path = Path(folder) / SETTINGS_FILE
-        if not path.is_file():
+        if not os.path.lexists(path):
             return None
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            values["ladder"] = tuple((int(n), int(d)) for n, d in values["ladder"])
-            return cls(**values)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ModelError(
-                f"{path} is not a settings file of this program ({error}); export the model again"
-            ) from None
+            found = read_record(path, _SettingsFile, what="settings file", mend="export the model again")
+            settings = cls(**found.model_dump())
+            _ = settings.sizes if settings.ladder else None
+        except OtherFormat:
+            raise
+        except ModelError as error:
+            raise ModelError(f"settings file {path}: {error}") from error
+        except DataError as error:
+            raise ModelError(str(error)) from error
+        return settings
+
+
+def float32_einsum(equation: str, first: Tensor, second: Tensor) -> Tensor:
+    """`torch.einsum` in float32 under autocast too, which would round both sides to its half precision again."""
+    with torch.autocast(first.device.type, enabled=False):
+        return torch.einsum(equation, first.float(), second.float())
 
 
 def pool(hidden: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
@@ -84,7 +114,7 @@ def pool(hidden: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
     if pooling == "cls":
         return hidden[:, 0]
     weights = attention_mask.to(torch.float32)
-    total = torch.einsum("bsd,bs->bd", hidden.float(), weights)
+    total = float32_einsum("bsd,bs->bd", hidden, weights)
     return (total / weights.sum(1, keepdim=True).clamp(min=1.0)).to(hidden.dtype)
 
 
@@ -289,7 +319,7 @@ def truncate_layers(backbone: PreTrainedModel, num_layers: int) -> PreTrainedMod
 
 def load_encoder(source: str | Path, *, pooling: str | None = None) -> Encoder:
     """An encoder from a local folder or a hub name. `pooling` None: what `barista.json` says, else CLS."""
-    backbone = _from_pretrained(AutoModel, source)
+    backbone = load_pretrained(AutoModel, source)
     settings = EmbeddingSettings.load(source) if Path(source).is_dir() else None
     return Encoder(backbone, pooling or (settings.pooling if settings else "cls"))
 
@@ -301,7 +331,7 @@ def base_of(masked_lm: PreTrainedModel) -> PreTrainedModel:
 
 def load_masked_lm(source: str | Path) -> PreTrainedModel:
     """An encoder together with its MLM head, from a local folder or a hub name."""
-    return _from_pretrained(AutoModelForMaskedLM, source)
+    return load_pretrained(AutoModelForMaskedLM, source)
 
 
 def build_masked_lm(config: Mapping[str, Any], *, vocab_size: int, pad_token_id: int) -> PreTrainedModel:
@@ -312,40 +342,15 @@ def build_masked_lm(config: Mapping[str, Any], *, vocab_size: int, pad_token_id:
         raise ModelError('model.config lacks model_type; name the family, for example model_type = "bert"')
     try:
         known = AutoConfig.for_model(family)
-    except ValueError:
+    except (ValueError, TypeError):
         raise ModelError(
             f"model.config.model_type {family!r} is unknown to transformers; use for example 'bert'"
         ) from None
     for key in values:
+        if key in ("vocab_size", "pad_token_id"):
+            raise ModelError(f"model.config.{key} comes from the shards' tokenizer; remove it")
         if not hasattr(known, key):
             raise ModelError(f"model.config.{key} is not a setting of {family!r} encoders; remove it or mend its name")
-    hf_config = AutoConfig.for_model(family, **values, vocab_size=vocab_size, pad_token_id=pad_token_id)
-    if hf_config.hidden_size % hf_config.num_attention_heads:
-        raise ModelError(
-            f"model.config.hidden_size {hf_config.hidden_size} is not a multiple of num_attention_heads "
-            f"{hf_config.num_attention_heads}; change one of them"
-        )
-    return cast(PreTrainedModel, AutoModelForMaskedLM.from_config(hf_config))
-
-
-def _from_pretrained(auto: Any, source: str | Path) -> PreTrainedModel:
-    path = Path(source)
-    looks_local = path.is_absolute() or str(source).startswith(".") or path.exists()
-    if looks_local and not (path / "config.json").is_file():
-        raise ModelError(f"no model in {path}: config.json is missing; give the folder of a Hugging Face checkpoint")
-    extra = {}
-    try:
-        config = AutoConfig.from_pretrained(source)
-        model_class = auto._model_mapping.get(type(config), None)
-        if model_class is None:
-            raise ModelError(f"{source} is a {config.model_type!r} model, which is not an encoder this program can use")
-        # An unused pooler would still be decayed by the optimizer.
-        if "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
-            extra["add_pooling_layer"] = False
-        return cast(PreTrainedModel, auto.from_pretrained(source, config=config, dtype=torch.float32, **extra))
-    except OSError as error:
-        reason = str(error).splitlines()[0]
-        raise ModelError(
-            f"cannot load the model {str(source)!r} ({reason}); "
-            "give a local folder, or a hub name on a machine with network"
-        ) from None
+    return build_from_config(
+        family, {**values, "vocab_size": vocab_size, "pad_token_id": pad_token_id}, thing="model.config"
+    )

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from models.encoder import encoder_layers
+from models.encoder import encoder_layers, float32_einsum
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class MultiSizeDecoder(nn.Module):
         cls_key = self._split(self.key(cls)).transpose(1, 2)  # [S, B, h, D/h]
         cls_value = self._split(self.value(cls)).transpose(1, 2)
         # [S, B, h, m]: how strongly each query attends to this size's CLS.
-        cls_scores = torch.einsum("bhmk,sbhk->sbhm", query.float(), cls_key.float()) * scale
+        cls_scores = float32_einsum("bhmk,sbhk->sbhm", query, cls_key) * scale
         cls_share = torch.sigmoid(cls_scores - log_sum)[..., None]  # [S, B, h, m, 1]
         kept = F.dropout(cls_share, self.attention_dropout, self.training)
         merged = (1.0 - cls_share) * common + kept * cls_value[:, :, :, None, :]  # [S, B, h, m, D/h]

@@ -4,7 +4,8 @@ L = Σ_{(n,d)} w_{n,d} (L_enc(n,d) + L_dec(n,d)) (Starbucks §3.2, eq. 8 and 9),
 tokens. Only masked rows and the CLS rows reach the head; the rows of all sizes are stacked and share one transform and
 one fused linear cross-entropy; the decoder runs once (models/mae_decoder.py). Without a decoder this is MLM at each
 size; with the full size alone, plain MLM or RetroMAE. A visibility mask makes decoding enhanced: its decoder terms are
-means over every token.
+means over every token. What the decoder reads at position 0 is each size's CLS vector, through the head's transform in
+SMAE, whose sizes are narrower than the decoder (eq. 7), and as it is in RetroMAE (SentMAE eq. 2 and 4).
 """
 
 from __future__ import annotations
@@ -25,12 +26,23 @@ IGNORED = -100
 
 
 class MaskedAutoencoder(nn.Module):
-    """Encoder, head and (optionally) bottleneck decoder, sharing embeddings and head."""
+    """Encoder, head and (optionally) bottleneck decoder, sharing embeddings and head.
+
+    bottleneck: "head", the decoder reads head(CLS); "cls", the CLS vector itself, for sizes of the full width alone.
+    """
 
     def __init__(
-        self, masked_lm: PreTrainedModel, *, pooling: str, with_decoder: bool, logits_memory_mib: float = 64.0
+        self,
+        masked_lm: PreTrainedModel,
+        *,
+        pooling: str,
+        with_decoder: bool,
+        bottleneck: str = "head",
+        logits_memory_mib: float = 64.0,
     ) -> None:
         super().__init__()
+        assert bottleneck in ("head", "cls"), bottleneck
+        self.bottleneck = bottleneck
         # Kept beside the module tree: its parts are registered below, by reference, under the names used here.
         object.__setattr__(self, "masked_lm", masked_lm)
         self.encoder = Encoder(base_of(masked_lm), pooling)
@@ -98,10 +110,13 @@ class MaskedAutoencoder(nn.Module):
             return loss, per_size, torch.zeros_like(per_size), *pooled
 
         assert self.decoder is not None, "decoder labels were given to a model built without a decoder"
-        cut += [states[size.layers][:, 0, : size.dim] for size in sizes]  # S of [B, d]
-        transformed = self.head(cut)
-        encoder_rows, cls_rows = transformed.split([count * len(sizes), transformed.shape[0] - count * len(sizes)])
-        cls = cls_rows.view(len(sizes), input_ids.shape[0], -1)  # [S, B, D]
+        first = [states[size.layers][:, 0, : size.dim] for size in sizes]  # S of [B, d]
+        if self.bottleneck == "cls":
+            encoder_rows, cls = self.head(cut), torch.stack(first)  # [S, B, D]
+        else:
+            transformed = self.head(cut + first)
+            encoder_rows, cls_rows = transformed.split([count * len(sizes), transformed.shape[0] - count * len(sizes)])
+            cls = cls_rows.view(len(sizes), input_ids.shape[0], -1)  # [S, B, D]
         wanted = decoder_labels != IGNORED
         embed = cast(nn.Module, self.encoder.backbone.embeddings)
         positions = None if decoder_visible is None else self.encoder.position_vectors(input_ids.shape[1])

@@ -1,8 +1,9 @@
 """The masked-language-model head that serves every width.
 
-`head(u) = LayerNorm(gelu(u · W_{1:d} + b))` for u of any width d up to D (Starbucks §3.2, eq. 7), and
-`logits(z) = z · E^T + c` over the tied word embeddings. The weights are those of the backbone's own MLM head, shared
-by reference, so a checkpoint's pretrained head is where training starts and what saving the backbone writes.
+`head(u) = LayerNorm(act(u · W_{1:d} + b))` for u of any width d up to D (Starbucks §3.2, eq. 7; act is gelu unless the
+model's config says otherwise), and `logits(z) = z · E^T + c` over the tied word embeddings. Weights and activation are
+those of the backbone's own MLM head, shared by reference, so a checkpoint's pretrained head is where training starts
+and what saving the backbone writes.
 """
 
 from __future__ import annotations
@@ -14,9 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.activations import ACT2CLS
 
 from models.fused_linear_cross_entropy import fused_linear_cross_entropy, product_dtype, rows_per_chunk
 from models.sizes import ModelError
+
+_ACTIVATIONS = cast(
+    tuple[type[nn.Module], ...],
+    tuple(entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()),
+)
 
 
 class PrefixHead(nn.Module):
@@ -26,8 +33,9 @@ class PrefixHead(nn.Module):
     module's forward.
     """
 
-    def __init__(self, dense: nn.Linear, norm: nn.LayerNorm) -> None:
+    def __init__(self, dense: nn.Linear, norm: nn.LayerNorm, activation: nn.Module) -> None:
         super().__init__()
+        self.activation = activation
         self.weight = dense.weight
         self.bias = dense.bias
         self.norm_weight = norm.weight
@@ -40,7 +48,9 @@ class PrefixHead(nn.Module):
         projected = torch.cat([F.linear(part, self.weight[:, : part.shape[1]]) for part in rows])
         if self.bias is not None:
             projected = projected + self.bias
-        return F.layer_norm(F.gelu(projected), (self.weight.shape[0],), self.norm_weight, self.norm_bias, self.eps)
+        return F.layer_norm(
+            self.activation(projected), (self.weight.shape[0],), self.norm_weight, self.norm_bias, self.eps
+        )
 
 
 class VocabularyLoss(nn.Module):
@@ -66,7 +76,11 @@ class VocabularyLoss(nn.Module):
 
 
 def head_of(masked_lm: PreTrainedModel, *, logits_memory_mib: float) -> tuple[PrefixHead, VocabularyLoss]:
-    """The backbone's own head, found by shape: one D×D linear layer, one norm and one bias of the vocabulary's size."""
+    """The backbone's own head, found by shape: one D×D linear layer, one norm and one bias of the vocabulary's size.
+
+    Its activation is the module that the head was built with (ACT2FN of BERT's hidden_act, DistilBERT's activation,
+    ModernBERT's classifier_activation). A head without one is RoBERTa's, which calls gelu whatever its config says.
+    """
     hidden = int(masked_lm.config.hidden_size)
     vocabulary = int(masked_lm.config.vocab_size)
     inside = {id(module) for module in masked_lm.base_model.modules()}
@@ -75,7 +89,8 @@ def head_of(masked_lm: PreTrainedModel, *, logits_memory_mib: float) -> tuple[Pr
     norms = [m for m in outside if isinstance(m, nn.LayerNorm) and m.normalized_shape == (hidden,)]
     base = {id(p) for p in masked_lm.base_model.parameters()}
     biases = [p for p in masked_lm.parameters() if p.shape == (vocabulary,) and id(p) not in base]
-    if len(dense) != 1 or len(norms) != 1 or len(biases) != 1:
+    activations = [m for m in outside if isinstance(m, _ACTIVATIONS)]
+    if len(dense) != 1 or len(norms) != 1 or len(biases) != 1 or len(activations) > 1:
         raise ModelError(
             f"the MLM head of {type(masked_lm).__name__} is not dense + norm + tied decoder with a bias; "
             "pre-train an encoder of the BERT, RoBERTa, DistilBERT or ModernBERT kind"
@@ -85,4 +100,5 @@ def head_of(masked_lm: PreTrainedModel, *, logits_memory_mib: float) -> tuple[Pr
         raise ModelError(
             f"{type(masked_lm).__name__} does not tie its output to its word embeddings; set tie_word_embeddings"
         )
-    return PrefixHead(dense[0], norms[0]), VocabularyLoss(embeddings, biases[0], logits_memory_mib=logits_memory_mib)
+    head = PrefixHead(dense[0], norms[0], activations[0] if activations else nn.GELU())
+    return head, VocabularyLoss(embeddings, biases[0], logits_memory_mib=logits_memory_mib)

@@ -12,10 +12,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from data.errors import UserError
+
 CUP_NAMES = ("demi", "short", "tall", "grande", "venti", "trenta")
 
 
-class ModelError(ValueError):
+class ModelError(UserError):
     """A user's mistake about a model: one sentence that names the thing and the mend."""
 
 

@@ -32,12 +32,19 @@ def launcher_command(module: str, *arguments: str, ranks: int) -> list[str]:
 
 
 def launch(
-    module: str, *arguments: str, ranks: int, timeout_seconds: float = 900.0, expect: int | None = 0
+    module: str,
+    *arguments: str,
+    ranks: int,
+    timeout_seconds: float = 900.0,
+    expect: int | None = 0,
+    before: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module under the real `deepspeed` launcher on `ranks` ranks; the whole group ends with a timeout."""
-    return run_process(
-        launcher_command(module, *arguments, ranks=ranks), timeout_seconds=timeout_seconds, expect=expect
-    )
+    """Run a module under the real `deepspeed` launcher on `ranks` ranks; the whole group ends with a timeout.
+
+    before: a command that runs the launcher, such as `env NAME=VALUE`.
+    """
+    command = [*before, *launcher_command(module, *arguments, ranks=ranks)]
+    return run_process(command, timeout_seconds=timeout_seconds, expect=expect)
 
 
 def run_process(
@@ -62,3 +69,12 @@ def run_process(
     if expect is not None:
         assert done.returncode == expect, f"exit code {done.returncode}\n{out[-4000:]}\n{err[-8000:]}"
     return done
+
+
+def step_clock(stat: str, seconds: float) -> None:
+    """Move `btime` in a file that stands for /proc/stat, as setting the wall clock moves it."""
+    lines = Path(stat).read_text().splitlines()
+    moved = [f"btime {int(line.split()[1]) + int(seconds)}" if line.startswith("btime") else line for line in lines]
+    with Path(stat).open("r+") as file:  # the same file, which is bound
+        file.write("\n".join(moved) + "\n")
+        file.truncate()

@@ -5,8 +5,10 @@ Everything that can be wrong with data and model is found here, before a device 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,12 +20,14 @@ from transformers import PreTrainedModel
 
 from data.collate import MaskedCollator, MaskedPairCollator, PairCollator, SpanCollator
 from data.errors import DataError
+from data.files import refused_by
 from data.remote import Cache, is_remote
 from data.shards import BadShards, ShardFolder, Verify
 from data.stream import Batches, Stream
 from data.tokens import load_tokenizer, prompt_ids
 from models.adapters import add_adapters, freeze_lower_layers
 from models.encoder import (
+    EmbeddingSettings,
     Encoder,
     base_of,
     build_masked_lm,
@@ -34,18 +38,31 @@ from models.encoder import (
 )
 from models.masked_autoencoder import MaskedAutoencoder
 from models.packed_attention import check_packs, fast_on, packs
+from models.sizes import ModelError
 from models.static_embedding import MODEL_TYPE, build_static, special_ids_of
-from trainer.config import ConfigError, Recipe
+from trainer.config import DRAWN_SIZES, ConfigError, Recipe
 from trainer.engine import multiplies_in_bf16, read_ds_config
 from trainer.flops import Shape
 from trainer.guide import Guide, load_guide
 from trainer.objectives import REGISTRY, Objective, wanted_layers
+from trainer.read_keys import is_read
 from trainer.size_schedules import build_schedule
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 log = logging.getLogger(__name__)
+
+_DECIDED_ELSEWHERE = {
+    "is_decoder": "an encoder looks both ways",
+    "add_cross_attention": "an encoder has none",
+    "chunk_size_feed_forward": "lengths differ from batch to batch",
+    "torch_dtype": "training starts from float32, and engine.ds_config says what it runs in",
+    "dtype": "training starts from float32, and engine.ds_config says what it runs in",
+}
+_SHARED_MEMORY = Path("/dev/shm")
+# Less than the batches that a worker has ready on any but a toy run.
+_SHARED_BYTES_A_WORKER = 2**20
 
 
 @dataclass(frozen=True)
@@ -69,6 +86,13 @@ def open_shards(recipe: Recipe) -> list[ShardFolder]:
     cache = Cache.at(data.cache_dir, data.cache_gib) if needs_cache else None
     verify, bad_shards = cast(Verify, data.verify), cast(BadShards, data.bad_shards)
     sources = [ShardFolder(path, verify=verify, bad_shards=bad_shards, cache=cache) for path in data.shards]
+    for number, source in enumerate(sources):
+        for other in sources[:number]:
+            if other.fingerprint == source.fingerprint:
+                raise ConfigError(
+                    f"data.shards: {other.path} and {source.path} hold the same shards, of which every sample would be "
+                    "read twice; name one of them, and weigh it with data.weights"
+                )
     kind = "documents" if recipe.reads_documents else "tuples"
     for source in sources:
         if source.kind != kind:
@@ -76,15 +100,27 @@ def open_shards(recipe: Recipe) -> list[ShardFolder]:
                 f"data.shards: {source.path} holds {source.kind}, and this objective trains on {kind}; "
                 f"make them with `python -m data.prepare {kind}`"
             )
-        if recipe.objective.loss == "cosent" and not source.graded:
+        if recipe.objective.name == "contrastive" and recipe.objective.loss == "cosent" and not source.graded:
             raise ConfigError(f"objective.loss = 'cosent' needs graded pairs, and {source.path} has no scores")
     return sources
+
+
+def check_shared_memory(num_workers: int) -> None:
+    """Loader workers hand batches over through /dev/shm: without room there, they fail and no batch ever comes."""
+    if not num_workers or not _SHARED_MEMORY.is_dir():
+        return
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    if free < num_workers * _SHARED_BYTES_A_WORKER:
+        raise ConfigError(
+            f"data.num_workers = {num_workers} needs shared memory, and {_SHARED_MEMORY} has {free // 1024} KiB free; "
+            "allow more (in a container: --shm-size=1g), or set data.num_workers = 0"
+        )
 
 
 def open_stream(recipe: Recipe, sources: Sequence[ShardFolder], *, rank: int, world_size: int) -> Stream:
     data = recipe.data
     collate = collator(recipe, sources)
-    if rank == 0 and max(len(set(data.query_prompts)), len(set(data.passage_prompts))) > 1:
+    if rank == 0 and max(len(set(prompts)) for prompts in recipe.prompts) > 1:
         log.warning("the folders' prompts differ, so barista.json will name none; write the one to embed with into it")
     return Stream(
         sources,
@@ -94,7 +130,7 @@ def open_stream(recipe: Recipe, sources: Sequence[ShardFolder], *, rank: int, wo
         rank=rank,
         world_size=world_size,
         weights=data.weights or None,
-        mixture_temperature=data.mixture_temperature,
+        mixture_temperature=1.0 if data.weights else data.mixture_temperature,
         batches=cast(Batches, data.batches),
         distinct_texts=collate.drawn_texts if data.no_duplicates and isinstance(collate, PairCollator) else None,
         total_samples=None if recipe.train.steps else _total_samples(recipe, sources),
@@ -127,13 +163,19 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
             model_tokenizer = load_tokenizer(source)
             for folder in sources:
                 folder.check_tokenizer(model_tokenizer)
+        _check_own_tokenizer(source, sources)
     elif recipe.model.config.get("model_type") == MODEL_TYPE:
         special_ids = special_ids_of(tokenizer.all_special_ids, tokenizer.unk_token_id)
-        table = build_static(recipe.model.config, vocab_size=vocabulary.size, special_ids=special_ids)
+        with _made_of_config():
+            table = build_static(recipe.model.config, vocab_size=vocabulary.size, special_ids=special_ids)
         encoder = Encoder(table, recipe.model.pooling)
     else:
-        masked_lm = build_masked_lm(recipe.model.config, vocab_size=vocabulary.size, pad_token_id=vocabulary.pad_id)
+        _check_model_config(recipe.model.config)
+        with _made_of_config():
+            masked_lm = build_masked_lm(recipe.model.config, vocab_size=vocabulary.size, pad_token_id=vocabulary.pad_id)
         encoder = Encoder(base_of(masked_lm), recipe.model.pooling)
+    if empty := [name for name, parameter in encoder.named_parameters() if not parameter.numel()]:
+        raise ConfigError(f"model.config gives {empty[0]} no elements; mend its sizes")
     rows = encoder.word_embeddings.weight.shape[0]
     if vocabulary.size > rows:
         raise ConfigError(
@@ -168,6 +210,7 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
         masked_lm,
         pooling=recipe.model.pooling,
         with_decoder=recipe.objective.decoder,
+        bottleneck=recipe.objective.bottleneck,
         logits_memory_mib=recipe.train.logits_memory_mib,
     )
     if not source:
@@ -175,6 +218,19 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
     # Now, because the decoder starts as a copy of the first layer, and it trains.
     freeze_lower_layers(module.encoder.backbone, recipe.model.frozen_layers)
     return ModelParts(module, module.encoder, masked_lm, tokenizer)
+
+
+def _check_own_tokenizer(source: str, sources: Sequence[ShardFolder]) -> None:
+    """Refuse shards of another tokenizer than the one that the model's barista.json names."""
+    settings = EmbeddingSettings.load(source) if Path(source).is_dir() else None
+    if settings is None or settings.tokenizer is None:
+        return
+    for folder in sources:
+        if folder.manifest.tokenizer["fingerprint"] != settings.tokenizer:
+            raise ConfigError(
+                f"the shards in {folder.path} were made with another tokenizer than the one {source} was trained with, "
+                "as its barista.json says; make the shards again with the model's own"
+            )
 
 
 def build_objective(recipe: Recipe, parts: ModelParts, *, pad_id: int) -> Objective:
@@ -194,6 +250,17 @@ def build_objective(recipe: Recipe, parts: ModelParts, *, pad_id: int) -> Object
     return make(recipe, schedule, shape=shape, pad_id=pad_id, packed=packs(backbone), guide=parts.guide, **static)
 
 
+def _made_of_config() -> contextlib.AbstractContextManager[None]:
+    return refused_by("transformers", "model.config", mend="mend that setting", kind=ModelError)
+
+
+def _check_model_config(config: Mapping[str, Any]) -> None:
+    """What transformers would take, and what no encoder here can be, or what others decide."""
+    for key, owner in _DECIDED_ELSEWHERE.items():
+        if key in config:
+            raise ConfigError(f"model.config.{key} = {config[key]!r} is not the recipe's to say: {owner}; remove it")
+
+
 def _check_static(recipe: Recipe) -> None:
     """What a token table has no use for is refused, not left out."""
     chosen, sizes = recipe.model, recipe.objective.sizes
@@ -201,7 +268,7 @@ def _check_static(recipe: Recipe) -> None:
         raise ConfigError('model_type = "static" has no layers to pre-train; set objective.name to "contrastive"')
     if chosen.pooling != "mean":
         raise ConfigError(f'model.pooling = {chosen.pooling!r} is not what a static encoder does; set it to "mean"')
-    if sizes == "two_d":
+    if sizes in DRAWN_SIZES:
         raise ConfigError(f'objective.sizes = {sizes!r} draws layers, and a static encoder has one; use "ladder"')
     for key, value in (
         ("model.lora_rank", chosen.lora_rank),
@@ -231,11 +298,11 @@ def _fastest_attention(backbone: PreTrainedModel, *, half_precision: bool) -> st
 
 def _adapters(recipe: Recipe, encoder: Encoder) -> PeftModel | None:
     chosen = recipe.model
-    if not chosen.lora_rank:
+    if not recipe.adapter_rank:
         return None
     return add_adapters(
         encoder.backbone,
-        rank=chosen.lora_rank,
+        rank=recipe.adapter_rank,
         alpha=chosen.lora_alpha,
         dropout=chosen.lora_dropout,
         targets=chosen.lora_targets,
@@ -284,7 +351,7 @@ def collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> Collator:
         decoder_mask_ratio=chosen.decoder_mask_ratio if chosen.decoder else None,
         nested=chosen.nested_masks,
         seed=recipe.run.seed,
-        enhanced=chosen.decoder and chosen.decoding == "enhanced",
+        enhanced=recipe.decodes_enhanced,
     )
     if chosen.pairs == "tuples":
         return MaskedPairCollator(masked, _pair_collator(recipe, sources))
@@ -292,6 +359,7 @@ def collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> Collator:
 
 
 def _pair_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> PairCollator:
+    query_prompts, passage_prompts = recipe.prompts
     return PairCollator(
         sources[0].vocabulary,
         query_max_length=recipe.data.query_max_length,
@@ -299,14 +367,16 @@ def _pair_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> PairCollat
         num_negatives=recipe.data.num_negatives,
         seed=recipe.run.seed,
         graded=sources[0].graded,
-        query_prompts=_prompt_ids("query_prompts", recipe.data.query_prompts, sources),
-        passage_prompts=_prompt_ids("passage_prompts", recipe.data.passage_prompts, sources),
+        query_prompts=_prompt_ids("query_prompts", query_prompts, sources),
+        passage_prompts=_prompt_ids("passage_prompts", passage_prompts, sources),
         negatives_from=_negatives_from(recipe, sources),
     )
 
 
 def _negatives_from(recipe: Recipe, sources: Sequence[ShardFolder]) -> list[int]:
     """The position in the stream from which each negative is drawn: that of a whole step."""
+    if not is_read(recipe, "data.negatives_from"):
+        return []
     shares, batch = recipe.data.negatives_from, recipe.train.global_batch_size
     steps = total_steps(recipe, sources)
     return [round(share * steps) * batch for share in shares] * (recipe.data.num_negatives if len(shares) == 1 else 1)

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent, and the run folder they live in.
+"""Checkpoints that are whole or absent.
 
 A checkpoint is a folder: a safetensors file a rank, and a manifest. A file holds the pieces of float32 parameters and
 Adam moments that its rank had, each named `kind/start/parameter`: a run of that parameter's flattened elements. So any
@@ -9,7 +9,9 @@ generator is stored. Nothing is pickled, so reading a checkpoint runs no code of
 Whole or absent: all ranks write into `tmp-step_N` and fsync; each says the size and sha256 of its file or what went
 wrong; rank 0 writes the manifest, renames the folder (the commit) and moves `latest`. If any rank failed, all go on
 training, and the folder is removed. Before a checkpoint is loaded, every file is hashed; a damaged one is named and
-the one before it is used. `latest` is for people: what is loaded is the newest whole folder.
+the one before it is used. One that cannot be read at this moment, or that another version wrote, is not damaged: it
+ends the start, in one sentence, with nothing changed. What a run has neither written nor looked at it removes only if
+it is whole and older than what is kept. `latest` is for people: what is loaded is the newest whole folder.
 
 Training goes on while files are written: each rank copies its pieces to host memory, and a thread writes the copy. The
 thread takes part in no collective, which may not mix with those of training: the ranks agree at the end of a later
@@ -18,12 +20,15 @@ step, in the sum they take anyway, that all have written, and commit then.
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import math
 import os
+import re
 import shutil
 import threading
 import time
@@ -32,15 +37,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from data.errors import DataError, OtherFormat
 from data.files import sync, write_atomically
-from trainer.config import BEGUN, ConfigError, Recipe, build_recipe, read_toml
-from trainer.distributed import World, gather_objects
+from data.records import Record, check_record, parse_json
+from trainer.distributed import Refused, World, gather_objects
 from trainer.engine import MASTER, MOMENTS, Piece
 
 log = logging.getLogger(__name__)
@@ -48,27 +55,40 @@ log = logging.getLogger(__name__)
 _FORMAT = 1
 _MANIFEST = "manifest.json"
 _FLOAT32_BYTES = 4
+_RESTORE = "restore it"
+_NAME = re.compile(r"step_[0-9]+")
 
-# What may change between the parts of one run: how it is watched and kept, and where it runs.
-_FREE_SECTIONS = ("engine", "checkpoint", "log", "evaluation", "debug")
-_FREE_KEYS = (
-    "run.output",
-    "run.resume",
-    "train.stop_at_step",
-    "train.stop_after_minutes",
-    "train.hang_seconds",
-    "train.max_skipped_steps",
-    "train.micro_batch_size",
-    "data.num_workers",
-    "data.cache_dir",
-    "data.cache_gib",
-    "data.verify",
-    "model.attention",
-    "train.compile",
-    "train.activation_checkpointing",
-    "train.logits_memory_mib",
-    "train.score_memory_mib",
-)
+T = TypeVar("T")
+
+
+class _FileFacts(Record):
+    bytes: int = Field(ge=0, lt=2**63)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class SavedState(Record):
+    """What every checkpoint's state holds; a run's own has more (trainer/loop.py)."""
+
+    step: int = Field(ge=0, le=2**53)
+
+
+class _Manifest(Record):
+    format: Literal[1]
+    ranks: int = Field(ge=1)
+    optimizer_steps: int = Field(ge=0, le=2**53)
+    parameters: dict[str, list[int]]
+    state: dict[str, Any]
+    # No name of a file leads out of the folder.
+    files: dict[Annotated[str, Field(pattern=r"^rank_[0-9]{5,}\.safetensors$")], _FileFacts] = Field(min_length=1)
+    frozen: str = ""  # fingerprint of the weights that are not in it; none: all are, or an earlier version wrote it
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a checkpoint cannot be loaded."""
+
+    text: str
+    damaged: bool  # else it may be sound: it cannot be read at this moment, or another version wrote it
 
 
 class Loadable(Protocol):
@@ -121,7 +141,7 @@ class Pending:
     def write(self, pieces: Sequence[Piece], read: Callable[[Piece], Tensor], *, overlap: bool) -> None:
         def work() -> None:
             file = self.tmp / f"rank_{self.world.rank:05d}.safetensors"
-            self._failure = _failure(lambda: self.files.update({file.name: _write_pieces(file, pieces, read)}))
+            _, self._failure = _failure(lambda: self.files.update({file.name: _write_pieces(file, pieces, read)}))
 
         if overlap:
             self._thread = threading.Thread(target=work)
@@ -174,11 +194,18 @@ class Saves:
 
 @dataclass(frozen=True)
 class Checkpointer:
-    """Writes checkpoints, keeps the newest few and those of every so many steps, and finds the newest whole one."""
+    """Writes checkpoints, keeps the newest few and those of every so many steps, and finds the newest whole one.
+
+    frozen: fingerprint of the weights that belong to the model and are not in its checkpoints.
+    """
 
     folder: Path
     keep: int
     keep_every_steps: int = 0  # 0: none for good
+    state: type[Record] = SavedState
+    frozen: str = ""
+    # Names of checkpoints that this process has seen to be damaged.
+    _damaged: set[str] = field(default_factory=set)
 
     def save(self, engine: Saveable, state: dict[str, Any]) -> SavedCheckpoint | None:
         """Write a checkpoint of `state["step"]`, whose values are JSON's; all ranks call it.
@@ -190,17 +217,21 @@ class Checkpointer:
     def begin(self, engine: Saveable, state: dict[str, Any], *, overlap: bool) -> Pending:
         """Start to write a checkpoint; all ranks call it, and later `finish`. `overlap`: a thread writes a copy."""
         begin = time.perf_counter()
-        tmp = self.folder / f"tmp-step_{state['step']:08d}"
+        final = self.folder / f"step_{state['step']:08d}"
         world = engine.world
-        error = _first(_failure(lambda: self._make_room(tmp)) if world.is_main else None)
+        tmp, error = None, None
+        if world.is_main:
+            tmp, error = _failure(lambda: self._make_room(final))
+        tmp, error = gather_objects((tmp, error and f"rank 0: {error}"))[0]
         facts = {
             "format": _FORMAT,
             "ranks": world.size,
             "optimizer_steps": engine.optimizer_steps(),
             "parameters": engine.shapes(),
             "state": state,
+            **({"frozen": self.frozen} if self.frozen else {}),
         }
-        pending = Pending(world, tmp, tmp.with_name(tmp.name.removeprefix("tmp-")), facts, error, begin)
+        pending = Pending(world, tmp or final, final, facts, error, begin)
         if error is None:
             pieces = engine.pieces_to_save()
             if overlap:
@@ -222,10 +253,11 @@ class Checkpointer:
             mib = sum(facts["bytes"] for facts in files.values()) / 2**20
             manifest = {**pending.facts, "files": files}
             commit = functools.partial(self._commit, pending.tmp, pending.final, manifest)
-            error = _first(_failure(commit) if pending.world.is_main else None)
+            error = _first(_failure(commit)[1] if pending.world.is_main else None)
         if error is not None:
             if pending.world.is_main:
-                shutil.rmtree(pending.tmp, ignore_errors=True)
+                if pending.tmp != pending.final:
+                    shutil.rmtree(pending.tmp, ignore_errors=True)
                 log.warning(
                     "checkpoint %s could not be saved (%s); the run goes on and tries again at the next save",
                     pending.final,
@@ -241,84 +273,144 @@ class Checkpointer:
             )
             name = pending.final.name
             for tidy in (lambda: write_atomically(self.folder / "latest", name), lambda: self._prune(pending.final)):
-                if error := _failure(tidy):
+                if error := _failure(tidy)[1]:
                     log.warning("%s could not be tidied up (%s)", self.folder, error)
         return saved
 
-    def _make_room(self, tmp: Path) -> None:
+    def _make_room(self, final: Path) -> Path:
+        """A new folder for a checkpoint's files, after clearing up what was left over; what cannot be removed stays."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for left_over in self.folder.glob("tmp-*"):
-            shutil.rmtree(left_over)
+            if error := _failure(functools.partial(_discard, left_over))[1]:
+                log.warning("%s is left over and cannot be removed (%s)", left_over, error)
+        tmp = _fresh(final.with_name(f"tmp-{final.name}"))
         tmp.mkdir()
+        return tmp
 
     def _commit(self, tmp: Path, final: Path, manifest: dict[str, Any]) -> None:
         _write_manifest(tmp, manifest)
-        if final.exists():  # damaged, or the run would not be at this step again
+        if os.path.lexists(final):
+            # Damaged, or the run would not be at this step again.
             _remove(final)
         tmp.rename(final)
+        self._damaged.discard(final.name)
         sync(self.folder)
 
     def _prune(self, newest: Path) -> None:
-        """Remove what is not to be kept. What is later than `newest` was damaged, or it would have been loaded."""
-        whole = [path for path in self.complete() if _step(path) <= _step(newest)]
+        """Remove what is not to be kept: whole ones up to `newest`, and those that were seen to be damaged."""
+        whole = [path for path in self.complete() if _step(path) <= _step(newest) and path.name not in self._damaged]
         kept = set(whole[: self.keep])
         if self.keep_every_steps:
             kept |= {path for path in whole if _step(path) % self.keep_every_steps == 0}
         for path in self._all():
-            if path not in kept:
+            if path not in kept and (path in whole or path.name in self._damaged):
                 _remove(path)
 
     def complete(self) -> list[Path]:
         """Checkpoints whose files are all there with the right sizes, newest first. Their bytes are not looked at."""
-        whole = []
+        return [path for path in self._all() if self._look(path)[1] is None]
+
+    def newest(self) -> Path | None:
+        """The newest of them, as `load_newest` would find it but for bytes that changed.
+
+        Raises DataError where one that may be sound, and newer, cannot be read.
+        """
         for path in self._all():
-            manifest, problem = _read_manifest(path)
-            if (problem or _damage(path, manifest, hashed=())) is None:
-                whole.append(path)
-        return whole
+            problem = self._look(path)[1]
+            if problem is None:
+                return path
+            if not problem.damaged:
+                raise DataError(_sentence(path, problem))
+        return None
+
+    @property
+    def anything(self) -> bool:
+        """Whether there is anything named as a checkpoint, whole or not."""
+        return bool(self._all())
+
+    def _look(self, path: Path, *, hashed: slice = slice(0)) -> tuple[dict[str, Any], Problem | None]:
+        """A checkpoint's manifest, and why it cannot be loaded. hashed: which of its files are to be hashed."""
+        manifest: dict[str, Any] = {}
+
+        def look() -> None:
+            manifest.update(_read_manifest(path, self.state))
+            _check_files(path, manifest["files"], hashed=sorted(manifest["files"])[hashed])
+
+        return manifest, _problem_of(look)
 
     def _all(self) -> list[Path]:
-        found = [path for path in self.folder.glob("step_*") if path.name.removeprefix("step_").isdigit()]
-        return sorted(found, key=_step, reverse=True)
+        """What is named as a checkpoint, newest first. Raises DataError where the folder cannot be read."""
+        try:
+            names = [entry.name for entry in os.scandir(self.folder)]
+        except FileNotFoundError:
+            if self.folder.is_symlink():
+                raise DataError(
+                    f"{self.folder} is a link to {self.folder.readlink()}, which is not there; see that its disk is "
+                    "mounted, or remove the link"
+                ) from None
+            return []
+        except OSError as error:
+            raise DataError(f"{self.folder} cannot be read ({error.strerror}); mend that and start again") from error
+        return sorted((self.folder / name for name in names if _NAME.fullmatch(name)), key=_step, reverse=True)
 
     def load_newest(self, engine: Loadable, *, before_step: int | None = None) -> dict[str, Any] | None:
         """Load the newest whole checkpoint into the engine; its state, or None where there is none. All ranks call it.
 
         before_step: of those before that step only.
 
-        Ranks share the hashing of the files, then each reads what it needs of any of them.
+        Ranks share the hashing of the files, then each reads what it needs of any of them. Raises Refused, on all
+        ranks, where one cannot be read that may be sound, or is of other frozen weights than this model's.
         """
         world = engine.world
-        found = [path.name for path in self._all() if before_step is None or _step(path) < before_step]
+        found: list[str] = []
+        listing = _problem_of(lambda: found.extend(path.name for path in self._all()))
+        if (listing := _worst(listing and Problem(listing.text, damaged=False))) is not None:
+            raise Refused(listing.text)
         for name in gather_objects(found)[0]:
             path = self.folder / name
-            manifest, problem = _read_manifest(path)
-            if problem is None:
-                problem = _damage(path, manifest, hashed=sorted(manifest["files"])[world.rank :: world.size])
-            problem = _first(problem)
+            if before_step is not None and _step(path) >= before_step:
+                continue
+            manifest, problem = self._look(path, hashed=slice(world.rank, None, world.size))
+            problem = _worst(problem)
             with ExitStack() as stack:
                 if problem is None:
                     saved, problem = _open(path, manifest, engine, stack)
-                    problem = _first(problem)
+                    problem = _worst(problem)
                 if problem is None:
+                    self._compare_frozen(path, manifest, world)
                     engine.load(saved.read, optimizer_steps=manifest["optimizer_steps"])
                     return manifest["state"]
+            if not problem.damaged:
+                raise Refused(_sentence(path, problem))
+            self._damaged.add(name)
             if world.is_main:
-                log.warning("checkpoint %s is damaged (%s); it is passed over for the one before it", path, problem)
+                log.warning(
+                    "checkpoint %s is damaged (%s); it is passed over for the one before it", path, problem.text
+                )
         return None
+
+    def _compare_frozen(self, path: Path, manifest: Mapping[str, Any], world: World) -> None:
+        """Weights that do not train are not in a checkpoint: those now under it must be those it was trained on."""
+        saved = manifest.get("frozen", "")
+        if self.frozen and not saved and world.is_main:
+            log.warning("checkpoint %s does not say which frozen weights it belongs to; they are not compared", path)
+        if any(gather_objects(bool(saved) and saved != self.frozen)):
+            raise Refused(
+                f"checkpoint {path} was trained over other frozen weights than those that model.source now gives; "
+                "bring back the model folder that the run began with"
+            )
 
 
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def _failure(action: Callable[[], None]) -> str | None:
-    """What the system said no to, such as a full disk; None where it did not."""
+def _failure(action: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What an action gives, and what the system said no to, such as a full disk; None where it did not."""
     try:
-        action()
-    except OSError as error:
-        return str(error)
-    return None
+        return action(), None
+    except (OSError, DataError) as error:
+        return None, str(error)
 
 
 def _first(problem: str | None) -> str | None:
@@ -327,11 +419,58 @@ def _first(problem: str | None) -> str | None:
     return next((f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None), None)
 
 
+def _worst(problem: Problem | None) -> Problem | None:
+    """A problem that any rank has, the same on all: first one that ends the start. All ranks call it."""
+    found = [
+        Problem(f"rank {rank}: {each.text}", each.damaged)
+        for rank, each in enumerate(gather_objects(problem))
+        if each is not None
+    ]
+    return min(found, key=lambda each: each.damaged, default=None)
+
+
+def _problem_of(look: Callable[[], object]) -> Problem | None:
+    """What is wrong with a checkpoint. What is absent or makes no sense is damage; anything else may be sound."""
+    try:
+        look()
+    except OtherFormat as error:
+        return Problem(str(error), damaged=False)
+    except OSError as error:
+        absent = isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
+        return Problem(f"{error.filename}: {error.strerror}" if error.filename else str(error), damaged=absent)
+    except SafetensorError as error:
+        return Problem(str(error), damaged="(os error" not in str(error))
+    except (DataError, ValueError, IndexError) as error:
+        return Problem(str(error), damaged=True)
+    return None
+
+
+def _sentence(path: Path, problem: Problem) -> str:
+    return (
+        f"checkpoint {path} cannot be read, and may be sound ({problem.text}); nothing was changed: mend that and "
+        "start again, or move that checkpoint away to go on from the one before it"
+    )
+
+
 def _remove(path: Path) -> None:
     """Take a checkpoint away whole: no kill leaves half of one under its name."""
-    doomed = path.with_name(f"tmp-old-{path.name}")
+    doomed = _fresh(path.with_name(f"tmp-old-{path.name}"))
     path.rename(doomed)
-    shutil.rmtree(doomed)
+    _discard(doomed)
+
+
+def _discard(path: Path) -> None:
+    """Remove a folder, a file or a link; what a link leads to is somebody else's."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def _fresh(path: Path) -> Path:
+    """A name that nothing has: `path`'s own, or with a number behind it."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}.{number}") for number in itertools.count(1)))
+    return next(each for each in names if not os.path.lexists(each))
 
 
 def _write_pieces(path: Path, pieces: Sequence[Piece], read: Callable[[Piece], Tensor]) -> dict[str, Any]:
@@ -369,9 +508,11 @@ def _write_pieces(path: Path, pieces: Sequence[Piece], read: Callable[[Piece], T
 class _SavedPieces:
     """A checkpoint's files as one: any range of any parameter, put together from the pieces that hold it."""
 
-    def __init__(self, path: Path, files: Sequence[str], stack: ExitStack) -> None:
-        """Opens the files until `stack` closes. Raises SafetensorError where one is no such file."""
+    def __init__(self) -> None:
         self._runs: dict[tuple[str, str], list[tuple[int, int, Any]]] = defaultdict(list)
+
+    def open(self, path: Path, files: Sequence[str], stack: ExitStack) -> None:
+        """Open the files until `stack` closes. Raises SafetensorError where one is no such file."""
         for file in files:
             opened = stack.enter_context(safe_open(path / file, framework="pt"))
             for key in opened.keys():  # noqa: SIM118, it is no dict
@@ -400,21 +541,24 @@ class _SavedPieces:
         return values
 
 
-def _open(path: Path, manifest: Mapping[str, Any], engine: Loadable, stack: ExitStack) -> tuple[Any, str | None]:
-    """A checkpoint's pieces, or why they are not those that the engine needs."""
-    try:
-        saved = _SavedPieces(path, sorted(manifest["files"]), stack)
-    except (SafetensorError, OSError, ValueError, IndexError) as error:
-        return None, str(error)
-    shapes = engine.shapes()
-    if manifest["parameters"] != shapes:
-        return None, "its parameters are not this model's"
-    kinds = (MASTER, *MOMENTS) if manifest["optimizer_steps"] else (MASTER,)
-    for name, shape in shapes.items():
-        for kind in kinds:
-            if saved.lacks(kind, name, math.prod(shape)):
-                return None, f"parts of {kind} of {name} are missing"
-    return saved, None
+def _open(
+    path: Path, manifest: Mapping[str, Any], engine: Loadable, stack: ExitStack
+) -> tuple[_SavedPieces, Problem | None]:
+    """A checkpoint's pieces, and why they are not those that the engine needs."""
+    saved = _SavedPieces()
+
+    def look() -> None:
+        saved.open(path, sorted(manifest["files"]), stack)
+        shapes = engine.shapes()
+        if manifest["parameters"] != shapes:
+            raise DataError("its parameters are not this model's")
+        kinds = (MASTER, *MOMENTS) if manifest["optimizer_steps"] else (MASTER,)
+        for name, shape in shapes.items():
+            for kind in kinds:
+                if saved.lacks(kind, name, math.prod(shape)):
+                    raise DataError(f"parts of {kind} of {name} are missing")
+
+    return saved, _problem_of(look)
 
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
@@ -427,69 +571,35 @@ def _digest_of(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def _read_manifest(path: Path) -> tuple[dict[str, Any], str | None]:
-    """A checkpoint's manifest, or what is wrong with it."""
-    try:
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return {}, f"its manifest cannot be read: {error}"
-    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        return {}, f"its manifest is not of format {_FORMAT}"
+def _read_manifest(path: Path, state: type[Record] = SavedState) -> dict[str, Any]:
+    """A checkpoint's manifest, checked. Raises DataError where it is damaged or of another format, and OSError."""
+    _refuse_dangling(path)
+    manifest = parse_json((path / _MANIFEST).read_bytes(), where="its manifest", mend=_RESTORE)
+    if not isinstance(manifest, dict):
+        raise DataError("its manifest holds no JSON object")
+    check_record(manifest, _Manifest, where="its manifest", mend=_RESTORE)
     if manifest.get("sha256") != _digest_of(manifest):
-        return {}, "its manifest was changed since it was written"
-    return manifest, None
+        raise DataError("its manifest was changed since it was written")
+    check_record(manifest["state"], state, where="the state in its manifest", mend=_RESTORE)
+    if manifest["state"]["step"] != _step(path):
+        raise DataError(f"its manifest is of step {manifest['state']['step']}")
+    return manifest
 
 
-def _damage(path: Path, manifest: Mapping[str, Any], *, hashed: Sequence[str]) -> str | None:
-    """Which file of a checkpoint is missing, of another size or, of those to be hashed, of other bytes; None: none."""
-    for file, facts in manifest["files"].items():
-        try:
-            size = (path / file).stat().st_size
-            if size != facts["bytes"]:
-                return f"{file} has {size} bytes, not {facts['bytes']}"
-            if file in hashed:
-                with (path / file).open("rb") as opened:
-                    if hashlib.file_digest(opened, "sha256").hexdigest() != facts["sha256"]:
-                        return f"{file} is not what was written: its sha256 differs"
-        except OSError as error:
-            return str(error)
-    return None
+def _check_files(path: Path, files: Mapping[str, Mapping[str, Any]], *, hashed: Sequence[str]) -> None:
+    """Raises DataError for a file of another size or, of those to be hashed, of other bytes; OSError for others."""
+    for file, facts in files.items():
+        _refuse_dangling(path / file)
+        size = (path / file).stat().st_size
+        if size != facts["bytes"]:
+            raise DataError(f"{file} has {size} bytes, not {facts['bytes']}")
+        if file in hashed:
+            with (path / file).open("rb") as opened:
+                if hashlib.file_digest(opened, "sha256").hexdigest() != facts["sha256"]:
+                    raise DataError(f"{file} is not what was written: its sha256 differs")
 
 
-def no_checkpoint(output: str | Path) -> ConfigError:
-    return ConfigError(f"{output} holds no whole checkpoint to resume; use --resume auto to start from the beginning")
-
-
-def check_output_folder(recipe: Recipe) -> None:
-    """Refuse to write over another run, or to resume what is not there or is another run.
-
-    Reads only, so every rank may call it.
-    """
-    output = Path(recipe.run.output)
-    saved = output / "recipe.toml"
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"run.output {output} is a file; name a folder")
-    if not saved.is_file():
-        if recipe.run.resume == "required":
-            raise ConfigError(f"run.resume = 'required', but {output} holds no run; check run.output or use 'auto'")
-        if output.is_dir() and any(path.name not in BEGUN for path in output.iterdir()):
-            raise ConfigError(f"run.output {output} holds files that are no run of ours; name another folder")
-        return
-    if recipe.run.resume == "never":
-        raise ConfigError(
-            f"run.output {output} holds another run; go on with it by --resume auto, or name another folder"
-        )
-    if recipe.run.resume == "required" and not Checkpointer(output / "checkpoints", keep=1).complete():
-        raise no_checkpoint(output)
-    before = _flat(build_recipe(read_toml(saved)))
-    for key, value in _flat(recipe).items():
-        free = key.split(".")[0] in _FREE_SECTIONS or key in _FREE_KEYS
-        if not free and before[key] != value:
-            raise ConfigError(
-                f"run.output {output} holds a run with {key} = {before[key]!r}, not {value!r}; "
-                "resume with the run's own recipe, or name another folder"
-            )
-
-
-def _flat(recipe: Recipe) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, table in vars(recipe).items() for key, value in vars(table).items()}
+def _refuse_dangling(path: Path) -> None:
+    """A link that leads nowhere is no damage: the disk that its target was moved to may be there again."""
+    if path.is_symlink() and not path.exists():
+        raise OSError(errno.ESTALE, f"a link to {path.readlink()}, which is not there", str(path))

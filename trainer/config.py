@@ -2,13 +2,14 @@
 
 A recipe is a TOML file with the sections below. Values come from the defaults here, then from what `objective.preset`
 stands for (trainer/presets.py), then from the recipe's `base` (a file beside it), then the recipe, then the command
-line (`--section.key=value`). Unknown keys, wrong types and
-impossible combinations are refused with one sentence naming the key, its value and what would be right. Torch-free,
-because login nodes check and submit recipes without a GPU stack.
+line (`--section.key=value`). Unknown keys, wrong types, impossible combinations, and keys that are written out and read
+by nothing (trainer/read_keys.py), are refused with one sentence naming the key, its value and what would be right.
+Torch-free, because login nodes check and submit recipes without a GPU stack.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -22,15 +23,20 @@ from typing import Any
 
 import tomli_w
 
+from data.errors import UserError
+from data.files import reading
+from data.secrets import HIDDEN, without_secrets
 from models.sizes import Ladder, ModelError, Size
 from trainer.presets import PRESETS, PRESETS_FOR, preset_settings
+from trainer.read_keys import is_read, says_nothing, why_unread
 
 LOCK = "lock"  # in a run's folder: held by the run that writes there (trainer/run_lock.py)
 # What a run that was killed in its first moment leaves in its folder.
 BEGUN = (LOCK, "recipe.toml.tmp")
+PROBE = ".probe-"  # begins the name of a file that is there for a moment, to see whether the folder can be written
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A user's mistake in a recipe or on the command line: one sentence that names the thing and the mend."""
 
 
@@ -83,7 +89,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class ObjectiveConfig:
     name: str = ""  # masked | contrastive
-    sizes: str = "ladder"  # ladder | full | one | mrl | adaptive_layers | two_d
+    sizes: str = "ladder"  # ladder | full | one | mrl | adaptive_layers | two_d | two_d_listed | two_d_all_widths
     size: str = ""  # for sizes = "one": LAYERSxDIM; the encoder is cut to its layers
     preset: str = ""  # paper | released-code: sets what the recipe does not write out, by trainer/presets.py
     preset_for: str = ""  # which fine-tuning the preset is of: retrieval | sts; empty for masked
@@ -94,6 +100,7 @@ class ObjectiveConfig:
     decoder_mask_ratio: float = 0.4  # enhanced decoding: of the other tokens, what each position does not see
     decoder: bool = True  # False: MLM at each size, no autoencoder
     decoding: str = "basic"  # basic | enhanced: every token, each from its own sample of the others (RetroMAE)
+    bottleneck: str = "head"  # at the decoder's position 0: head(CLS) as in SMAE | cls: itself, as in RetroMAE
     nested_masks: bool = True  # the encoder's masked words are a subset of the decoder's
     pairs: str = "none"  # none | spans | tuples: a contrastive term too, of two spans a document or of tuples' texts
     symmetric_spans: bool = False  # pairs = "spans": each span a query once, against all others (coCondenser)
@@ -214,20 +221,59 @@ class Recipe:
         return self.objective.name == "masked" and self.objective.pairs != "tuples"
 
     @property
+    def is_static(self) -> bool:
+        """Whether a token table is trained from scratch. One that is read from a folder shows only when it is read."""
+        return self.model.config.get("model_type") == "static"
+
+    @property
+    def pairs(self) -> str:
+        """The kind of pairs beside masked losses, "none" where there are none."""
+        return self.objective.pairs if self.objective.name == "masked" else "none"
+
+    @property
+    def decodes_enhanced(self) -> bool:
+        """Whether there is a decoder that predicts every token."""
+        objective = self.objective
+        return objective.name == "masked" and objective.decoder and objective.decoding == "enhanced"
+
+    @property
+    def adapter_rank(self) -> int:
+        """0: the weights train."""
+        return self.model.lora_rank if self.objective.name == "contrastive" else 0
+
+    @property
+    def prompts(self) -> tuple[list[str], list[str]]:
+        """Before queries and before passages: none, one for all folders, or one each; none in pre-training."""
+        return (
+            (self.data.query_prompts, self.data.passage_prompts) if self.objective.name == "contrastive" else ([], [])
+        )
+
+    @property
     def guide_filters(self) -> bool:
         """Whether the guide says what is no negative."""
-        return self.objective.filter_false_negatives and self.objective.filter_by == "guide"
+        objective = self.objective
+        negatives = objective.loss == "infonce" if objective.name == "contrastive" else self.pairs != "none"
+        return negatives and objective.filter_false_negatives and objective.filter_by == "guide"
 
     @property
     def guide_teaches(self) -> bool:
         """Whether every size learns the guide's scores."""
-        return self.objective.kl_teacher == "guide"
+        objective = self.objective
+        learns = objective.name == "contrastive" and objective.kl in ("scores", "margins")
+        return learns and objective.kl_teacher == "guide"
+
+    @property
+    def uses_guide(self) -> bool:
+        return self.guide_filters or self.guide_teaches
 
     @property
     def single_size(self) -> Size | None:
         """The size that is trained on its own, for objective.sizes = "one"."""
         return Size.parse(self.objective.size) if self.objective.sizes == "one" else None
 
+
+_MOST_BASES = 32
+DRAWN_SIZES = ("two_d", "two_d_listed", "two_d_all_widths")  # objective.sizes that draw sizes each step
 
 _CHOICES = {
     "run.resume": ("never", "auto", "required"),
@@ -237,10 +283,11 @@ _CHOICES = {
     "data.verify": ("first_read", "size"),
     "data.bad_shards": ("refuse", "skip"),
     "objective.name": ("masked", "contrastive"),
-    "objective.sizes": ("ladder", "full", "one", "mrl", "adaptive_layers", "two_d"),
+    "objective.sizes": ("ladder", "full", "one", "mrl", "adaptive_layers", *DRAWN_SIZES),
     "objective.preset": ("", *PRESETS),
     "objective.preset_for": ("", *PRESETS_FOR),
     "objective.decoding": ("basic", "enhanced"),
+    "objective.bottleneck": ("head", "cls"),
     "objective.pairs": ("none", "spans", "tuples"),
     "objective.reduction": ("mean", "sum"),
     "objective.loss": ("infonce", "cosent"),
@@ -295,7 +342,63 @@ _ABOVE_ZERO = (
     "train.logits_memory_mib",
     "train.score_memory_mib",
 )
+_STEPS = 10**12
+# Far beyond what makes sense, and within what 64-bit counts, float32 and a machine's memory take.
+_AT_MOST: dict[str, float] = {
+    "run.seed": 2**64 - 1,
+    "model.output_dim": 2**20,
+    "model.frozen_layers": 2**16,
+    "model.lora_rank": 2**16,
+    "model.lora_alpha": 1e6,
+    "data.mixture_temperature": 1e9,
+    "data.max_length": 2**24,
+    "data.query_max_length": 2**24,
+    "data.passage_max_length": 2**24,
+    "data.num_negatives": 2**16,
+    "data.num_workers": 1024,
+    "data.cache_gib": 2**30,
+    "objective.pair_weight": 1e6,
+    "objective.loss_scale": 1e6,
+    "objective.temperature": 1e6,
+    "objective.kl_weight": 1e6,
+    "objective.kl_temperature": 1e6,
+    "objective.false_negative_margin": 1e6,
+    "guide.temperature": 1e6,
+    "optim.lr": 1e6,
+    "optim.weight_decay": 1e6,
+    "optim.eps": 1e6,
+    "optim.max_grad_norm": 1e30,
+    "train.steps": _STEPS,
+    "train.epochs": 1e9,
+    "train.stop_at_step": _STEPS,
+    "train.stop_after_minutes": 1e9,
+    "train.hang_seconds": 1e9,
+    "train.max_skipped_steps": _STEPS,
+    "train.global_batch_size": 2**24,
+    "train.micro_batch_size": 2**24,
+    "checkpoint.every_steps": _STEPS,
+    "checkpoint.keep": _STEPS,
+    "checkpoint.keep_every_steps": _STEPS,
+    "log.every_steps": _STEPS,
+    "log.spike_deviations": 1e9,
+    "evaluation.every_steps": _STEPS,
+    "evaluation.max_documents": _STEPS,
+    "debug.replay": _STEPS,
+}
+# What divides, and must not become 0 in float32.
+_SMALLEST = {"objective.temperature": 1e-6, "objective.kl_temperature": 1e-6}
 _SHARES = ("objective.encoder_mask_ratio", "objective.decoder_mask_ratio")  # in (0, 1)
+# Folders and files, which may be addresses. What texts and models are made of is never changed for showing it.
+_PLACES = (
+    "run.output",
+    "model.source",
+    "guide.model",
+    "data.shards",
+    "data.cache_dir",
+    "engine.ds_config",
+    "evaluation.sts",
+    "evaluation.beir",
+)
 _UNIT = ("model.lora_dropout", "optim.warmup_ratio", "optim.beta1", "optim.beta2")  # in [0, 1)
 
 
@@ -304,59 +407,117 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
 
     Raises ConfigError for whatever is not right.
     """
-    values = read_toml(Path(path)) if path is not None else {}
+    layers = _layers(Path(path)) if path is not None else []
+    given: dict[str, dict[str, Any]] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
+        if not _is_unicode(override):
+            raise ConfigError(f"{ascii(key)[1:-1]} {text!a} is not UTF-8; use a name that is")
         section, dot, name = key.partition(".")
         if not (equals and dot and name):
             raise ConfigError(f"{override!r} is not of the form --section.key=value")
         hint = _field_type(section, name)
-        values.setdefault(section, {})[name] = _parse(key, text, hint)
-    recipe = build_recipe(values)
+        given.setdefault(section, {})[name] = _parse(key, text, hint)
+    layers.append(given)
+    recipe = build_recipe(_merged(layers))
     check(recipe)
+    _refuse_unread(layers, recipe)
     return recipe
 
 
 def parse_toml(path: Path, what: str, *, hint: str) -> dict[str, Any]:
     """A TOML file's values. `what` it is and a `hint` to where such files are, for the sentence if there is none."""
-    if not path.is_file():
-        raise ConfigError(f"{what} {path} does not exist; {hint}")
+    text = _text_of(path, what, hint=hint)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{what} {path} is nested too deep; write it flatter") from None
+    except ValueError as error:  # digits beyond what Python converts, too
         raise ConfigError(f"{what} {path} is not valid TOML ({error}); mend that line") from None
 
 
 def parse_json(path: Path, what: str, *, hint: str) -> dict[str, Any]:
     """A JSON file's object. `what` it is and a `hint` to a right one, for the sentence if there is none."""
-    if not path.is_file():
-        raise ConfigError(f"{what} {path} does not exist; {hint}")
+    text = _text_of(path, what, hint=hint)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        values = json.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{what} {path} is nested too deep; {hint}") from None
+    except ValueError as error:
         raise ConfigError(f"{what} {path} is not valid JSON ({error}); {hint}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{what} {path} holds no JSON object; {hint}")
     return values
 
 
-def read_toml(path: Path, _seen: tuple[Path, ...] = ()) -> dict[str, dict[str, Any]]:
+def _text_of(path: Path, what: str, *, hint: str) -> str:
+    with reading(path, what=what, mend=hint):
+        if not path.is_file():
+            raise ConfigError(f"{what} {path} does not exist; {hint}")
+        return path.read_text(encoding="utf-8")
+
+
+def read_toml(path: Path) -> dict[str, dict[str, Any]]:
     """A recipe file merged over its `base`, which is named relative to it."""
+    return _merged(_layers(path))
+
+
+def _layers(path: Path, _seen: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+    """What a recipe file and its bases write, the outermost base first."""
     values = parse_toml(path, "recipe", hint="shipped recipes are in launch/recipes")
     if path.resolve() in _seen:
         raise ConfigError(f"recipe {path} is its own base; remove the circle")
+    if len(_seen) == _MOST_BASES:
+        raise ConfigError(f"recipe {path} is the base of {_MOST_BASES} others, one upon another; write them flatter")
     base = values.pop("base", None)
     if base is None:
-        return values
+        return [values]
     if not isinstance(base, str):
         raise ConfigError(f"recipe {path}: base = {base!r} must be the name of one recipe file")
-    merged = read_toml(path.parent / base, (*_seen, path.resolve()))
-    for section, table in values.items():
-        if isinstance(table, dict) and isinstance(merged.get(section), dict):
-            merged[section].update(table)
-        else:
-            merged[section] = table
+    return [*_layers(path.parent / base, (*_seen, path.resolve())), values]
+
+
+def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Later layers win, key by key."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for section, table in layer.items():
+            before = merged.get(section)
+            if isinstance(table, dict) and isinstance(before, dict):
+                merged[section] = {**before, **table}
+            else:
+                merged[section] = table
     return merged
+
+
+def _refuse_unread(layers: Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
+    """Raises ConfigError for a key that is written out where nothing reads it.
+
+    Each key is judged where it was written last: by the whole recipe and, if that reads nothing of it, by what stood
+    before the layers above, because a child may switch off what makes its base's keys read. A resolved recipe, as runs
+    write it, has every key and is not judged.
+    """
+    defaults = _flat(Recipe())
+    above: set[str] = set()
+    for number in reversed(range(len(layers))):
+        written = {
+            f"{section}.{name}": value for section, table in layers[number].items() for name, value in table.items()
+        }
+        own = {key: value for key, value in written.items() if key not in above}
+        above |= set(written)
+        if 2 * len(written) >= len(defaults):
+            continue
+        unread = [key for key in own if not says_nothing(own[key], defaults[key]) and not is_read(recipe, key)]
+        if unread and number + 1 < len(layers):
+            name = {"objective": {"name": recipe.objective.name}}  # which a base may leave to its children
+            before = build_recipe(_merged([name, *layers[: number + 1]]))
+            unread = [key for key in unread if not is_read(before, key)]
+        if unread:
+            raise ConfigError(why_unread(recipe, unread[0], own[unread[0]]))
+
+
+def _flat(recipe: Recipe) -> dict[str, Any]:
+    return {f"{s}.{key}": value for s, table in dataclasses.asdict(recipe).items() for key, value in table.items()}
 
 
 def build_recipe(values: Mapping[str, Any]) -> Recipe:
@@ -380,7 +541,7 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
 
 def check(recipe: Recipe) -> None:
     """Everything that can be known to be wrong without a device, a model or data."""
-    flat = {f"{s}.{k}": v for s, table in dataclasses.asdict(recipe).items() for k, v in table.items()}
+    flat = _flat(recipe)
     for key, choices in _CHOICES.items():
         if flat[key] not in choices:
             raise ConfigError(f"{key} = {flat[key]!r} is unknown; choose one of {', '.join(choices)}")
@@ -390,6 +551,12 @@ def check(recipe: Recipe) -> None:
     for key in _ABOVE_ZERO:
         if not flat[key] > 0:
             raise ConfigError(f"{key} = {flat[key]} must be above 0")
+    for key, most in _AT_MOST.items():
+        if flat[key] > most:
+            raise ConfigError(f"{key} = {_short(flat[key])} is too large; it must be at most {_number(most)}")
+    for key, smallest in _SMALLEST.items():
+        if flat[key] < smallest:
+            raise ConfigError(f"{key} = {flat[key]} is too small; it must be at least {smallest}")
     for key in _SHARES:
         if not 0 < flat[key] < 1:
             raise ConfigError(f"{key} = {flat[key]} must lie between 0 and 1")
@@ -406,6 +573,11 @@ def check(recipe: Recipe) -> None:
         raise ConfigError(f"objective.size = {one} outgrows the ladder's last size {ladder.full}")
     if not recipe.data.shards:
         raise ConfigError("data.shards is empty; name at least one folder written by `python -m data.prepare`")
+    if hidden := next((each for each in recipe.data.shards if "://" in each and HIDDEN in each), None):
+        raise ConfigError(
+            f"data.shards: in {hidden} a secret is hidden, as in every file of a run; give the run's own recipe, or "
+            "an environment variable in its place, https://user:${BARISTA_PASSWORD}@…"
+        )
     if recipe.data.weights and len(recipe.data.weights) != len(recipe.data.shards):
         raise ConfigError(
             f"data.weights has {len(recipe.data.weights)} entries for {len(recipe.data.shards)} folders in "
@@ -419,54 +591,47 @@ def check(recipe: Recipe) -> None:
     if recipe.train.steps == 0 and not recipe.train.epochs > 0:
         raise ConfigError(f"train.epochs = {recipe.train.epochs} must be above 0 when train.steps is 0")
     objective = recipe.objective
-    basic = objective.decoder and objective.decoding == "basic"
-    nested = objective.name == "masked" and basic and objective.nested_masks
+    nested = objective.nested_masks and is_read(recipe, "objective.nested_masks")
     if nested and objective.decoder_mask_ratio < objective.encoder_mask_ratio:
         raise ConfigError(
             f"objective.decoder_mask_ratio = {objective.decoder_mask_ratio} is below encoder_mask_ratio = "
             f"{objective.encoder_mask_ratio}; nested masks need the decoder's to be the larger"
         )
-    if objective.decoding == "enhanced" and not (objective.name == "masked" and objective.decoder):
+    as_it_is = objective.bottleneck == "cls" and is_read(recipe, "objective.bottleneck")
+    if as_it_is and (objective.sizes != "full" or recipe.model.output_dim):
         raise ConfigError(
-            'objective.decoding = "enhanced" needs the decoder of a masked objective; set objective.name = "masked" '
-            'and objective.decoder = true, or decoding = "basic"'
+            'objective.bottleneck = "cls" hands the decoder a vector of the full width, which only sizes = "full" '
+            'without model.output_dim has; use bottleneck = "head" for narrower sizes'
         )
-    if objective.pairs != "none" and objective.name != "masked":
-        raise ConfigError(
-            f"objective.pairs = {objective.pairs!r} adds a contrastive term to masked pre-training; remove it for "
-            f"objective.name = {objective.name!r}"
-        )
-    if objective.pairs == "tuples" and not recipe.model.source:
+    if recipe.pairs == "tuples" and not recipe.model.source:
         raise ConfigError('objective.pairs = "tuples" is for a second stage; give model.source, a pre-trained encoder')
-    if objective.symmetric_spans and (objective.pairs != "spans" or not objective.mask_false_negatives):
+    if recipe.pairs == "spans" and objective.symmetric_spans and not objective.mask_false_negatives:
         raise ConfigError(
-            'objective.symmetric_spans = true needs objective.pairs = "spans" and mask_false_negatives = true, which '
-            "keeps a span from being its own negative"
+            "objective.symmetric_spans = true needs objective.mask_false_negatives = true, which keeps a span from "
+            "being its own negative"
         )
-    if objective.name == "masked" and objective.sizes == "two_d":
-        raise ConfigError('objective.sizes = "two_d" is a fine-tuning schedule; use "ladder" or "full" for masked')
+    if objective.name == "masked" and objective.sizes in DRAWN_SIZES:
+        raise ConfigError(
+            f'objective.sizes = "{objective.sizes}" is a fine-tuning schedule; use "ladder" or "full" for masked'
+        )
+    if objective.sizes == "two_d_all_widths" and len(ladder) < 2:
+        raise ConfigError(
+            'objective.sizes = "two_d_all_widths" draws a layer of the ladder below the last, and this ladder has one '
+            "size; add smaller ones to model.ladder"
+        )
     if objective.kl == "margins" and objective.name == "contrastive" and not recipe.data.num_negatives:
         raise ConfigError('objective.kl = "margins" is of hard negatives; set data.num_negatives, or kl = "scores"')
-    if objective.loss == "cosent" and objective.kl in ("scores", "margins"):
+    if objective.name == "contrastive" and objective.loss == "cosent" and objective.kl in ("scores", "margins"):
         raise ConfigError(
             'objective.loss = "cosent" has no negatives to score; set objective.kl to "none" or "coordinates"'
         )
     _check_preset(objective)
-    _check_size_weights(objective, 1 if objective.sizes in ("full", "one") else len(ladder))
+    _check_size_weights(recipe, 1 if objective.sizes in ("full", "one") else len(ladder))
     _check_guide(recipe)
     _check_trained_part(recipe)
 
 
 def _check_preset(objective: ObjectiveConfig) -> None:
-    if objective.preset_for and not objective.preset:
-        raise ConfigError(
-            f"objective.preset_for = {objective.preset_for!r} says which fine-tuning a preset is of, and "
-            f"objective.preset is empty; set it to one of {', '.join(PRESETS)}, or leave both empty"
-        )
-    if objective.preset_for and objective.name == "masked":
-        raise ConfigError(
-            f"objective.preset_for = {objective.preset_for!r} is for contrastive fine-tuning; remove it for masked"
-        )
     if objective.preset and objective.name == "contrastive" and not objective.preset_for:
         raise ConfigError(
             f"objective.preset = {objective.preset!r} differs between fine-tunings; "
@@ -474,19 +639,15 @@ def _check_preset(objective: ObjectiveConfig) -> None:
         )
 
 
-def _check_size_weights(objective: ObjectiveConfig, num_sizes: int) -> None:
+def _check_size_weights(recipe: Recipe, num_sizes: int) -> None:
     """Factors a size, where sizes are fixed: one each; of the KL, one each but the last, where it is the teacher."""
-    teaches = objective.kl_teacher == "full"
+    objective, teaches = recipe.objective, not recipe.guide_teaches
     for key, weights, count in (
         ("size_weights", objective.size_weights, num_sizes),
         ("kl_size_weights", objective.kl_size_weights, num_sizes - teaches),
     ):
-        if not weights:
+        if not weights or not is_read(recipe, f"objective.{key}"):
             continue
-        if objective.sizes == "two_d":
-            raise ConfigError(
-                f'objective.{key} = {weights} needs fixed sizes, and objective.sizes = "two_d" draws them'
-            )
         if len(weights) != count:
             below = " below the full one" if key == "kl_size_weights" and teaches else ""
             raise ConfigError(
@@ -495,66 +656,22 @@ def _check_size_weights(objective: ObjectiveConfig, num_sizes: int) -> None:
             )
         if min(weights) < 0 or max(weights) == 0:
             raise ConfigError(f"objective.{key} = {weights} must be at least 0 each, and not all 0")
-    if objective.kl_size_weights and (objective.name == "masked" or objective.kl == "none"):
-        raise ConfigError(
-            f"objective.kl_size_weights = {objective.kl_size_weights} weighs a KL that this objective does not have; "
-            'remove it, or fine-tune with objective.kl = "scores" or "coordinates"'
-        )
 
 
 def _check_guide(recipe: Recipe) -> None:
-    """A guide and what it is for come together."""
-    objective, guide = recipe.objective, recipe.guide
-    if objective.false_negative_margin and not objective.filter_false_negatives:
-        raise ConfigError(
-            f"objective.false_negative_margin = {objective.false_negative_margin} is of a filter that is off; set "
-            "objective.filter_false_negatives = true, or remove it"
-        )
-    if objective.filter_by == "guide" and not objective.filter_false_negatives:
-        raise ConfigError(
-            'objective.filter_by = "guide" is of a filter that is off; set objective.filter_false_negatives = true'
-        )
-    if objective.filter_by == "guide" and objective.loss == "cosent":
-        raise ConfigError(
-            'objective.filter_by = "guide" is of negatives, and "cosent" has none; use objective.loss = "infonce"'
-        )
-    if objective.filter_by == "guide" and objective.name == "masked" and objective.pairs == "none":
-        raise ConfigError(
-            'objective.filter_by = "guide" is of a contrastive term; set objective.pairs to give the masked one such'
-        )
-    if objective.kl_teacher == "guide" and (objective.name == "masked" or objective.kl not in ("scores", "margins")):
-        raise ConfigError(
-            'objective.kl_teacher = "guide" teaches scores in fine-tuning; set objective.kl = "scores" or "margins" '
-            'and name = "contrastive", or kl_teacher = "full"'
-        )
-    if not guide.model:
-        for key in ("filter_by", "kl_teacher"):
-            if getattr(objective, key) == "guide":
-                raise ConfigError(f'objective.{key} = "guide" needs one; name its folder in guide.model')
-        if guide != GuideConfig():
-            raise ConfigError("guide.pooling and guide.temperature are of a guide; name its folder in guide.model")
-    elif not (recipe.guide_filters or recipe.guide_teaches):
-        raise ConfigError(
-            f"guide.model = {guide.model!r} has nothing to do; set objective.filter_false_negatives = true and "
-            'objective.filter_by = "guide", or objective.kl_teacher = "guide"'
-        )
+    for key, used in (("filter_by", recipe.guide_filters), ("kl_teacher", recipe.guide_teaches)):
+        if used and not recipe.guide.model:
+            raise ConfigError(f'objective.{key} = "guide" needs one; name its folder in guide.model')
 
 
 def _check_trained_part(recipe: Recipe) -> None:
     """Frozen layers and adapters must leave something that can train, and stand on trained weights."""
     model = recipe.model
-    if model.lora_rank and recipe.objective.name == "masked":
-        raise ConfigError(
-            f"model.lora_rank = {model.lora_rank} is for contrastive fine-tuning; masked pre-training trains whole "
-            "weights: set it to 0"
-        )
-    if not model.lora_rank and (model.lora_targets or model.lora_dropout):
-        raise ConfigError("model.lora_targets and model.lora_dropout need adapters; set model.lora_rank, such as 8")
     for key, value in (("lora_rank", model.lora_rank), ("frozen_layers", model.frozen_layers)):
-        if value and not model.source:
+        if value and is_read(recipe, f"model.{key}") and not model.source:
             raise ConfigError(f"model.{key} = {value} would keep random weights; give model.source, a trained encoder")
     deepest = (recipe.single_size or recipe.ladder.full).layers
-    if model.frozen_layers >= deepest:
+    if is_read(recipe, "model.frozen_layers") and model.frozen_layers >= deepest:
         raise ConfigError(
             f"model.frozen_layers = {model.frozen_layers} freezes all of the {deepest} layers that are trained; "
             f"use at most {deepest - 1}"
@@ -563,37 +680,28 @@ def _check_trained_part(recipe: Recipe) -> None:
 
 def _check_feed(recipe: Recipe) -> None:
     """How folders are read and mixed, and what stands before their texts."""
-    data, masked = recipe.data, recipe.objective.name == "masked"
+    data = recipe.data
     if data.bad_shards == "skip" and data.verify == "size":
         raise ConfigError('data.bad_shards = "skip" needs to know which shards are bad; set data.verify = "first_read"')
-    if data.weights and data.mixture_temperature != 1:
-        raise ConfigError(
-            f"data.mixture_temperature = {data.mixture_temperature} and data.weights both say how folders are mixed; "
-            "give one of them"
-        )
-    for name, prompts in (("query_prompts", data.query_prompts), ("passage_prompts", data.passage_prompts)):
-        if prompts and masked:
-            raise ConfigError(f"data.{name} = {prompts} is for fine-tuning; pre-training reads documents as they are")
+    for name, prompts in zip(("query_prompts", "passage_prompts"), recipe.prompts):
         if len(prompts) not in (0, 1, len(data.shards)):
             raise ConfigError(
                 f"data.{name} has {len(prompts)} entries for {len(data.shards)} folders in data.shards; "
                 "give one a folder, one for all, or none"
             )
-    if data.negatives_from:
-        if len(data.negatives_from) not in (1, data.num_negatives) or recipe.reads_documents:
+    if data.negatives_from and is_read(recipe, "data.negatives_from"):
+        if len(data.negatives_from) not in (1, data.num_negatives):
             raise ConfigError(
                 f"data.negatives_from has {len(data.negatives_from)} entries for data.num_negatives = "
                 f"{data.num_negatives} of tuples; give one for all of them, one each, or none"
             )
         if data.negatives_from != sorted(data.negatives_from) or data.negatives_from[0] < 0:
             raise ConfigError(f"data.negatives_from = {data.negatives_from} must be shares from 0 that do not fall")
-        if data.negatives_from[-1] >= 1 or not data.num_negatives:
+        if data.negatives_from[-1] >= 1:
             raise ConfigError(
                 f"data.negatives_from = {data.negatives_from} leaves negatives that no step would see; give shares "
-                "below 1, and data.num_negatives above 0"
+                "below 1"
             )
-    if data.no_duplicates and masked:
-        raise ConfigError("data.no_duplicates = true is for fine-tuning, where a batch's other texts are negatives")
 
 
 def check_world(recipe: Recipe, world_size: int) -> None:
@@ -606,9 +714,42 @@ def check_world(recipe: Recipe, world_size: int) -> None:
         )
 
 
+def as_tables(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Every key with its value, by section, as anybody may see it: secrets of addresses are hidden."""
+    tables = dataclasses.asdict(recipe)
+    for key in _PLACES:
+        section, _, name = key.partition(".")
+        value = tables[section][name]
+        shown = list(map(without_secrets, value)) if isinstance(value, list) else without_secrets(value)
+        tables[section][name] = shown
+    return tables
+
+
 def as_toml(recipe: Recipe) -> str:
-    """The resolved recipe, every key written out."""
-    return tomli_w.dumps(dataclasses.asdict(recipe))
+    """The resolved recipe, every key written out, but for the secrets of its addresses."""
+    return tomli_w.dumps(as_tables(recipe))
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text can be written; bytes of a command line that are not UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _short(value: float) -> str:
+    """A number as a sentence shows it: Python refuses to write whole ones of thousands of digits."""
+    try:
+        text = str(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def _field_type(section: str, name: str) -> Any:
@@ -625,17 +766,14 @@ def _parse(key: str, text: str, hint: Any) -> Any:
     """A command-line value. Strings stand as typed; everything else is written as in TOML, or JSON for tables."""
     if hint is str:
         return text
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        pass
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        pass
+    for parse in (lambda: tomllib.loads(f"value = {text}")["value"], lambda: json.loads(text)):
+        # RecursionError: nested too deep; ValueError: no such text, or digits beyond what Python converts.
+        with contextlib.suppress(ValueError, RecursionError):
+            return parse()
     if typing.get_origin(hint) is list and typing.get_args(hint)[0] is str:
         return [part for part in text.split(",") if part]
-    raise ConfigError(f"--{key}={text} is not {_describe(hint)}")
+    shown = text if len(text) <= 200 else f"{text[:200]}…"
+    raise ConfigError(f"--{key}={shown} is not {_describe(hint)}")
 
 
 def _checked(key: str, value: Any, hint: Any) -> Any:
@@ -645,7 +783,10 @@ def _checked(key: str, value: Any, hint: Any) -> Any:
     if origin is dict and isinstance(value, Mapping):
         return dict(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{key} = {_short(value)} is too large") from None
     if hint is float and isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{key} = {value} must be a finite number")
     plain = hint if isinstance(hint, type) and not isinstance(hint, types.GenericAlias) else None

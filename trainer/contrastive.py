@@ -29,6 +29,7 @@ from trainer.losses import (
     unnormalized_gradient_,
 )
 from trainer.prefix_contrastive import PrefixTerms, prefix_contrastive_
+from trainer.read_keys import is_read
 from trainer.size_schedules import Schedule, SizePlan
 
 
@@ -346,6 +347,7 @@ def contrastive(
     guide: Guide | None = None,
 ) -> ContrastiveObjective:
     chosen = recipe.objective
+    filters = chosen.filter_false_negatives and is_read(recipe, "objective.filter_false_negatives")
     longest = max(recipe.data.query_max_length, recipe.data.passage_max_length)
     return ContrastiveObjective(
         schedule,
@@ -361,7 +363,7 @@ def contrastive(
         kl_temperature=chosen.kl_temperature,
         detach_teacher=chosen.detach_teacher,
         mask_false_negatives=chosen.mask_false_negatives,
-        false_negative_margin=chosen.false_negative_margin if chosen.filter_false_negatives else None,
+        false_negative_margin=chosen.false_negative_margin if filters else None,
         cached=chosen.backward == "grad_cache",
         score_memory_mib=recipe.train.score_memory_mib,
         seed=recipe.run.seed,

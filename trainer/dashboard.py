@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from models.sizes import Ladder, Size
-from trainer.config import Recipe
+from trainer.config import Recipe, as_tables
 from trainer.evaluation.report import HEADLINE_METRICS, METRIC_LABELS, close_figure, draw_heat_map
+from trainer.read_keys import is_read
 from trainer.sinks import Layout, MLflow, Settings, Sink, TensorBoard, WeightsAndBiases
 
 log = logging.getLogger(__name__)
@@ -50,15 +51,6 @@ COMPARED = (
     "run.seed",
     "engine.ds_config",
 )
-_ONLY_MASKED = ("objective.encoder_mask_ratio", "objective.decoder_mask_ratio", "objective.decoder")
-_ONLY_CONTRASTIVE = (
-    "objective.loss",
-    "objective.temperature",
-    "objective.kl",
-    "objective.kl_weight",
-    "data.num_negatives",
-    "model.lora_rank",
-)
 
 
 @dataclass
@@ -81,6 +73,8 @@ class Dashboard:
             if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
         }
         self._step = step
+        for name in self._failed_before - self._failed_now:
+            log.warning("%s takes records again, before step %d", name, step)
         self._failed_before, self._failed_now = self._failed_now, set()
         self._each(lambda sink: sink.scalars(step, values))
         self._newest |= results_of(values, self.ladder)
@@ -96,6 +90,12 @@ class Dashboard:
             self._each(methodcaller("figure", f"{task}/{label}", figure, step=step))
             close_figure(figure)
         self._show_results()
+
+    def introduce(self, settings: Settings, texts: Mapping[str, str]) -> None:
+        """Say what the run is."""
+        self._each(lambda sink: sink.hparams(settings))
+        for name, markdown in texts.items():
+            self._each(methodcaller("text", name, markdown))
 
     def _show_results(self) -> None:
         if self._newest:
@@ -125,28 +125,27 @@ def open_dashboard(recipe: Recipe, *, start_step: int) -> Dashboard:
     """Open what the recipe's [log] names and tell it what the run is; rank 0 calls it."""
     folder = Path(recipe.run.output)
     about = folder / "environment.json"
-    environment = about.read_text(encoding="utf-8") if about.is_file() else ""
+    environment = about.read_text(encoding="utf-8", errors="replace") if about.is_file() else ""
     sinks: list[Sink] = []
     if recipe.log.tensorboard:
-        sinks.append(
-            TensorBoard(
-                folder / "tensorboard",
-                sizes=shown_sizes(recipe),
-                start_step=start_step,
-                layout=layout_of(recipe),
-                trial=f"{folder.name} ({folder.parent})",
+        try:
+            sinks.append(
+                TensorBoard(
+                    folder / "tensorboard",
+                    sizes=shown_sizes(recipe),
+                    start_step=start_step,
+                    layout=layout_of(recipe),
+                    trial=f"{folder.name} ({folder.parent})",
+                )
             )
-        )
+        except OSError as error:
+            log.warning("TensorBoard misses this run (%s); metrics.jsonl has its records", error)
     if recipe.log.wandb:
         sinks.append(WeightsAndBiases(folder, resumed=start_step > 0))
     if recipe.log.mlflow:
         sinks.append(MLflow(folder, resumed=start_step > 0))
     dashboard = Dashboard(sinks, recipe.ladder)
-    settings = settings_of(recipe)
-    for sink in sinks:
-        sink.hparams(settings)
-        for name, markdown in texts_of(recipe, environment).items():
-            sink.text(name, markdown)
+    dashboard.introduce(settings_of(recipe), texts_of(recipe, environment))
     return dashboard
 
 
@@ -154,7 +153,7 @@ def shown_sizes(recipe: Recipe) -> list[str]:
     """Names of the sizes that get a line of their own, smallest first: the ladder's and the fixed ones trained."""
     ladder = recipe.ladder
     sizes = set(ladder)
-    if recipe.objective.sizes == "mrl":
+    if recipe.objective.sizes in ("mrl", "two_d_all_widths"):
         sizes |= {Size(ladder.full.layers, size.dim) for size in ladder}
     elif recipe.objective.sizes == "adaptive_layers":
         sizes |= {Size(size.layers, ladder.full.dim) for size in ladder}
@@ -202,11 +201,10 @@ def layout_of(recipe: Recipe) -> Layout:
 
 
 def settings_of(recipe: Recipe) -> Settings:
-    """The settings that runs are compared by, those of the other objective left out."""
-    values = {f"{s}.{k}": v for s, table in dataclasses.asdict(recipe).items() for k, v in table.items()}
-    foreign = _ONLY_CONTRASTIVE if recipe.objective.name == "masked" else _ONLY_MASKED
+    """The settings that runs are compared by, those left out that this one does not read."""
+    values = {f"{s}.{k}": v for s, table in as_tables(recipe).items() for k, v in table.items()}
     ladder = " ".join(str(size) for size in recipe.ladder)
-    return {name: values[name] for name in COMPARED if name not in foreign} | {"model.ladder": ladder}
+    return {name: values[name] for name in COMPARED if is_read(recipe, name)} | {"model.ladder": ladder}
 
 
 def texts_of(recipe: Recipe, environment: str) -> dict[str, str]:
@@ -214,11 +212,11 @@ def texts_of(recipe: Recipe, environment: str) -> dict[str, str]:
     defaults = dataclasses.asdict(Recipe())
     chosen = {
         section: {key: value for key, value in table.items() if value != defaults[section][key]}
-        for section, table in dataclasses.asdict(recipe).items()
+        for section, table in as_tables(recipe).items()
     }
     texts = {
         "recipe/1_changed_settings": _code(_short_toml({name: table for name, table in chosen.items() if table})),
-        "recipe/2_all_settings": _code(_short_toml(dataclasses.asdict(recipe))),
+        "recipe/2_all_settings": _code(_short_toml(as_tables(recipe))),
     }
     return texts | ({"recipe/3_environment": _code(environment)} if environment else {})
 

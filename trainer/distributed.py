@@ -17,7 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from data.errors import CommandEnd, UserError
+
 T = TypeVar("T")
+
+
+class Refused(CommandEnd):
+    """What a user can mend, found by all ranks together: each raises it, and the first says it."""
+
+    exit_code = UserError.exit_code
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,15 @@ def start() -> World:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
     if not dist.is_initialized():
-        deepspeed.init_distributed("nccl" if cuda else "gloo", verbose=False)
+        try:
+            deepspeed.init_distributed("nccl" if cuda else "gloo", verbose=False)
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise UserError(
+                f"port {os.environ['MASTER_PORT']} of this machine, at which ranks would meet, is in use by another "
+                "program; give the launcher another by --master_port (or MASTER_PORT)"
+            ) from error
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     return World(dist.get_rank(), local_rank, dist.get_world_size(), device)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from data.files import refused_by
 from trainer.config import ConfigError, Recipe, parse_json
 from trainer.distributed import World
 from trainer.optim import adamw
@@ -62,24 +63,76 @@ def read_ds_config(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     values = parse_json(path, "engine.ds_config", hint="shipped ones are ds_configs/zero{0,1,2,3}.json")
     for key in ("zero_optimization", "bf16", "fp16", "torch_autocast"):
-        if not isinstance(values.get(key, {}), dict):
-            raise ConfigError(f"{path}: {key} = {values[key]!r} must be an object, as in ds_configs/zero1.json")
+        part = values.get(key, {})
+        if not isinstance(part, dict):
+            raise ConfigError(f"{path}: {key} = {part!r} must be an object, as in ds_configs/zero1.json")
+        if not isinstance(part.get("enabled", False), bool):
+            raise ConfigError(f"{path}: {key}.enabled = {part['enabled']!r} must be true or false")
     for key, owner in _OWNED_BY_RECIPE.items():
         if key in values:
             raise ConfigError(f"{path} sets {key!r}, which belongs to the recipe; remove it there and use {owner}")
     stage = values.get("zero_optimization", {}).get("stage", 0)
-    if stage not in (0, 1, 2, 3):
+    if isinstance(stage, float) or stage not in (0, 1, 2, 3):
         raise ConfigError(f"{path}: zero_optimization.stage = {stage!r} must be 0, 1, 2 or 3")
     if stage == 0 and has_bf16_weights(values):
         raise ConfigError(
             f"{path} asks for bf16 at ZeRO stage 0, where DeepSpeed takes a stray optimizer step at start; "
             "use torch_autocast there, or stage 1"
         )
-    if values.get("zero_optimization", {}).get("offload_optimizer", {}).get("device") == "nvme":
+    offload = values.get("zero_optimization", {}).get("offload_optimizer") or {}
+    if not isinstance(offload, dict):
+        raise ConfigError(
+            f"{path}: zero_optimization.offload_optimizer = {offload!r} must be an object, as in "
+            "ds_configs/zero3_offload.json"
+        )
+    if offload.get("device") == "nvme":
         raise ConfigError(f"{path} offloads the optimizer to nvme, which checkpoints cannot read back; offload to cpu")
     if values.get("fp16", {}).get("enabled"):
         raise ConfigError(f"{path} asks for fp16, which these losses do not scale for; use bf16 or torch_autocast")
     return values
+
+
+class _Asked(dict[str, Any]):
+    """A dict that knows which of its keys were asked for; a copy notes them in the same place."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.asked: set[object] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(key)
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+
+def check_ds_config(recipe: Recipe) -> None:
+    """Have DeepSpeed's own classes look at the engine configuration, before anything is written.
+
+    A key at the top that they do not ask for would be read by nothing.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    path = recipe.engine.ds_config
+    values = _Asked(ds_config_of(recipe))
+    with refused_by("DeepSpeed", f"engine.ds_config {path}", mend="mend that setting", kind=ConfigError):
+        DeepSpeedConfig(values)
+    if unknown := sorted(set(read_ds_config(path)) - values.asked):
+        raise ConfigError(
+            f"engine.ds_config {path} sets {unknown[0]!r}, which this DeepSpeed does not know; remove it, or mend its "
+            "name"
+        )
+
+
+def ds_config_of(recipe: Recipe) -> dict[str, Any]:
+    """What DeepSpeed is given for a recipe."""
+    return full_ds_config(recipe, read_ds_config(recipe.engine.ds_config))
 
 
 def zero_stage(values: dict[str, Any]) -> int:
@@ -122,7 +175,7 @@ class Engine:
 
         self.world = world
         self.device = world.device
-        self.ds_config = full_ds_config(recipe, read_ds_config(recipe.engine.ds_config))
+        self.ds_config = ds_config_of(recipe)
         self.stage = zero_stage(self.ds_config)
         self._coalesces = bool(self.ds_config["managed_gradient_accumulation"])
         optim = recipe.optim

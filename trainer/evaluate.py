@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,15 +30,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from data.command import exit_code_of, log_to_stderr
 from models.encoder import EmbeddingSettings, Encoder
 from models.sizes import Size
-from trainer.command import USER_MISTAKES, tell_mistake
 from trainer.config import ConfigError
 from trainer.evaluation.arguments import Command, build_parser
 from trainer.evaluation.comparison import compare_results
 from trainer.evaluation.encode import EncodeTexts, encoding_of
 from trainer.evaluation.latency import measure_costs
-from trainer.evaluation.output import output_folder, write_json
+from trainer.evaluation.output import output_folder, write_json, write_text
 from trainer.evaluation.quantised import (
     Row,
     plot_precisions,
@@ -66,7 +65,7 @@ from trainer.evaluation.significance import TestResult, p_text, paired_t_test
 from trainer.evaluation.sizes_command import evaluate_sizes
 from trainer.evaluation.sts import read_sts
 from trainer.evaluation.subject import choose_device, load_subject, untrained_encoder
-from trainer.stopping import STOPPED_CODE, Stopped
+from trainer.whole_folder import check_file
 
 _RERANK_FILES = ("rerank.json", "rerank.md", "rerank.png")
 _QUANTISED_FILES = ("quantised.json", "quantised.md", "figures")
@@ -74,20 +73,15 @@ _QUANTISED_FILES = ("quantised.json", "quantised.md", "figures")
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser(_COMMANDS).parse_args(argv)
-    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
-    try:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and args.command is not evaluate_sizes:
-            raise ConfigError("only `sizes` shares its work among ranks; start this command without a launcher")
-        return args.command(args)
-    except USER_MISTAKES as error:
-        return tell_mistake(error)
-    except Stopped as stopped:
-        if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"{stopped}\n")
-        return STOPPED_CODE
-    except KeyboardInterrupt:
-        return 130
+    log_to_stderr()
+    return exit_code_of(lambda: _carry_out(args))
+
+
+def _carry_out(args: argparse.Namespace) -> int:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and args.command is not evaluate_sizes:
+        raise ConfigError("only `sizes` shares its work among ranks; start this command without a launcher")
+    check_file(getattr(args, "json", None), "--json")
+    return args.command(args)
 
 
 def _score(args: argparse.Namespace) -> int:
@@ -203,7 +197,7 @@ def _rerank(args: argparse.Namespace) -> int:
     table = ways_markdown(ways)
     sys.stdout.write(table)
     if output:
-        (output / "rerank.md").write_text(table, encoding="utf-8")
+        write_text(output / "rerank.md", table)
         plot_ways(ways, output / "rerank.png", title=f"{data.name}: search with {small}, rerank with {large}")
         write_json(
             output / "rerank.json",
@@ -246,7 +240,7 @@ def _quantised(args: argparse.Namespace) -> int:
     table = precision_markdown(rows, settings.sizes.name)
     sys.stdout.write(table)
     if output:
-        (output / "quantised.md").write_text(table, encoding="utf-8")
+        write_text(output / "quantised.md", table)
         plot_precisions(rows, output / "figures")
         content = {"format": 1, "model": str(args.model), "rows": [row.as_json() for row in rows]}
         write_json(output / "quantised.json", content | {"int8_ranges": ranges})
@@ -309,7 +303,7 @@ def _transfer(args: argparse.Namespace) -> int:
     table = results_markdown(records)
     sys.stdout.write(table)
     if output:
-        (output / "table.md").write_text(table, encoding="utf-8")
+        write_text(output / "table.md", table)
         plot_records(records, output / "figures")
         content = {
             "format": 1,

@@ -19,15 +19,15 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import inspect
 import json
 import logging
-import shutil
+import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -35,14 +35,18 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
-from data.tokens import load_tokenizer
-from models.encoder import EmbeddingSettings, load_encoder, truncate_layers
+from data.command import exit_code_of, log_to_stderr
+from data.files import write_atomically
+from data.records import Record, read_record
+from data.tokens import tokenizer_fingerprint
+from models.encoder import EmbeddingSettings, truncate_layers
 from models.sizes import Ladder, Size
-from trainer.command import USER_MISTAKES
 from trainer.config import ConfigError
-from trainer.evaluation.subject import check_sizes, trained_settings
+from trainer.evaluation.subject import check_sizes, load_model, trained_settings
 from trainer.model_card import LIMITS, results_section, training_section
+from trainer.options import real
 from trainer.quantisation import int8_table
+from trainer.whole_folder import check_place, written_whole
 
 log = logging.getLogger(__name__)
 
@@ -79,25 +83,22 @@ def export_sizes(
     model_folder, output = Path(model_folder), Path(output)
     settings = trained_settings(model_folder)
     _check_output(output)
-    encoder = load_encoder(model_folder)
-    if table == "int8" and not encoder.is_static:
-        raise ConfigError(f"{model_folder} is no static model and has no token table alone; leave --table int8 out")
-    tokenizer = load_tokenizer(model_folder)
     chosen = _chosen_sizes(sizes, settings.sizes)
-    check_sizes(chosen.values(), encoder)
     results = Path(results) if results is not None else None
     training = training_section(model_folder, watts_per_rank=watts_per_rank)
     facts = {size: f"{training}\n{results_section(results, size)}\n{LIMITS}" for size in chosen.values()}
+    encoder, tokenizer, _ = load_model(model_folder)
+    if table == "int8" and not encoder.is_static:
+        raise ConfigError(f"{model_folder} is no static model and has no token table alone; leave --table int8 out")
+    check_sizes(chosen.values(), encoder)
     tokenizer.model_max_length = max(settings.query_max_length, settings.passage_max_length)
     # A padded or truncated call leaves its settings in the tokenizer's file, where other programs obey them.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
-    try:
+    with written_whole(output) as partial:
         backbone = _with_idle_pooler(encoder.backbone.float())
         _save_checkpoint(backbone, tokenizer, partial / ENCODER_FOLDER)
-        settings.save(partial / ENCODER_FOLDER)
+        dataclasses.replace(settings, tokenizer=tokenizer_fingerprint(tokenizer)).save(partial / ENCODER_FOLDER)
         tensors = {}
         if encoder.is_static:
             tensors = _table_tensors(encoder.word_embeddings.weight.detach(), in_int8=table == "int8")
@@ -110,13 +111,12 @@ def export_sizes(
                 _write_sentence_transformer(backbone, tokenizer, settings, name, size, partial / name)
             with (partial / name / "README.md").open("a", encoding="utf-8") as card:
                 card.write(f"\n{facts[size]}")
-        receipt = {"format": 1, "sizes": {name: [size.layers, size.dim] for name, size in chosen.items()}}
-        (partial / RECEIPT_FILE).write_text(json.dumps(receipt, indent=2) + "\n", encoding="utf-8")
-        partial.chmod(0o755)  # mkdtemp's folders are private
-        _put_in_place(partial, output)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        receipt = {
+            "format": 1,
+            "sizes": {name: [size.layers, size.dim] for name, size in chosen.items()},
+            "files": _files_in(partial),
+        }
+        write_atomically(partial / RECEIPT_FILE, json.dumps(receipt, indent=2) + "\n")
     log.info("exported %s to %s", ", ".join(chosen), output)
     return {name: output / name for name in chosen}
 
@@ -128,31 +128,52 @@ def _chosen_sizes(sizes: Sequence[str | Size] | None, ladder: Ladder) -> dict[st
     return {ladder.name(size): size for size in wanted}
 
 
+class _Receipt(Record):
+    """export.json: the sizes by name, and the bytes of every file but itself, by its path in the export."""
+
+    format: Literal[1] = 1
+    sizes: dict[str, tuple[int, int]]
+    # Exports of earlier versions have none; nothing says which of their files are a user's.
+    files: dict[str, int] | None = None
+
+
 def _check_output(output: Path) -> None:
-    """Refuse to touch what no export wrote."""
+    """Refuse to touch what no export wrote, and places where none can be written."""
+    check_place(output)
     if not output.exists():
         return
     if not output.is_dir():
         raise ConfigError(f"output {output} is a file; give a new folder")
-    present = {entry.name for entry in output.iterdir()}
-    if not present:
+    check_place(output.absolute().parent)
+    present = _files_in(output)
+    if not any(output.iterdir()):
         return
-    try:
-        ours = {RECEIPT_FILE, ENCODER_FOLDER, *json.loads((output / RECEIPT_FILE).read_text(encoding="utf-8"))["sizes"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        ours = set()
-    if strangers := sorted(present - ours):
-        raise ConfigError(f"output {output} holds something else ({strangers[0]}); give a new or an empty folder")
+    mend = "give a new or an empty folder"
+    if not (output / RECEIPT_FILE).is_file():
+        raise ConfigError(
+            f"output {output} holds something else ({min(path.name for path in output.iterdir())}); {mend}"
+        )
+    receipt = read_record(output / RECEIPT_FILE, _Receipt, what="export record", mend=mend)
+    if receipt.files is None:
+        raise ConfigError(
+            f"output {output} is an export of an earlier version, which kept no list of its files; {mend}"
+        )
+    del present[RECEIPT_FILE]
+    for name, size in sorted(present.items()):
+        if name not in receipt.files:
+            raise ConfigError(f"output {output} holds something else ({name}); {mend}")
+        if size != receipt.files[name]:
+            raise ConfigError(f"output {output} holds a file that was changed after the export ({name}); {mend}")
 
 
-def _put_in_place(partial: Path, output: Path) -> None:
-    if output.exists() and any(output.iterdir()):
-        old = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".old", dir=output.parent))
-        output.replace(old)
-        partial.replace(output)
-        shutil.rmtree(old)
-    else:
-        partial.replace(output)
+def _files_in(folder: Path) -> dict[str, int]:
+    """Bytes of everything in a folder that is no folder, by its path in it. Links are not followed."""
+    found = {}
+    for place, folders, files in os.walk(folder):
+        for path in (Path(place, name) for name in (*folders, *files)):
+            if path.is_symlink() or not path.is_dir():
+                found[path.relative_to(folder).as_posix()] = path.lstat().st_size
+    return found
 
 
 def _with_idle_pooler(backbone: PreTrainedModel) -> PreTrainedModel:
@@ -330,17 +351,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", default="all", help='"all" of the ladder, or names: demi,short,3x48 (%(default)s)')
     parser.add_argument("--results", type=Path, metavar="FILE", help="results.json of the model, for the model cards")
     parser.add_argument(
-        "--watts-per-rank", type=float, metavar="W", help="for the cards' energy estimate (50 on a CPU, 500 on a GPU)"
+        "--watts-per-rank",
+        type=real(above=0),
+        metavar="W",
+        help="for the cards' energy estimate (50 on a CPU, 500 on a GPU)",
     )
     parser.add_argument(
         "--table", choices=("float32", "int8"), default="float32", help="of a static model's tokens (%(default)s)"
     )
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    log_to_stderr()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     sizes = None if args.sizes == "all" else [name.strip() for name in args.sizes.split(",") if name.strip()]
-    try:
+
+    def export() -> None:
         folders = export_sizes(
             args.model,
             args.output,
@@ -349,11 +374,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             watts_per_rank=args.watts_per_rank,
             table=args.table,
         )
-    except USER_MISTAKES as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    sys.stdout.write("".join(f"{name}\t{folder}\n" for name, folder in folders.items()))
-    return 0
+        sys.stdout.write("".join(f"{name}\t{folder}\n" for name, folder in folders.items()))
+
+    return exit_code_of(export)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from data.errors import CommandEnd
+
 Fault = Literal["non-finite loss", "non-finite gradient", "spike"]
 
 # The mean and the variance of losses forget with this factor a step: they look back about 50 steps.
@@ -21,8 +23,10 @@ _KEPT = 0.98
 _FIRST_LOSSES = 20
 
 
-class GaveUp(Exception):
+class GaveUp(CommandEnd):
     """So many steps in a row were skipped that training makes no sense: one sentence."""
+
+    exit_code = 3
 
 
 @dataclass

@@ -91,7 +91,7 @@ def cut(texts: Texts, longest: int) -> Texts:
 def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | None:
     """The recipe's guide, in eval mode without gradients, or None. Whatever is wrong with it is a ConfigError."""
     chosen, source = recipe.guide, recipe.guide.model
-    if not source:
+    if not recipe.uses_guide:
         return None
     try:
         tokenizer = load_tokenizer(source)
@@ -105,6 +105,11 @@ def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | None:
                 f"guide.model = {source!r} has another tokenizer than the shards in {folder.path}, whose ids it would "
                 "read; choose a guide with theirs, or make the shards again with its own"
             )
+    if settings is not None and settings.tokenizer not in (None, fingerprint):
+        raise ConfigError(
+            f"guide.model = {source!r} was trained with another tokenizer than the one in its folder, as its "
+            "barista.json says; copy the model folder again"
+        )
     if settings is None and not chosen.pooling:
         raise ConfigError(f"guide.model = {source!r} has no barista.json to say how it pools; set guide.pooling")
     if settings is None and recipe.guide_teaches and not chosen.temperature:
@@ -142,9 +147,10 @@ def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | None:
 
 
 def _say_if_prompts_differ(recipe: Recipe, settings: EmbeddingSettings) -> None:
+    query_prompts, passage_prompts = recipe.prompts
     for name, own, given in (
-        ("query", settings.query_prompt, recipe.data.query_prompts),
-        ("passage", settings.passage_prompt, recipe.data.passage_prompts),
+        ("query", settings.query_prompt, query_prompts),
+        ("passage", settings.passage_prompt, passage_prompts),
     ):
         if set(given or [""]) != {own}:
             log.warning(

@@ -11,15 +11,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field, fields
+from typing import Annotated, Any, Protocol
 
+from pydantic import Field
+
+from data.records import Record
+from trainer.checkpoint import SavedState
 from trainer.distributed import seed_step, sum_over_ranks
 from trainer.engine import Engine
 from trainer.faults import GaveUp, Health
 from trainer.metrics import Metrics
 from trainer.objectives import Objective
 from trainer.stopping import REASONS
+from trainer.watchdog import NEXT_BATCH
 
 
 class ResumableStream(Protocol):
@@ -31,6 +36,32 @@ class ResumableStream(Protocol):
     def samples(self) -> int: ...
     def __next__(self) -> Any: ...
     def state_dict(self) -> dict[str, Any]: ...
+
+
+_Count = Annotated[int, Field(ge=0)]
+
+
+class _SavedHealth(Record):
+    """Of trainer/faults.py; other versions may have other keys."""
+
+    skipped_steps: _Count = 0
+    skipped_in_a_row: _Count = 0
+    losses: _Count = 0
+    loss_mean: float = 0.0
+    loss_variance: Annotated[float, Field(ge=0)] = 0.0
+
+
+class _SavedPlace(Record):
+    """Of data/stream.py, which checks the rest."""
+
+    samples: int = Field(ge=0, le=2**62)
+
+
+class RunState(SavedState):
+    """A run's state in a checkpoint."""
+
+    health: _SavedHealth = _SavedHealth()
+    stream: _SavedPlace
 
 
 @dataclass
@@ -45,7 +76,8 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = int(state["step"])
-        self.health = Health(**state.get("health", {}))
+        known = {each.name for each in fields(Health)}
+        self.health = Health(**{key: value for key, value in state.get("health", {}).items() if key in known})
 
 
 @dataclass(frozen=True)
@@ -108,7 +140,7 @@ def train(
     for step in range(first, min(plan.stop_at_step, plan.total_steps)):
         begin = time.perf_counter()
         # Kernels are chosen, compiled and connected in the first steps.
-        hooks.beat("next batch", step=step + 1, patient=step < first + 2)
+        hooks.beat(NEXT_BATCH, step=step + 1, patient=step < first + 2)
         seed_step(plan.seed, step, engine.world.rank)
         batch = next(stream)  # this rank's whole share of the global batch
         hooks.beat("loss and gradients")
@@ -155,6 +187,12 @@ def train(
             hooks.beat("evaluation", patient=True)
             metrics.evaluation(state.step, hooks.evaluate())
     hooks.beat("save", patient=True)
+    if state.step >= plan.total_steps and state.health.skipped_steps == state.step > 0:
+        hooks.saves.finish()
+        raise GaveUp(
+            f"all {state.step} steps had a loss or gradient that is not finite, so nothing was trained; look at one "
+            "with --debug.replay=1, and see that the model and the data are sound"
+        )
     if saved_at != state.step:
         hooks.saves.begin()
     hooks.saves.finish()

@@ -188,6 +188,6 @@ def masked(
         visible_share=1.0 - chosen.decoder_mask_ratio,
         pairs=pairs,
         pair_weight=chosen.pair_weight,
-        symmetric=chosen.symmetric_spans,
+        symmetric=chosen.pairs == "spans" and chosen.symmetric_spans,
         seed=recipe.run.seed,
     )

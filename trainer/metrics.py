@@ -12,12 +12,14 @@ the global batch).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
+import os
 import sys
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import psutil
 import torch
@@ -25,7 +27,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.collate import samples_of
+from data.errors import DataError
 from data.files import write_atomically
+from data.records import parse_json
 from trainer.backward import StepReport
 from trainer.dashboard import Dashboard
 from trainer.distributed import World, gather_objects, sum_over_ranks
@@ -33,6 +37,45 @@ from trainer.faults import Fault
 from trainer.flops import peak_flops
 
 log = logging.getLogger(__name__)
+
+
+class Lines:
+    """A file that grows by whole lines, on a disk that may be full for a while.
+
+    What cannot be written is kept in memory and goes first when there is room again; that is said once each time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        # Without a buffer, so that it is known what was written.
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+        self._failed = False
+
+    def write(self, line: str) -> None:
+        self._waiting += line.encode() + b"\n"
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if not self._failed:
+                log.warning(
+                    "%s cannot be written (%s); its lines are kept in memory until it can", self._path, error.strerror
+                )
+            self._failed = True
+            return
+        if self._failed:
+            log.warning("%s is written again; nothing of it is missing", self._path)
+        self._failed = False
+
+    def close(self) -> None:
+        if self._waiting:
+            # One more try, which says nothing new.
+            with contextlib.suppress(OSError):
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        if self._waiting:
+            log.warning("%s lacks its last %d lines", self._path, self._waiting.count(b"\n"))
+        self._file.close()
 
 
 class Metrics:
@@ -58,13 +101,14 @@ class Metrics:
         self._skipped_steps = 0
         self._clear()
         self._dashboard = dashboard  # rank 0's
-        self._file = self._bar = None
+        self._file: Lines | None = None
+        self._bar: tqdm | None = None
         self._samples = _open_samples(folder / "samples", world, start_step) if samples else None
         if not world.is_main:
             return
         path = folder / "metrics.jsonl"
-        _forget_after(path, start_step)
-        self._file = path.open("a", encoding="utf-8")
+        forget_after(path, start_step)
+        self._file = Lines(path)
         self._bar = tqdm(
             total=total_steps,
             initial=start_step,
@@ -105,8 +149,7 @@ class Metrics:
             self._losses[name] = self._losses[name] + value if name in self._losses else value
         self._counted += counts
         if self._samples is not None:
-            self._samples.write(json.dumps({"step": step, "samples": samples_of(batch)}) + "\n")
-            self._samples.flush()
+            self._samples.write(json.dumps({"step": step, "samples": samples_of(batch)}))
         self._last = {"epoch": epoch, "samples": samples, "lr": lr, "grad_norm": grad_norm}
         self._skipped_steps = skipped_steps
         for index, amount in enumerate((report.tokens, report.padded_tokens, report.flops)):
@@ -186,8 +229,7 @@ class Metrics:
 
     def _write_line(self, record: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+            self._file.write(json.dumps(record))
 
     def _write(self, record: dict[str, Any]) -> None:
         self._write_line(record)
@@ -204,14 +246,14 @@ class Metrics:
                 sink.close()
 
 
-def _open_samples(folder: Path, world: World, start_step: int) -> TextIO:
+def _open_samples(folder: Path, world: World, start_step: int) -> Lines:
     """This rank's file, without what is done again; so are those of ranks that are no more."""
     folder.mkdir(exist_ok=True)
     for number, path in enumerate(sorted(folder.glob("rank_*.jsonl"))):
         if number % world.size == world.rank:
-            _forget_after(path, start_step)
+            forget_after(path, start_step)
     gather_objects(None)  # nobody writes before all are cut
-    return (folder / f"rank_{world.rank:05d}.jsonl").open("a", encoding="utf-8")
+    return Lines(folder / f"rank_{world.rank:05d}.jsonl")
 
 
 def _memory_mib(device: torch.device) -> float:
@@ -220,20 +262,34 @@ def _memory_mib(device: torch.device) -> float:
     return psutil.Process().memory_info().rss / 2**20
 
 
-def _forget_after(path: Path, step: int) -> None:
-    """Drop records of what a resumed run does again, and a last line that was cut off.
+def forget_after(path: Path, step: int) -> None:
+    """Drop records of what a resumed run does again, and lines that are no records, such as one that was cut off.
 
     Of the step it stands at, it evaluates again.
     """
     if not path.is_file():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept, broken = [], 0
+    for line in lines:
         try:
-            record = json.loads(line)
-            evaluated = any(name.startswith("evaluation/") for name in record)
-            if record["step"] < step + (not evaluated):
-                kept.append(line + "\n")
-        except json.JSONDecodeError:
-            log.warning("%s: dropped a line that was cut off", path)
-    write_atomically(path, "".join(kept))
+            record = parse_json(line, where=str(path))
+        except DataError:
+            record = None
+        if not isinstance(record, dict) or type(record.get("step")) is not int or not line.endswith(b"\n"):
+            broken += 1
+        elif record["step"] < step + (not any(name.startswith("evaluation/") for name in record)):
+            kept.append(line)
+    if broken:
+        log.warning("%s: dropped %d line%s that %s cut off or no record", path, broken, *_plural(broken))
+    if len(kept) == len(lines):
+        return
+    if kept == lines[: len(kept)]:
+        # Which a full disk allows, too.
+        os.truncate(path, sum(map(len, kept)))
+    else:
+        write_atomically(path, b"".join(kept))
+
+
+def _plural(count: int) -> tuple[str, str]:
+    return ("", "was") if count == 1 else ("s", "were")

@@ -31,24 +31,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pydantic
 import torch
 from tqdm import tqdm
 from transformers.utils import logging as hf_logging
 
+from data.command import run_command
 from data.corpora import TUPLE_FORMATS, Unit, corpus_of, plan_tuples
-from data.files import sync, write_atomically
+from data.errors import UserError
+from data.files import read_text, refused_by, sync, write_atomically
 from data.passages import Passages, build, is_built
-from data.tokens import load_tokenizer
-from models.encoder import load_encoder
+from data.records import Record, read_json, read_record
 from models.sizes import Size
-from trainer.command import USER_MISTAKES, run_command
 from trainer.config import LOCK, ConfigError
 from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS, encoding_of
+from trainer.evaluation.inputs import whole_number
 from trainer.evaluation.retrieval import TopK
-from trainer.evaluation.subject import check_sizes, choose_device, trained_settings
+from trainer.evaluation.subject import check_sizes, choose_device, load_model, trained_settings
 from trainer.negatives import DROPPED, Rules, choose
+from trainer.options import LARGEST_SEED, count, real
 from trainer.run_lock import Locked, lock
 from trainer.stopping import STOP_FILE_VARIABLE, Stopped, StopRequests
+from trainer.whole_folder import check_place
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +61,7 @@ TEXTS = "texts"  # in WORK
 QUERIES_PER_BLOCK = 4_096
 PASSAGES_PER_BLOCK = 16_384
 _GATHERED_BYTES = 64 << 20
+_TABLES = ("counts", "positives", "negatives", "dropped")  # in a part's .npz
 _DIGITS = 5  # of the scores that are written
 _WAIT_SECONDS = 5.0
 
@@ -89,12 +94,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     rules = Rules(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Rules)})
     blocks = Blocks(args.queries_per_block, args.passages_per_block)
-    if min(blocks.queries, blocks.passages) < 1:
-        raise ConfigError("--queries-per-block and --passages-per-block must be at least 1")
     corpora = [Path(path) for path in args.corpus]
     corpora += [path for name in args.inputs if (path := corpus_of(name, format=args.format)) and path not in corpora]
-    miner, model_identity = load_miner(args)
     output = Path(args.output)
+    check_place(output)
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"--output {output} is a file; give a folder")
+    miner, model_identity = load_miner(args)
     identity = {
         "inputs": [_file_identity(path) for name in args.inputs for path in _files_of(name)],
         "corpora": [_file_identity(path) for path in corpora],
@@ -121,13 +127,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                 keep_negatives=args.keep_negatives,
                 stop_wanted=stops.wanted,
             )
-        except USER_MISTAKES:
+        except UserError:
             # Those of the inputs: a mended command is another one, and starts afresh.
             if not is_built(output / WORK / TEXTS):
                 shutil.rmtree(output if is_new else output / WORK)
                 (output / IDENTITY).unlink(missing_ok=True)
             raise
-    sys.stdout.write(report_text(json.loads((output / REPORT).read_text("utf-8"))))
+    sys.stdout.write(report_text(read_record(output / REPORT, _Report, what="report", mend="remove it and mine again")))
 
 
 def mine(
@@ -191,11 +197,16 @@ def _encode_passages(
 ) -> None:
     """Append blocks of vectors to a file a size; `encoded` counts the passages whose vectors are whole."""
     counter = work / "encoded"
-    done = int(counter.read_text()) if counter.is_file() else 0
+    done = _encoded(counter, passages.num_passages)
     files = {size: _vectors_file(work, size) for size in miner.sizes}
     for size, path in files.items():
+        there, expected = path.stat().st_size if path.is_file() else 0, done * size.dim * 4
+        if there < expected:
+            raise ConfigError(
+                f"{path} has {there} bytes, and {counter} says that {expected} were written; {_remove(work)}"
+            )
         path.touch()
-        os.truncate(path, done * size.dim * 4)  # what a kill left of a block
+        os.truncate(path, expected)  # what a kill left of a block
     with _bar("encoding", passages.num_passages, initial=done, unit="text") as bar:
         while done < passages.num_passages:
             check("encoding")
@@ -208,6 +219,20 @@ def _encode_passages(
             done = ids.stop
             write_atomically(counter, f"{done}\n")
             bar.update(len(ids))
+
+
+def _encoded(counter: Path, num_passages: int) -> int:
+    """How many passages' vectors are whole."""
+    if not counter.is_file():
+        return 0
+    done = whole_number(read_text(counter, what="counter").strip(), most=num_passages)
+    if done is None or done < 0:
+        raise ConfigError(f"{counter} is no number between 0 and {num_passages} passages; {_remove(counter.parent)}")
+    return done
+
+
+def _remove(work: Path) -> str:
+    return f"remove {work}, and the same command begins again"
 
 
 def _mine_block(
@@ -322,8 +347,9 @@ def _finish(output: Path, parts: Sequence[Path], rules: Rules, num_passages: int
     temporary.replace(target)
     columns: dict[str, list[np.ndarray]] = {}
     for part in parts:
-        with np.load(part.with_suffix(".npz")) as tables:
-            for name in tables.files:
+        path = part.with_suffix(".npz")
+        with refused_by("numpy", f"{path}", mend=_remove(output / WORK)), np.load(path) as tables:
+            for name in _TABLES:
                 columns.setdefault(name, []).append(tables[name])
     counts, positives, negatives = (np.concatenate(columns[name]) for name in ("counts", "positives", "negatives"))
     report = {
@@ -350,17 +376,40 @@ def _distribution(scores: np.ndarray) -> dict[str, float | None]:
     return {name: round(float(value), _DIGITS) for name, value in zip(names, values)}
 
 
-def report_text(report: Mapping[str, Any]) -> str:
+class _Distribution(Record):
+    """Of scores; None where there are none."""
+
+    mean: float | None
+    std: float | None
+    min: float | None
+    quarter: float | None = pydantic.Field(alias="25%")
+    half: float | None = pydantic.Field(alias="50%")
+    three_quarters: float | None = pydantic.Field(alias="75%")
+    max: float | None
+
+
+class _Report(Record):
+    """report.json: how many tuples have how many negatives, what rules dropped, and how scores are distributed."""
+
+    tuples: int
+    passages: int
+    negatives: int
+    tuples_by_negatives: dict[str, int]
+    dropped: dict[str, int]
+    scores: dict[str, _Distribution] = pydantic.Field(min_length=1)
+
+
+def report_text(report: _Report) -> str:
     """The report as people read it."""
-    tuples, names = report["tuples"], list(report["scores"])
-    lines = [f"{report['negatives']:,} negatives for {tuples:,} tuples among {report['passages']:,} passages", ""]
+    columns = [each.model_dump(by_alias=True) for each in report.scores.values()]
+    lines = [f"{report.negatives:,} negatives for {report.tuples:,} tuples among {report.passages:,} passages", ""]
     lines += ["negatives of a tuple   tuples"]
-    lines += [f"{count:>20}   {number:,}" for count, number in report["tuples_by_negatives"].items() if number]
-    lines += ["", f"{'score':<10}" + "".join(f"{name:>12}" for name in names)]
-    for value in report["scores"][names[0]]:
-        cells = [report["scores"][name][value] for name in names]
+    lines += [f"{count:>20}   {number:,}" for count, number in report.tuples_by_negatives.items() if number]
+    lines += ["", f"{'score':<10}" + "".join(f"{name:>12}" for name in report.scores)]
+    for value in columns[0]:
+        cells = [column[value] for column in columns]
         lines.append(f"{value:<10}" + "".join(f"{'–' if cell is None else f'{cell:.4f}':>12}" for cell in cells))
-    dropped = [f"{name} {number:,}" for name, number in report["dropped"].items() if number]
+    dropped = [f"{name} {number:,}" for name, number in report.dropped.items() if number]
     return "\n".join([*lines, "", f"matches dropped by a rule: {', '.join(dropped) or 'none'}"]) + "\n"
 
 
@@ -373,8 +422,7 @@ def load_miner(args: argparse.Namespace) -> tuple[Miner, dict[str, Any]]:
     hf_logging.disable_progress_bar()
     folder = Path(args.model)
     settings = trained_settings(folder)
-    encoder = load_encoder(folder, pooling=settings.pooling)
-    tokenizer = load_tokenizer(folder)
+    encoder, tokenizer, _ = load_model(folder, pooling=settings.pooling)
     ladder = settings.sizes
     small = ladder.find(args.size) if args.size else ladder.full
     large = ladder.find(args.rerank) if args.rerank else small
@@ -417,8 +465,12 @@ def _claim(output: Path, identity: Mapping[str, Any], stack: ExitStack) -> None:
         raise ConfigError(str(error)) from None
     if not path.is_file():
         write_atomically(path, content)
-    elif (before := path.read_text("utf-8")) != content:
-        old, new = json.loads(before), json.loads(content)
+        return
+    mend = "restore it, or remove the folder"
+    old, new = read_json(path, what="record", mend=mend), json.loads(content)
+    if not isinstance(old, dict):
+        raise ConfigError(f"record {path} holds no object; {mend}")
+    if old != new:
         other = ", ".join(key.replace("_", " ") for key in sorted({*old, *new}) if old.get(key) != new.get(key))
         raise ConfigError(f"--output {output} was begun with other {other}; choose a new folder, or remove this one")
 
@@ -497,16 +549,37 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("which matches become negatives")
     add = group.add_argument
     add(
-        "--num-negatives", type=int, default=3, metavar="N", help="of each tuple, where there are so many (%(default)s)"
+        "--num-negatives",
+        type=count(most=10_000),
+        default=3,
+        metavar="N",
+        help="of each tuple, where there are so many (%(default)s)",
     )
-    add("--range-min", type=int, default=0, metavar="N", help="skip so many of the best that the rules leave (0)")
-    add("--range-max", type=int, default=0, metavar="N", help="look no deeper (range-min + 10 × num-negatives)")
-    add("--absolute-margin", type=float, metavar="M", help="keep what scores at least M below the positive")
-    add("--relative-margin", type=float, metavar="M", help="or M × |positive| below it: 0.05 keeps up to 95 %%")
-    add("--max-score", type=float, metavar="S")
-    add("--min-score", type=float, metavar="S")
+    add(
+        "--range-min",
+        type=count(least=0),
+        default=0,
+        metavar="N",
+        help="skip so many of the best that the rules leave (0)",
+    )
+    add(
+        "--range-max",
+        type=count(least=0),
+        default=0,
+        metavar="N",
+        help="look no deeper (range-min + 10 × num-negatives)",
+    )
+    add("--absolute-margin", type=real(least=0), metavar="M", help="keep what scores at least M below the positive")
+    add(
+        "--relative-margin",
+        type=real(least=0, below=1),
+        metavar="M",
+        help="or M × |positive| below it: 0.05 keeps up to 95 %%",
+    )
+    add("--max-score", type=real(), metavar="S")
+    add("--min-score", type=real(), metavar="S")
     add("--sampling", choices=("top", "random"), default="top", help="of those that are left (%(default)s)")
-    add("--seed", type=int, default=0, help="of random sampling (%(default)s)")
+    add("--seed", type=count(least=0, most=LARGEST_SEED), default=0, help="of random sampling (%(default)s)")
 
     group = parser.add_argument_group("reading, as for data.prepare tuples")
     add = group.add_argument
@@ -518,15 +591,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--negative-column", action="append", default=[], metavar="NAME")
     add("--skip-rows", metavar="FILE")
     add("--skip-empty", action="store_true")
-    add("--limit", type=int, metavar="N", help="tuples to read")
+    add("--limit", type=count(), metavar="N", help="tuples to read")
 
     group = parser.add_argument_group("running")
     add = group.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one (%(default)s)")
-    add("--batch-tokens", type=int, default=DEFAULT_BATCH_TOKENS, help="tokens a batch, padding included (%(default)s)")
-    add("--queries-per-block", type=int, default=QUERIES_PER_BLOCK, metavar="N", help="(%(default)s)")
-    add("--passages-per-block", type=int, default=PASSAGES_PER_BLOCK, metavar="N", help="(%(default)s)")
-    add("--stop-after-minutes", type=float, default=0.0, metavar="M", help="then end with code 75 (0: do not)")
+    add(
+        "--batch-tokens",
+        type=count(),
+        default=DEFAULT_BATCH_TOKENS,
+        help="tokens a batch, padding included (%(default)s)",
+    )
+    add("--queries-per-block", type=count(), default=QUERIES_PER_BLOCK, metavar="N", help="(%(default)s)")
+    add("--passages-per-block", type=count(), default=PASSAGES_PER_BLOCK, metavar="N", help="(%(default)s)")
+    add("--stop-after-minutes", type=real(least=0), default=0.0, metavar="M", help="then end with code 75 (0: do not)")
     return parser
 
 

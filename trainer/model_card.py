@@ -7,19 +7,58 @@ Energy is an estimate: hours of training steps × ranks × an assumed power of o
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
+import pydantic
+
+from data.files import reading
+from data.records import Record, parse_record, read_record
+from data.secrets import without_secrets
 from models.sizes import Size
-from trainer.config import ConfigError, as_toml, build_recipe, parse_json, read_toml
+from trainer.config import as_toml, build_recipe, parse_json, read_toml
 from trainer.evaluation.report import METRIC_LABELS, markdown_table
+
+log = logging.getLogger(__name__)
 
 # One rank's share of a machine under load: a data-centre GPU with its host, or half of a small CPU server.
 WATTS_PER_RANK = {"cuda": 500.0, "cpu": 50.0}
 _SHOWN_METRICS = ("spearman", "ndcg_cut_10", "recip_rank_10", "recall_100")
+
+
+class Environment(Record):
+    """Of environment.json what a card tells."""
+
+    commit: str | None = None
+    versions: dict[str, str] = pydantic.Field(default_factory=dict)
+    device: str | None = None
+    world_size: int = pydantic.Field(default=1, ge=1)
+
+
+class _Step(Record):
+    """Of a line of metrics.jsonl what a card adds up; lines of other kinds have none of it."""
+
+    step: int | None = pydantic.Field(default=None, ge=0)
+    seconds: float | None = pydantic.Field(default=None, ge=0)
+    samples: int | None = pydantic.Field(default=None, ge=0)
+
+
+class _Score(Record):
+    method: str
+    task: str
+    layers: int
+    dim: int
+    metric: str
+    value: float | None
+
+
+class _Results(Record):
+    """Of results.json what a card shows."""
+
+    format: Literal[1]
+    records: tuple[_Score, ...]
 
 
 @dataclass(frozen=True)
@@ -43,16 +82,16 @@ def training_section(model_folder: Path, *, watts_per_rank: float | None = None)
         return "## Training\n\nUnknown: the model folder is not inside the folder of a run.\n"
     recipe = build_recipe(read_toml(run / "recipe.toml"))
     told = run / "environment.json"
-    environment = parse_json(told, "file", hint="make it again") if told.is_file() else {}
+    environment = read_record(told, Environment, what="file") if told.is_file() else Environment()
     rows = [
         ["objective", f"{recipe.objective.name}, sizes: {recipe.objective.sizes}"],
         ["started from", recipe.model.source or f"random weights ({recipe.model.config.get('model_type')})"],
-        ["data", "; ".join(_data(Path(folder)) for folder in recipe.data.shards)],
+        ["data", "; ".join(_data(folder) for folder in recipe.data.shards)],
         ["seed", str(recipe.run.seed)],
-        ["commit", str(environment.get("commit") or "unknown")],
+        ["commit", str(environment.commit or "unknown")],
     ]
-    if versions := environment.get("versions"):
-        rows.append(["software", ", ".join(f"{name} {version}" for name, version in versions.items())])
+    if environment.versions:
+        rows.append(["software", ", ".join(f"{name} {version}" for name, version in environment.versions.items())])
     compute = read_compute(run, environment, watts_per_rank=watts_per_rank)
     if compute is None:
         rows.append(["compute", "unknown: the run has no metrics.jsonl"])
@@ -72,22 +111,28 @@ def training_section(model_folder: Path, *, watts_per_rank: float | None = None)
     )
 
 
-def read_compute(run: Path, environment: Mapping[str, Any], *, watts_per_rank: float | None = None) -> Compute | None:
+def read_compute(run: Path, environment: Environment, *, watts_per_rank: float | None = None) -> Compute | None:
     """From the metrics of a run: `seconds` is the mean of a step over the steps since the record before."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         return None
     seconds, step, samples = 0.0, 0, 0
-    for line in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        if "seconds" in record and "step" in record:
-            seconds += record["seconds"] * (record["step"] - step)
-            step, samples = int(record["step"]), int(record.get("samples", samples))
-    device = str(environment.get("device") or "unknown CPU")
+    with reading(path, what="metrics"):
+        *lines, last = path.read_bytes().split(b"\n")
+    if last.strip():
+        log.warning("%s ends in half a line, as a killed run leaves it, which is passed over", path)
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        record = parse_record(line, _Step, where=f"metrics {path} line {number}", mend="remove that line")
+        if record.seconds is not None and record.step is not None:
+            seconds += record.seconds * (record.step - step)
+            step, samples = record.step, samples if record.samples is None else record.samples
+    device = environment.device or "unknown CPU"
     # The name of a CUDA device; the CPU's is that of platform.processor().
     kind = "cuda" if any(word in device for word in ("NVIDIA", "Tesla", "GeForce", "AMD Instinct")) else "cpu"
     return Compute(
-        step, samples, seconds / 3600, int(environment.get("world_size", 1)), device,
+        step, samples, seconds / 3600, environment.world_size, device,
         watts_per_rank if watts_per_rank is not None else WATTS_PER_RANK[kind],
     )  # fmt: skip
 
@@ -96,20 +141,16 @@ def results_section(results: Path | None, size: Size) -> str:
     """Markdown: the scores of one size from the results.json of `trainer.evaluate sizes`."""
     if results is None:
         return "## Results\n\nNone given; `python -m trainer.export --results results.json` puts them here.\n"
-    content = parse_json(results, "file", hint="give the results.json of an evaluation")
-    if content.get("format") != 1 or "records" not in content:
-        raise ConfigError(f"{results} is no results.json of `python -m trainer.evaluate sizes`; give such a file")
-    records = [r for r in content["records"] if r["method"] == "trained" and r["metric"] in _SHOWN_METRICS]
-    mine = [r for r in records if (r["layers"], r["dim"]) == (size.layers, size.dim)]
+    content = read_record(
+        results, _Results, what="evaluation", mend="give the results.json of `trainer.evaluate sizes`"
+    )
+    records = [r for r in content.records if r.method == "trained" and r.metric in _SHOWN_METRICS]
+    mine = [r for r in records if (r.layers, r.dim) == (size.layers, size.dim)]
     if not mine:
         return f"## Results\n\n{results.name} has none of the size {size}.\n"
-    others = list(dict.fromkeys((r["layers"], r["dim"]) for r in records))
-    full = max(others)
-    best = {(r["task"], r["metric"]): r["value"] for r in records if (r["layers"], r["dim"]) == full}
-    rows = [
-        [r["task"], METRIC_LABELS[r["metric"]], _number(r["value"]), _number(best.get((r["task"], r["metric"])))]
-        for r in mine
-    ]
+    full = max((r.layers, r.dim) for r in records)
+    best = {(r.task, r.metric): r.value for r in records if (r.layers, r.dim) == full}
+    rows = [[r.task, METRIC_LABELS[r.metric], _number(r.value), _number(best.get((r.task, r.metric)))] for r in mine]
     return (
         f"## Results\n\n{markdown_table(['task', 'metric', str(size), f'{full[0]}x{full[1]}'], rows, text_columns=2)}"
     )
@@ -124,10 +165,10 @@ LIMITS = """## Limits
 """
 
 
-def _data(folder: Path) -> str:
-    manifest = folder / "manifest.json"
-    if not manifest.is_file():
-        return f"{folder} (not on this machine)"
+def _data(folder: str) -> str:
+    manifest = Path(folder) / "manifest.json"
+    if "://" in folder or not manifest.is_file():
+        return f"{without_secrets(folder)} (not on this machine)"
     totals = parse_json(manifest, "file", hint="make the shards again").get("totals", {})
     counts = [f"{totals[key]:,} {key}" for key in ("samples", "tokens") if isinstance(totals.get(key), int)]
     return f"{folder}" + (f" ({', '.join(counts)})" if counts else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shutil
 from collections.abc import Sequence
@@ -9,12 +10,14 @@ from pathlib import Path
 
 import torch
 
-from data.files import write_atomically
+from data.files import first_line, write_atomically
+from data.tokens import tokenizer_fingerprint
 from models.adapters import merged_tensors, save_adapter
 from models.encoder import EmbeddingSettings
 from models.sizes import Ladder
 from trainer.build import ModelParts
 from trainer.config import Recipe
+from trainer.distributed import Refused, gather_objects
 from trainer.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -23,7 +26,8 @@ log = logging.getLogger(__name__)
 def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:
     """Write <run>/model and DONE, and <run>/adapter where adapters were trained; <run>/model then holds both merged.
 
-    All ranks call it: partitioned parameters are gathered one by one.
+    All ranks call it: partitioned parameters are gathered one by one. Raises Refused, on all, where the disk is full or
+    cannot be written; what was there before is then untouched.
     """
     model = parts.saved
     full: dict[int, torch.Tensor] = {}
@@ -31,43 +35,76 @@ def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:
         value = engine.full_parameter(parameter)
         if engine.world.is_main:
             full[id(parameter)] = value.cpu()
-    if not engine.world.is_main:
-        return
+    problem = None
+    if engine.world.is_main:
+        try:
+            _write(full, parts, recipe)
+        except Exception as error:
+            if not _is_the_disks(error):
+                raise
+            problem = (
+                f"{recipe.run.output}/model cannot be written ({first_line(error)}); training is done and its last "
+                "checkpoint is kept: free some space there and go on with --resume auto"
+            )
+    if (problem := gather_objects(problem)[0]) is not None:
+        raise Refused(problem)
+
+
+def _write(full: dict[int, torch.Tensor], parts: ModelParts, recipe: Recipe) -> None:
+    """DONE stays until the new model is whole, and comes back when it stands in its place."""
+    output, model = Path(recipe.run.output), parts.saved
     tensors = {name: full[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     expected = set(model.state_dict())
     tensors |= {name: value for name, value in model.named_buffers() if name in expected}
-    folder = Path(recipe.run.output) / "model"
-    if parts.adapter is not None:
-        alone = folder.with_name("adapter")
-        shutil.rmtree(alone, ignore_errors=True)
-        save_adapter(parts.adapter, tensors, alone)
-        tensors = merged_tensors(model, tensors)
-    tmp = folder.with_name("tmp-model")
-    shutil.rmtree(tmp, ignore_errors=True)
-    model.save_pretrained(tmp, state_dict=tensors)
-    # It has just been set to the engine's precision, in which others would load these float32 weights.
-    model.config.dtype = torch.float32
-    model.config.save_pretrained(tmp)
-    parts.tokenizer.save_pretrained(tmp)
-    embedding_settings(recipe).save(tmp)
+    new: dict[str, Path] = {}
+    try:
+        if parts.adapter is not None:
+            new["adapter"] = _empty(output / "tmp-adapter")
+            save_adapter(parts.adapter, tensors, new["adapter"])
+            tensors = merged_tensors(model, tensors)
+        new["model"] = tmp = _empty(output / "tmp-model")
+        model.save_pretrained(tmp, state_dict=tensors)
+        # It has just been set to the engine's precision, in which others would load these float32 weights.
+        model.config.dtype = torch.float32
+        model.config.save_pretrained(tmp)
+        parts.tokenizer.save_pretrained(tmp)
+        settings = embedding_settings(recipe)
+        dataclasses.replace(settings, tokenizer=tokenizer_fingerprint(parts.tokenizer)).save(tmp)
+    except BaseException:
+        for tmp in new.values():
+            shutil.rmtree(tmp, ignore_errors=True)
+        raise
+    (output / "DONE").unlink(missing_ok=True)
+    for name, tmp in new.items():
+        shutil.rmtree(output / name, ignore_errors=True)
+        tmp.rename(output / name)
+    write_atomically(output / "DONE", "")
+    log.info("the model is in %s", output / "model")
+
+
+def _empty(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
-    tmp.rename(folder)
-    write_atomically(Path(recipe.run.output) / "DONE", "")
-    log.info("the model is in %s", folder)
+    return folder
+
+
+def _is_the_disks(error: Exception) -> bool:
+    """Libraries in Rust say so in the text of exceptions of their own."""
+    return isinstance(error, OSError) or "(os error" in str(error)
 
 
 def embedding_settings(recipe: Recipe) -> EmbeddingSettings:
     """What goes into barista.json. A size trained on its own is a ladder of one."""
     ladder = recipe.ladder if recipe.single_size is None else Ladder((recipe.single_size,))
     masked = recipe.objective.name == "masked"
+    query_prompts, passage_prompts = recipe.prompts
     return EmbeddingSettings(
         pooling=recipe.model.pooling,
         similarity=recipe.objective.similarity,
         ladder=tuple((size.layers, size.dim) for size in ladder),
         query_max_length=recipe.data.max_length if masked else recipe.data.query_max_length,
         passage_max_length=recipe.data.max_length if masked else recipe.data.passage_max_length,
-        query_prompt=_common(recipe.data.query_prompts),
-        passage_prompt=_common(recipe.data.passage_prompts),
+        query_prompt=_common(query_prompts),
+        passage_prompt=_common(passage_prompts),
         temperature=recipe.objective.temperature,
     )
 

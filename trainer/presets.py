@@ -2,7 +2,10 @@
 
 Each row is a point of the method with the settings it decides, in the paper's form and in the released code's. A
 setting that a column leaves out is not decided there: the recipe's own value, or the default, stands. Keys that a
-recipe, its base or the command line writes out win over a preset. Torch-free, like trainer/config.py which applies it.
+recipe, its base or the command line writes out win over a preset. Where each number is published stands in the table of
+docs/objectives.md, "Published numbers". Torch-free, like trainer/config.py which applies it.
+
+The released code is the repository ielab/Starbucks: smae/, retrieval/ (on Tevatron), sts/ (on sentence-transformers).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ Settings = Mapping[str, Any]  # section.key -> value
 
 @dataclass(frozen=True)
 class Row:
-    """One point. `where` is the place in the paper."""
+    """One point. `where` is the place in the paper, and in the code where that differs."""
 
     point: str
     where: str
@@ -61,13 +64,20 @@ _REDUCTION = Row(
     paper={"objective.reduction": "mean"},
     released_code={"objective.reduction": "sum"},
 )
-_KL_OVER_SCORES = {
-    "objective.kl": "scores",
-    "objective.kl_weight": 1.0,
-    "objective.kl_temperature": 1.0,
-    "objective.detach_teacher": True,
+_EQUAL_TEXTS = Row(
+    "equal texts",
+    "§3.1: the other passages are negatives; in the code too, for neither library leaves out equal ones",
+    paper={"objective.mask_false_negatives": False},
+    released_code={"objective.mask_false_negatives": False},
+)
+_KL_OVER_SCORES = {"objective.kl": "scores", "objective.kl_weight": 1.0, "objective.detach_teacher": True}
+_SCHEDULE = {
+    "optim.schedule": "linear",
+    "optim.warmup_ratio": 0.1,
+    # In neither table: the default of Hugging Face's trainer, on which both libraries build.
+    "optim.weight_decay": 0.0,
+    "train.global_batch_size": 128,
 }
-_SCHEDULE = {"optim.schedule": "linear", "optim.warmup_ratio": 0.1, "train.global_batch_size": 128}
 _MSMARCO = {"optim.lr": 1e-4, "train.epochs": 3.0, "data.num_negatives": 7, **_SCHEDULE}
 _NLI = {"optim.lr": 5e-5, "train.epochs": 1.0, **_SCHEDULE}
 _DOT = {"objective.similarity": "dot", "objective.temperature": 1.0}
@@ -76,7 +86,8 @@ _COSINE = {"objective.similarity": "cosine", "objective.temperature": 0.05}
 
 SRL_RETRIEVAL = (
     _REDUCTION,
-    Row("KL", "§3.1, eq. 5; table 6", paper=_KL_OVER_SCORES, released_code=_KL_OVER_SCORES),
+    _EQUAL_TEXTS,
+    Row("KL", "§3.1, eq. 5; table 6: kl_temperature 1", paper=_KL_OVER_SCORES, released_code=_KL_OVER_SCORES),
     Row("similarity and temperature", "table 6", paper=_DOT, released_code=_DOT),
     Row("optimiser", "table 6", paper=_MSMARCO, released_code=_MSMARCO),
     Row(
@@ -89,14 +100,16 @@ SRL_RETRIEVAL = (
 
 SRL_STS = (
     _REDUCTION,
+    _EQUAL_TEXTS,
     Row(
         "KL",
-        "§3.1, eq. 5; in the code over the embeddings' first d coordinates, through the teacher too",
-        paper=_KL_OVER_SCORES,
+        "§3.1, eq. 5; table 5: kl_temperature 0.3, by which the code multiplies the divergence and divides nothing; in "
+        "the code it is over the embeddings' first d coordinates, through the teacher too",
+        paper=_KL_OVER_SCORES | {"objective.kl_weight": 0.3},
         released_code={
             "objective.kl": "coordinates",
-            "objective.kl_weight": 1.0,
-            "objective.kl_temperature": 0.3,  # divides the coordinates and multiplies their divergence
+            "objective.kl_weight": 0.3,
+            "objective.kl_temperature": 1.0,
             "objective.detach_teacher": False,
         },
     ),
@@ -112,10 +125,10 @@ _TABLES = {("masked", ""): SMAE, ("contrastive", "retrieval"): SRL_RETRIEVAL, ("
 def preset_settings(name: str, preset: str, preset_for: str) -> dict[str, Any]:
     """All settings of a preset; none where the three do not name one.
 
-    name: objective.name. preset_for: which fine-tuning; empty for masked pre-training, which is one.
+    name: objective.name. preset_for: which fine-tuning; masked pre-training is one, and does not look at it.
     """
     settings: dict[str, Any] = {}
     if preset in PRESETS:
-        for row in _TABLES.get((name, preset_for), ()):
+        for row in _TABLES.get((name, preset_for if name == "contrastive" else ""), ()):
             settings |= row.paper if preset == "paper" else row.released_code
     return settings

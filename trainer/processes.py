@@ -1,31 +1,77 @@
-"""A process of this machine, told apart from a later one with the same number."""
+"""A process of this machine, told apart from a later one with the same number.
+
+By when it started, counted from the machine's start: /proc/PID/stat's field 22, in clock ticks. The wall clock is no
+measure of that, for it may be set while a run goes on, and /proc/stat's `btime`, from which seconds since the epoch are
+reckoned, moves with it. Where there is no /proc, psutil's seconds since the epoch have to do.
+"""
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 import psutil
+
+_PROC = Path("/proc")
+_HAS_PROC = (_PROC / "self" / "stat").is_file()
+# Ended, and not waited for by its parent.
+_ENDED = ("Z", "X", "x")
 
 
 @dataclass(frozen=True)
 class Process:
     pid: int
-    created: float  # seconds since the epoch
+    started: float  # clock ticks from the machine's start, or seconds since the epoch where there is no /proc
 
     @classmethod
-    def of(cls, process: psutil.Process) -> Self:
-        return cls(process.pid, process.create_time())
+    def of(cls, pid: int) -> Self:
+        """Raises psutil.NoSuchProcess where none has that number."""
+        state = _state_of(pid)
+        if state is None:
+            raise psutil.NoSuchProcess(pid)
+        return cls(pid, state[1])
 
     @classmethod
     def me(cls) -> Self:
-        return cls.of(psutil.Process())
+        return cls.of(os.getpid())
 
     @property
     def lives(self) -> bool:
         """False for one that has ended and was not waited for, too."""
+        state = _state_of(self.pid)
+        return state is not None and state[0] not in _ENDED and state[1] == self.started
+
+
+def seconds_since_start(now: Callable[[], float] | None = None) -> float:
+    """How long this process has been there. `now`: seconds from the machine's start, sleep included."""
+    started = Process.me().started
+    if not _HAS_PROC:
+        return max(0.0, time.time() - started)
+    since_boot = now() if now is not None else time.clock_gettime(time.CLOCK_BOOTTIME)
+    return max(0.0, since_boot - started / os.sysconf("SC_CLK_TCK"))
+
+
+def state_in(stat: str) -> tuple[str, int]:
+    """(State, clock ticks from the machine's start to the process' own) of a line of /proc/PID/stat.
+
+    The command's name, in parentheses, may hold anything, parentheses included.
+    """
+    fields = stat.rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+def _state_of(pid: int) -> tuple[str, float] | None:
+    if _HAS_PROC:
         try:
-            process = psutil.Process(self.pid)
-            return process.create_time() == self.created and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
+            return state_in((_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace"))
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+    try:
+        process = psutil.Process(pid)
+        return "Z" if process.status() == psutil.STATUS_ZOMBIE else "R", process.create_time()
+    except psutil.Error:
+        return None

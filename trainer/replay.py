@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from data.collate import samples_of
 from data.files import write_atomically
 from data.stream import Stream
+from trainer.agreement import frozen_fingerprint
 from trainer.build import ModelParts, build_objective
 from trainer.checkpoint import Checkpointer
 from trainer.config import ConfigError, Recipe
 from trainer.distributed import World, gather_objects, seed_step, sum_over_ranks
 from trainer.engine import MASTER, Piece
-from trainer.loop import TrainState
+from trainer.loop import RunState, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,9 @@ def replay(recipe: Recipe, parts: ModelParts, stream: Stream, world: World) -> d
     """
     step, output = recipe.debug.replay, Path(recipe.run.output)
     engine = PlainEngine(parts.module, world)
-    saved = Checkpointer(output / "checkpoints", keep=1).load_newest(engine, before_step=step)
+    frozen = frozen_fingerprint(parts.module)
+    checkpointer = Checkpointer(output / "checkpoints", keep=1, state=RunState, frozen=frozen)
+    saved = checkpointer.load_newest(engine, before_step=step)
     if saved is None:
         raise ConfigError(
             f"debug.replay = {step} needs a whole checkpoint before that step, and {output}/checkpoints holds none; "

@@ -26,23 +26,26 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
-from data.files import write_atomically
+from data.errors import UserError
+from data.files import describe_os_error, write_atomically
+from data.secrets import without_secrets
 from data.stream import Stream
-from trainer.build import ModelParts, build_model, build_objective, open_shards, open_stream
-from trainer.checkpoint import Checkpointer, SavedCheckpoint, Saves, check_output_folder, no_checkpoint
-from trainer.command import MISTAKE_CODE, USER_MISTAKES
+from trainer.agreement import check_agreement, frozen_fingerprint
+from trainer.build import ModelParts, build_model, build_objective, check_shared_memory, open_shards, open_stream
+from trainer.checkpoint import Checkpointer, SavedCheckpoint, Saves
 from trainer.config import ConfigError, Recipe, as_toml, check_world, load_recipe
 from trainer.dashboard import open_dashboard
-from trainer.distributed import World, gather_objects, start
-from trainer.engine import Engine, multiplies_in_bf16, read_ds_config, zero_stage
+from trainer.distributed import Refused, World, gather_objects, start
+from trainer.engine import Engine, check_ds_config, ds_config_of, multiplies_in_bf16, read_ds_config, zero_stage
 from trainer.evaluation.during_training import Evaluator
 from trainer.faults import GaveUp
 from trainer.flops import bf16_slowdown
-from trainer.loop import Hooks, Plan, TrainState, train
+from trainer.loop import Hooks, Plan, RunState, TrainState, train
 from trainer.metrics import Metrics
 from trainer.model_folder import embedding_settings, save_model
 from trainer.optim import learning_rate
 from trainer.replay import replay
+from trainer.run_folder import check_output_folder, lost_training, no_checkpoint, prove_writable, steps_trained
 from trainer.run_lock import Locked, lock
 from trainer.sinks import check_sinks
 from trainer.stopping import STOP_FILE_VARIABLE, Stopped, StopRequests
@@ -102,6 +105,7 @@ def execute(recipe: Recipe) -> Path:
             f"train.compile = true does not go with {recipe.engine.ds_config}, whose stage 3 fetches weights layer by "
             "layer; use a stage up to 2, or train.compile = false"
         )
+    check_ds_config(recipe)
     output = Path(recipe.run.output)
     stop_file = os.environ.get(STOP_FILE_VARIABLE)
     with StopRequests(after_minutes=recipe.train.stop_after_minutes, stop_file=stop_file) as stops:
@@ -123,29 +127,34 @@ def _run(recipe: Recipe, output: Path, stops: StopRequests) -> tuple[int, str | 
     stream = open_stream(recipe, sources, rank=rank, world_size=world_size)
     parts = build_model(recipe, sources)
     evaluator = Evaluator.of(recipe, embedding_settings(recipe))
+    check_shared_memory(recipe.data.num_workers)
+    if rank == 0 and not recipe.debug.replay:
+        prove_writable(output)
     world = start()
     with ExitStack() as stack:
         stack.callback(stream.close)
         watchdog = stack.enter_context(Watchdog(world, hang_seconds=recipe.train.hang_seconds))
         try:
+            check_agreement(recipe, sources, parts, world)
             if recipe.debug.replay:
                 replay(recipe, parts, stream, world)
                 return 0, None
+            frozen = frozen_fingerprint(parts.module)
             _claim(output, world, stack)
             _write_run_folder(recipe, world)
             engine = Engine(parts.module, recipe, world)
             engine.beat = watchdog.beat
             if world.is_main:
                 _say_if_slow(engine)
-                write_atomically(output / "ds_config.json", json.dumps(engine.ds_config, indent=2) + "\n")
-            return _train(recipe, engine, parts, stream, evaluator, stops=stops, watchdog=watchdog)
-        except USER_MISTAKES as error:
-            watchdog.report(error, MISTAKE_CODE)
+            return _train(recipe, engine, parts, stream, evaluator, frozen=frozen, stops=stops, watchdog=watchdog)
+        except UserError as error:
+            watchdog.report(error, error.exit_code)
             raise
-        except GaveUp:  # all ranks do
+        except (GaveUp, Refused):  # all ranks do
             raise
         except Exception as error:
-            watchdog.report(error, DIED_CODE)
+            mistake = isinstance(error, OSError) and describe_os_error(error) is not None
+            watchdog.report(error, UserError.exit_code if mistake else DIED_CODE)
             raise
 
 
@@ -156,21 +165,35 @@ def _train(
     stream: Stream,
     evaluator: Evaluator,
     *,
+    frozen: str,
     stops: StopRequests,
     watchdog: Watchdog,
 ) -> tuple[int, str | None]:
     output, world = Path(recipe.run.output), engine.world
     total_steps = recipe.train.steps or stream.num_steps
     checkpointer = Checkpointer(
-        output / "checkpoints", keep=recipe.checkpoint.keep, keep_every_steps=recipe.checkpoint.keep_every_steps
+        output / "checkpoints",
+        keep=recipe.checkpoint.keep,
+        keep_every_steps=recipe.checkpoint.keep_every_steps,
+        state=RunState,
+        frozen=frozen,
     )
     state = TrainState()
     if recipe.run.resume != "never" and (saved := checkpointer.load_newest(engine)) is not None:
+        if saved["step"] > total_steps:
+            raise Refused(
+                f"{checkpointer.folder} holds a checkpoint of step {saved['step']}, and this run has {total_steps} "
+                "steps; it is another run's: move it away"
+            )
         state.load_state_dict(saved)
         stream.load_state_dict(saved["stream"])
         log.info("going on at step %d of %d", state.step, total_steps)
     elif recipe.run.resume == "required":
-        raise no_checkpoint(recipe.run.output)
+        raise Refused(no_checkpoint(output))
+    elif recipe.run.resume == "auto":
+        _start_over(output, world)
+    if world.is_main:
+        (output / "STOPPED").unlink(missing_ok=True)
     metrics = Metrics(
         output,
         world,
@@ -217,6 +240,17 @@ def _train(
     return state.step, reason
 
 
+def _start_over(output: Path, world: World) -> None:
+    """From the beginning, which is said where it is not the first time; refused where checkpoints were saved."""
+    lost = gather_objects(lost_training(output) if world.is_main else None)[0]
+    if lost is not None:
+        raise Refused(lost)
+    if world.is_main and (steps := steps_trained(output / "metrics.jsonl")):
+        log.warning(
+            "%s has come to step %d without saving a checkpoint; it starts over from the beginning", output, steps
+        )
+
+
 def _plan(recipe: Recipe, total_steps: int, *, evaluates: bool) -> Plan:
     optim = recipe.optim
     return Plan(
@@ -243,13 +277,15 @@ def _claim(output: Path, world: World, stack: ExitStack) -> None:
     # All ranks have looked at the folder before it changes: joining the process group need not wait for them all.
     dist.barrier()
     if world.is_main:
-        output.mkdir(parents=True, exist_ok=True)
         try:
+            output.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock(output))
         except Locked as error:
             problem = str(error)
+        except OSError as error:
+            problem = describe_os_error(error) or f"run.output {output} cannot be used ({error}); name another folder"
     if (problem := gather_objects(problem)[0]) is not None:
-        raise ConfigError(problem)
+        raise Refused(problem)
 
 
 def _say_if_slow(engine: Engine) -> None:
@@ -262,22 +298,35 @@ def _say_if_slow(engine: Engine) -> None:
 
 
 def _write_run_folder(recipe: Recipe, world: World) -> None:
-    output = Path(recipe.run.output)
+    """What the run is, for people and for a resume. DONE and STOPPED stay until there is something newer."""
+    output, problem = Path(recipe.run.output), None
     if world.is_main:
-        for marker in ("DONE", "STOPPED"):
-            (output / marker).unlink(missing_ok=True)
-        write_atomically(output / "recipe.toml", as_toml(recipe))
         packages = ("torch", "deepspeed", "transformers", "numpy", "tokenizers")
         environment = {
-            "command": sys.argv,
+            "command": [without_secrets(word) for word in sys.argv],
             "commit": _commit(),
             "world_size": world.size,
             "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor(),
             "python": platform.python_version(),
             "versions": {name: importlib.metadata.version(name) for name in packages},
         }
-        write_atomically(output / "environment.json", json.dumps(environment, indent=2) + "\n")
-    dist.barrier()
+        files = {
+            "recipe.toml": as_toml(recipe),
+            "environment.json": json.dumps(environment, indent=2) + "\n",
+            "ds_config.json": json.dumps(ds_config_of(recipe), indent=2) + "\n",
+        }
+        new = [name for name in files if not (output / name).exists()]
+        try:
+            for name, content in files.items():
+                write_atomically(output / name, content)
+        except OSError as error:
+            problem = (
+                f"{output} cannot be written ({error.strerror}); free some space there, or name another run.output"
+            )
+            for name in new:
+                (output / name).unlink(missing_ok=True)
+    if (problem := gather_objects(problem)[0]) is not None:
+        raise Refused(problem)
 
 
 def _commit() -> str | None:

@@ -28,7 +28,7 @@ class Locked(RuntimeError):
 
 def lock(folder: Path, *, wait_seconds: float = WAIT_SECONDS) -> TextIO:
     """Hold the folder until the returned file is closed. Raises Locked when it is still held after the wait."""
-    file = (folder / LOCK).open("a+", encoding="utf-8")
+    file = (folder / LOCK).open("a+", encoding="utf-8", errors="replace")
     deadline = time.monotonic() + wait_seconds
     said = False
     while True:
@@ -48,7 +48,9 @@ def lock(folder: Path, *, wait_seconds: float = WAIT_SECONDS) -> TextIO:
             log.info("%s is in use by %s; waiting up to %.0f s for it", folder, holder, wait_seconds)
             said = True
         time.sleep(0.5)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    try:
+        os.truncate(file.fileno(), 0)
+        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    except OSError as error:
+        log.warning("%s holds no name of this process (%s)", folder / LOCK, error.strerror)
     return file

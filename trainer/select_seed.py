@@ -15,6 +15,7 @@ same command goes on.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import logging
@@ -26,19 +27,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict
+
+from data.command import run_command
+from data.errors import DataError
 from data.files import write_atomically
+from data.records import Record, parse_json, read_record
 from trainer.build import open_shards, total_steps
-from trainer.command import run_command
 from trainer.config import ConfigError, as_toml, load_recipe
 from trainer.evaluation.retrieval import load_beir
 from trainer.evaluation.sts import read_sts
-from trainer.study_work import Job, RunFailed, Work, training_job
+from trainer.study_work import Job, Work, training_job
 
 log = logging.getLogger(__name__)
 
 SELECTION = "selection.json"
 _METRICS = ("spearman", "ndcg_cut_10")
 _OWN = ("run.seed", "run.output", "run.resume", "train.stop_at_step", "evaluation.every_steps")
+
+
+class _Selection(Record):
+    """selection.json."""
+
+    model_config = ConfigDict(allow_inf_nan=True)  # what a seed's evaluation gave
+
+    identity: dict[str, Any]
+    scores: dict[str, dict[str, float]]
+    means: dict[str, float] | None = None
+    best: int | None = None
+    why: str | None = None
+    model: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,12 +94,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--stop-after-minutes", type=float, default=0.0, metavar="M", help="let the run save, exit with 75")
     args, settings = parser.parse_known_args(argv)
     plan = make_plan(args, settings)
-    try:
-        with Work(plan.output, args.stop_after_minutes).listening() as work:
-            found = carry_out(plan, work)
-    except RunFailed as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(1)
+    with Work(plan.output, args.stop_after_minutes).listening() as work:
+        found = carry_out(plan, work)
     sys.stdout.write(selection_text(found))
 
 
@@ -120,7 +134,7 @@ def make_plan(args: argparse.Namespace, settings: Sequence[str]) -> Plan:
     output = Path(args.output)
     identity = {"recipe": as_toml(recipe), "seeds": args.seeds, "step": step, "ranks": args.ranks}
     saved = output / SELECTION
-    if saved.is_file() and json.loads(saved.read_text("utf-8"))["identity"] != identity:
+    if saved.is_file() and _read(saved)["identity"] != identity:
         raise ConfigError(
             f"{output} holds a selection by another recipe, other seeds or steps; choose another --output"
         )
@@ -137,7 +151,7 @@ def carry_out(plan: Plan, work: Work) -> dict[str, Any]:
     saved = plan.output / SELECTION
     found: dict[str, Any] = {"identity": dict(plan.identity), "scores": {}}
     if saved.is_file():
-        found = json.loads(saved.read_text("utf-8"))
+        found = _read(saved)
     else:
         plan.output.mkdir(parents=True, exist_ok=True)
         _write(saved, found)
@@ -173,9 +187,11 @@ def scores_at(run: Path, step: int) -> dict[str, float]:
     """task/metric/size -> score of the run's evaluation at a step; empty where there is none."""
     path = run / "metrics.jsonl"
     found: dict[str, float] = {}
-    for line in path.read_text("utf-8").splitlines() if path.is_file() else []:
-        entry = json.loads(line)
-        if entry["step"] == step:
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        entry: Any = None
+        with contextlib.suppress(DataError):  # a line that was cut off
+            entry = parse_json(line, where=str(path))
+        if isinstance(entry, dict) and entry.get("step") == step:
             scores = {name.removeprefix("evaluation/"): value for name, value in entry.items() if "/" in name}
             found |= {name: value for name, value in scores.items() if name.split("/")[-2] in _METRICS}
     return found
@@ -206,6 +222,11 @@ def _training(plan: Plan, seed: int, work: Work, name: str, more: Sequence[str],
 def _has_come_to(run: Path, step: int) -> bool:
     saved = (run / "checkpoints" / f"step_{step:08d}").is_dir()
     return saved and bool(scores_at(run, step)) and not (run / "STOPPED").is_file()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    mend = "restore it, or choose another --output"
+    return read_record(path, _Selection, what="selection", mend=mend).model_dump(exclude_none=True)
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

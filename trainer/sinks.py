@@ -21,6 +21,7 @@ import logging
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from data.files import write_atomically
+from data.records import Record, read_record
 from trainer.config import ConfigError, LogConfig
 
 log = logging.getLogger(__name__)
@@ -44,6 +47,13 @@ _FAMILIES = {"encoder": "losses/encoder", "decoder": "losses/decoder", "loss": "
 _TRACKING_FILE = "tracking.json"
 _PROJECT = "barista"
 _SECONDS_TO_FINISH = 60.0
+
+
+class _Tracking(Record):
+    """What services call a run."""
+
+    wandb: str | None = None
+    mlflow: str | None = None
 
 
 class Sink(Protocol):
@@ -112,6 +122,7 @@ class TensorBoard:
         self._start_step = start_step
         self._trial = trial or str(folder)
         self._writers: dict[str, Any] = {}
+        _leave_errors_to_the_next_write()
         if layout:
             self._writer(MAIN_RUN).add_custom_scalars(
                 {
@@ -154,6 +165,20 @@ class TensorBoard:
     def close(self) -> None:
         for writer in self._writers.values():
             writer.close()
+
+
+def _leave_errors_to_the_next_write() -> None:
+    """What fails in TensorBoard's own threads is raised again where the next record is written, and told there."""
+    tell = threading.excepthook
+    if getattr(tell, "leaves_tensorboard", False):
+        return
+
+    def hook(arguments: threading.ExceptHookArgs) -> None:
+        if type(arguments.thread).__module__.split(".")[0] != "tensorboard":
+            tell(arguments)
+
+    hook.leaves_tensorboard = True  # type: ignore[attr-defined]
+    threading.excepthook = hook
 
 
 class WeightsAndBiases:
@@ -294,11 +319,15 @@ def _first_line(error: Exception) -> str:
 
 def _tracked(folder: Path, key: str) -> str | None:
     """What a service calls this run, if a former process of the run told it."""
-    path = folder / _TRACKING_FILE
-    return json.loads(path.read_text(encoding="utf-8")).get(key) if path.is_file() else None
+    return getattr(_tracking(folder), key)
 
 
 def _track(folder: Path, key: str, name: str) -> None:
+    known = _tracking(folder).model_dump(exclude_none=True)
+    write_atomically(folder / _TRACKING_FILE, json.dumps({**known, key: name}, indent=2) + "\n")
+
+
+def _tracking(folder: Path) -> _Tracking:
     path = folder / _TRACKING_FILE
-    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    path.write_text(json.dumps({**known, key: name}, indent=2) + "\n", encoding="utf-8")
+    mend = "remove it; what follows is then shown as another run"
+    return read_record(path, _Tracking, what="file", mend=mend) if path.is_file() else _Tracking()

@@ -74,19 +74,68 @@ def adaptive_layers(ladder: Ladder, *, reduction: str) -> Schedule:
 def two_dimensional(ladder: Ladder, *, seed: int) -> Schedule:
     """2DMSE: n ~ U(1, N−1), d ~ U(1, D−1) each step; L_n^d + L_n^D + L_N^d + L_N^D (Starbucks §3.1, eq. 3).
 
-    KL runs from (N, D) to both sizes of the drawn layer (SPEC, baselines).
+    KL runs from (N, D) to both sizes of the drawn layer; eq. 3 has none, and the paper names none for 2DMSE.
     """
     full = ladder.full
 
     def plan(step: int) -> SizePlan:
-        rng = np.random.Generator(np.random.Philox(key=np.array([seed, step], dtype=np.uint64)))
+        rng = _generator(seed, step)
         layers = int(rng.integers(1, max(2, full.layers)))
         dim = int(rng.integers(1, max(2, full.dim)))
         sizes = (Size(layers, dim), Size(layers, full.dim), Size(full.layers, dim), full)
-        names = ("drawn_size", "drawn_layers", "drawn_dim", "full")
-        return SizePlan(names, sizes, (1.0,) * 4, (1.0, 1.0, 0.0, 0.0))
+        return SizePlan(_DRAWN, sizes, (1.0,) * 4, (1.0, 1.0, 0.0, 0.0))
 
     return plan
+
+
+def two_dimensional_listed(ladder: Ladder, *, seed: int) -> Schedule:
+    """2DMSE as the paper's STS baseline was run: sentence-transformers' Matryoshka2dLoss, in the 3.x of its time.
+
+    A layer n ~ U(1, N−1), and a width of the ladder for it and another for the last layer, each of all widths:
+    L = L_N^d + L_n^d' / n. KL runs from (N, D) to (n, D) alone. (From 6.x on the weight 1/n is 1 and n may be 0.)
+    """
+    full, dims = ladder.full, [size.dim for size in ladder]
+
+    def plan(step: int) -> SizePlan:
+        rng = _generator(seed, step)
+        layers = int(rng.integers(1, max(2, full.layers)))
+        inner, outer = (dims[int(rng.integers(len(dims)))] for _ in range(2))
+        sizes = (Size(layers, inner), Size(layers, full.dim), Size(full.layers, outer), full)
+        return SizePlan(_DRAWN, sizes, (1.0 / layers, 0.0, 1.0, 0.0), (0.0, 1.0, 0.0, 0.0))
+
+    return plan
+
+
+def two_dimensional_all_widths(ladder: Ladder, *, seed: int) -> Schedule:
+    """2DMSE as in Starbucks' retrieval code (`sub_model_sampling`): a layer of the ladder below the last is drawn.
+
+    All widths of the ladder are trained at it and at the last layer, their losses summed; KL runs from (N, D) to all
+    the others, those of the last layer too.
+    """
+    full, dims = ladder.full, [size.dim for size in ladder]
+    below = [size.layers for size in ladder][:-1]
+    names = (*(f"drawn_layers_x{dim}" for dim in dims), *(str(Size(full.layers, dim)) for dim in dims))
+
+    def plan(step: int) -> SizePlan:
+        layers = below[int(_generator(seed, step).integers(len(below)))]
+        sizes = tuple(Size(depth, dim) for depth in (layers, full.layers) for dim in dims)
+        return SizePlan(names, sizes, (1.0,) * len(sizes), (*(1.0,) * (len(sizes) - 1), 0.0))
+
+    return plan
+
+
+_DRAWN = ("drawn_size", "drawn_layers", "drawn_dim", "full")  # what metrics call (n, d), (n, D), (N, d), (N, D)
+
+
+def _generator(seed: int, step: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=np.array([seed, step], dtype=np.uint64)))
+
+
+_DRAWING = {
+    "two_d": two_dimensional,
+    "two_d_listed": two_dimensional_listed,
+    "two_d_all_widths": two_dimensional_all_widths,
+}
 
 
 def reweighted(schedule: Schedule, *, size_weights: Sequence[float], kl_size_weights: Sequence[float]) -> Schedule:
@@ -129,8 +178,8 @@ def build_schedule(
 ) -> Schedule:
     """The schedule a recipe names in `objective.sizes`, with its factors a size."""
     teach = taught_from_outside if teacher_outside else (lambda schedule: schedule)
-    if kind == "two_d":
-        return teach(two_dimensional(ladder, seed=seed))
+    if kind in _DRAWING:
+        return teach(_DRAWING[kind](ladder, seed=seed))
     fixed = teach(_fixed(kind, ladder, reduction=reduction, size=size))
     return reweighted(fixed, size_weights=size_weights, kl_size_weights=kl_size_weights)
 

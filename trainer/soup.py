@@ -11,46 +11,96 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import math
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers.utils import logging as hf_logging
 
+from data.command import exit_code_of, log_to_stderr
+from data.files import reading
+from data.records import read_json
 from data.tokens import load_tokenizer, tokenizer_fingerprint
-from models.encoder import EmbeddingSettings
-from trainer.command import USER_MISTAKES
+from models.encoder import EmbeddingSettings, load_encoder
+from models.loading import NOT_COMPUTED_WITH, check_finite
 from trainer.config import ConfigError
+from trainer.whole_folder import check_place, written_whole
 
 log = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "model.safetensors"
+_COPIED = (".json", ".txt", ".model", ".jinja")  # configuration, settings and tokenizer
 
 
 def soup(models: Sequence[Path], output: Path, *, weights: Sequence[float] = ()) -> Path:
     """Write the mean model, with the first one's configuration and tokenizer; it appears whole or not at all."""
     if len(models) < 2:
         raise ConfigError(f"--models names {len(models)} folder; a mean needs two or more")
-    if weights and (len(weights) != len(models) or min(weights) < 0 or sum(weights) <= 0):
-        raise ConfigError(f"--weights {list(weights)} must be {len(models)} numbers of at least 0, and not all 0")
+    wrong = len(weights) != len(models) or not all(0 <= weight < math.inf for weight in weights)
+    if weights and (wrong or not 0 < sum(weights) < math.inf):
+        raise ConfigError(f"--weights {list(weights)} must be {len(models)} finite numbers of at least 0, not all 0")
     if output.exists():
         raise ConfigError(f"--output {output} exists; give a new folder")
+    check_place(output)
+    _check_alike(models)
+    shares = [weight / sum(weights) for weight in weights] if weights else [1 / len(models)] * len(models)
+    mean = _mean(models, shares)
+    with written_whole(output) as partial:
+        # Links and folders beside a model's own files are nobody's to copy.
+        for path in sorted(models[0].iterdir()):
+            if path.is_file() and not path.is_symlink() and path.suffix in _COPIED:
+                shutil.copyfile(path, partial / path.name)
+        save_file(mean, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+    log.info("the mean of %d models is in %s", len(models), output)
+    return output
+
+
+def _check_alike(models: Sequence[Path]) -> None:
+    """Refuse folders whose mean would mean nothing."""
+    places: dict[Path, Path] = {}
     for folder in models:
         if not (folder / WEIGHTS_FILE).is_file():
             raise ConfigError(f"{folder} holds no {WEIGHTS_FILE}; give the model folders of trained runs")
+        if (other := places.setdefault((folder / WEIGHTS_FILE).resolve(), folder)) is not folder:
+            raise ConfigError(f"--models names {other} and {folder}, which are one folder; weight it by --weights")
     first = models[0]
     same = tokenizer_fingerprint(load_tokenizer(first)), EmbeddingSettings.load(first)
+    config = _config(first)
     for folder in models[1:]:
         if (tokenizer_fingerprint(load_tokenizer(folder)), EmbeddingSettings.load(folder)) != same:
             raise ConfigError(f"{folder} has another tokenizer or barista.json than {first}; mix models of one recipe")
-    shares = [weight / sum(weights) for weight in weights] if weights else [1 / len(models)] * len(models)
+        other_config = _config(folder)
+        for key in sorted({*config, *other_config}):
+            if config.get(key) != other_config.get(key):
+                raise ConfigError(
+                    f"{folder} has another {key} in its config.json than {first}; mix models of one architecture"
+                )
+    # Its configuration goes with the mean, so it must be one that can be used.
+    load_encoder(first)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """What config.json says of the architecture."""
+    values = read_json(folder / "config.json", what="model configuration", mend="give a sound model folder")
+    if not isinstance(values, dict):
+        raise ConfigError(f"model configuration {folder / 'config.json'} holds no object; give a sound model folder")
+    return {key: value for key, value in values.items() if key not in NOT_COMPUTED_WITH}
+
+
+def _mean(models: Sequence[Path], shares: Sequence[float]) -> dict[str, torch.Tensor]:
+    first = models[0]
     mean: dict[str, torch.Tensor] = {}
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(safe_open(folder / WEIGHTS_FILE, framework="pt")) for folder in models]
+        files = []
+        for folder in models:
+            with reading(folder / WEIGHTS_FILE, what="weights", mend="copy the model folder again"):
+                files.append(stack.enter_context(safe_open(folder / WEIGHTS_FILE, framework="pt")))
         names = sorted(files[0].keys())
         for folder, file in zip(models, files):
             if sorted(file.keys()) != names:
@@ -63,21 +113,11 @@ def soup(models: Sequence[Path], output: Path, *, weights: Sequence[float] = ())
                         f"{name} is {list(tensor.shape)} in {folder} and {list(tensors[0].shape)} in {first}; "
                         "mix models of one architecture"
                     )
+                check_finite([(name, tensor)], f"model {str(folder)!r}")
             total = sum(share * tensor.double() for share, tensor in zip(shares, tensors))
             assert isinstance(total, torch.Tensor)
             mean[name] = total.to(tensors[0].dtype)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
-    try:
-        shutil.copytree(first, partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
-        save_file(mean, partial / WEIGHTS_FILE, metadata={"format": "pt"})
-        partial.chmod(0o755)  # mkdtemp's folders are private
-        partial.replace(output)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    log.info("the mean of %d models is in %s", len(models), output)
-    return output
+    return mean
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,13 +127,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--output", required=True, type=Path, help="a new folder")
     add("--weights", nargs="+", type=float, default=[], help="of each model; none: all alike")
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    try:
-        soup(args.models, args.output, weights=args.weights)
-    except USER_MISTAKES as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return 0
+    log_to_stderr()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    return exit_code_of(lambda: soup(args.models, args.output, weights=args.weights))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +24,15 @@ import torch
 from torch import Tensor
 from transformers.utils import logging as hf_logging
 
-from data.tokens import load_tokenizer
-from models.encoder import EmbeddingSettings, Encoder, load_encoder
+from data.command import exit_code_of, log_to_stderr
+from data.tokens import tokenizer_fingerprint
+from models.encoder import EmbeddingSettings, Encoder
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel, special_ids_of
-from trainer.command import USER_MISTAKES
 from trainer.config import ConfigError
+from trainer.evaluation.subject import load_model
+from trainer.options import count, real
+from trainer.whole_folder import check_place, written_whole
 
 log = logging.getLogger(__name__)
 
@@ -76,11 +80,13 @@ def table_of(vectors: Tensor, *, dim: int, sif: float, special_ids: Sequence[int
 
 def make_start(model: str, output: Path, *, source: str, dim: int, sif: float) -> Path:
     """Write the folder; `source`: tokens | outputs. dim 0: the encoder's own."""
-    if output.exists() and any(output.iterdir()):
+    check_place(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output} is not empty; give a new folder")
-    if sif < 0:
+    if not 0 <= sif < math.inf:
         raise ConfigError(f"--sif {sif} is below 0; give 0 for no weighting, or a number such as 1e-4")
-    encoder, tokenizer = load_encoder(model).eval(), load_tokenizer(model)
+    encoder, tokenizer, own = load_model(model)
+    encoder.eval()
     if encoder.is_static:
         raise ConfigError(f"{model} is a static encoder already; name it in model.source as it is")
     rows = len(tokenizer)
@@ -89,18 +95,21 @@ def make_start(model: str, output: Path, *, source: str, dim: int, sif: float) -
     else:
         cls_id = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
         sep_id = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
+        if cls_id is None or sep_id is None:
+            raise ConfigError(f"the tokenizer of {model} has no cls/bos or no sep/eos token; use --from tokens")
         vectors = token_outputs(encoder, rows, cls_id=cls_id, sep_id=sep_id)
     special_ids = special_ids_of(tokenizer.all_special_ids, tokenizer.unk_token_id)
     table = table_of(vectors, dim=dim or vectors.shape[1], sif=sif, special_ids=special_ids)
     static = StaticModel(StaticConfig(vocab_size=rows, hidden_size=table.shape[1], special_ids=special_ids))
     with torch.no_grad():
         static.embedding.weight.copy_(table)
-    output.mkdir(parents=True, exist_ok=True)
-    static.save_pretrained(output)
-    tokenizer.save_pretrained(output)
-    own = EmbeddingSettings.load(model) if Path(model).is_dir() else None
     lengths = {} if own is None else {k: getattr(own, k) for k in ("query_max_length", "passage_max_length")}
-    EmbeddingSettings(pooling="mean", ladder=((1, table.shape[1]),), **lengths).save(output)
+    ladder, fingerprint = ((1, table.shape[1]),), tokenizer_fingerprint(tokenizer)
+    settings = EmbeddingSettings(pooling="mean", ladder=ladder, tokenizer=fingerprint, **lengths)
+    with written_whole(output) as partial:
+        static.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        settings.save(partial)
     log.info("a table of %d tokens × %d dimensions is in %s", *table.shape, output)
     return output
 
@@ -119,18 +128,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="outputs",
         help="tokens: its token embeddings; outputs: what it makes of each token alone (%(default)s)",
     )
-    add("--dim", type=int, default=0, help="principal components kept (0: all)")
-    add("--sif", type=float, default=1e-4, help="a of the weight a / (a + p); 0: no weighting (%(default)s)")
+    add("--dim", type=count(least=0), default=0, help="principal components kept (0: all)")
+    add("--sif", type=real(least=0), default=1e-4, help="a of the weight a / (a + p); 0: no weighting (%(default)s)")
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    log_to_stderr()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
-    try:
-        make_start(args.model, args.output, source=args.source, dim=args.dim, sif=args.sif)
-    except USER_MISTAKES as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return 0
+    return exit_code_of(lambda: make_start(args.model, args.output, source=args.source, dim=args.dim, sif=args.sif))
 
 
 if __name__ == "__main__":

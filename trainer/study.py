@@ -29,16 +29,17 @@ from pathlib import Path
 
 import torch
 
+from data.command import run_command
 from data.files import write_atomically
-from trainer.checkpoint import check_output_folder
-from trainer.command import run_command
+from data.records import read_json
 from trainer.config import ConfigError
 from trainer.evaluation.raw import RAW_FILE
 from trainer.evaluation.retrieval import load_beir
 from trainer.evaluation.sts import read_sts
+from trainer.run_folder import check_output_folder
 from trainer.study_plan import Result, Run, Study, load_study, results_of, runs_of
 from trainer.study_report import LATENCY_FILE, write_report
-from trainer.study_work import Job, RunFailed, Work, training_job
+from trainer.study_work import Job, Work, training_job
 
 log = logging.getLogger(__name__)
 
@@ -75,12 +76,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     work = Work(study.output, args.stop_after_minutes, args.jobs, _gpus(args.jobs, study.ranks))
     jobs = _jobs(study, runs, results, work)
     log.info("%s: %d runs, %d evaluations, %d left to do", study.name, len(runs), len(results), len(jobs))
-    try:
-        with work.listening():
-            work.carry_out(jobs)
-    except RunFailed as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(1)
+    with work.listening():
+        work.carry_out(jobs)
     sys.stdout.write(f"{write_report(study)}\n")
 
 
@@ -152,7 +149,7 @@ def is_evaluated(study: Study, result: Result) -> bool:
     receipt = _receipt(result)
     if not (result.folder / RAW_FILE).is_file() or not receipt.is_file() or not is_done(result.run):
         return False
-    return json.loads(receipt.read_text(encoding="utf-8")) == _receipt_content(study, result)
+    return read_json(receipt, mend="remove it; what it is of is then made again") == _receipt_content(study, result)
 
 
 def evaluation_command(study: Study, result: Result) -> list[str]:

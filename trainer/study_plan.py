@@ -1,7 +1,7 @@
 """What a study is: a TOML file of backbones × methods × seeds, and the runs that come of it.
 
     [study]        name, output, seeds, ladder; baseline (an arm), ranks, grid, holm
-    [settings]     recipe keys laid over every run: "engine.ds_config" = "…"
+    [settings]     recipe keys laid over every run, each of which must read them: "engine.ds_config" = "…"
     [evaluation]   sts, sts_subsets, beir, split, dtype (float32 or bfloat16), bm25, untrained
     [backbones.B]  source (a folder or hub name), or recipe (pre-trained here) with settings and from (another backbone)
     [methods.M]    recipe, settings, backbones (default: all), each_size (one run a size, evaluated at that size),

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.records import Record, read_record
 from models.sizes import Size
 from trainer.config import ConfigError
 from trainer.evaluation.comparison import Sample, average, compare, mark, samples_of
@@ -26,6 +26,16 @@ from trainer.study_plan import Study, results_of
 
 AVERAGE = "average"
 LATENCY_FILE = "latency.json"
+
+
+class _Latency(Record):
+    milliseconds: float
+
+
+class _Latencies(Record):
+    sizes: dict[str, _Latency]
+
+
 TRAINED = "trained"  # the method's name in an evaluation's own files
 
 Column = Size | str  # a size, or AVERAGE
@@ -99,8 +109,8 @@ def collect(study: Study) -> Collected:
     latency = study.output / "results" / LATENCY_FILE
     latency_ms = {}
     if latency.is_file():
-        sizes = json.loads(latency.read_text(encoding="utf-8"))["sizes"]
-        latency_ms = {Size.parse(name): float(values["milliseconds"]) for name, values in sizes.items()}
+        sizes = read_record(latency, _Latencies, mend="remove it; it is then measured again").sizes
+        latency_ms = {Size.parse(name): values.milliseconds for name, values in sizes.items()}
     return Collected(
         {task: kinds[task] for task in order},
         _in_columns(study, found),

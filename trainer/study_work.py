@@ -23,11 +23,14 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from trainer.command import MISTAKE_CODE
+from data.command import MISTAKE_CODE
+from data.errors import CommandEnd, DataError
+from data.records import Record, parse_record
 from trainer.config import ConfigError
 from trainer.distributed import free_port
-from trainer.stopping import STOP_FILE_VARIABLE, STOPPED_CODE, Stopped
+from trainer.stopping import STOP_FILE_VARIABLE, STOPPED_CODE, Stopped, started_by_me
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +38,15 @@ TIMINGS_FILE = "timings.jsonl"
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
-class RunFailed(RuntimeError):
+class RunFailed(CommandEnd):
     """A run that ended without DONE, neither by a mistake of the user's nor by a wish to stop."""
+
+
+class _Timing(Record):
+    name: str
+    kind: str
+    seconds: float
+    complete: bool
 
 
 def _nothing() -> None:
@@ -153,7 +163,7 @@ class Work:
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **self._environment(place, job.ranks)},
+                    env={**os.environ, **self._environment(place, job.ranks), **started_by_me()},
                     # A launcher does not pass signals on, so all its processes get them as one group.
                     start_new_session=True,
                 )
@@ -212,8 +222,7 @@ class Work:
             return ""
         seconds: dict[str, dict[str, float]] = {}  # kind -> name -> seconds, interrupted tries included
         complete = set()
-        for line in path.read_text(encoding="utf-8").splitlines():
-            entry = json.loads(line)
+        for entry in _timings(path):
             of_kind = seconds.setdefault(entry["kind"], {})
             of_kind[entry["name"]] = of_kind.get(entry["name"], 0.0) + entry["seconds"]
             complete |= {entry["name"]} if entry["complete"] else set()
@@ -273,6 +282,13 @@ def _duration(seconds: float) -> str:
         if seconds < 7200
         else f"{seconds / 3600:.1f} h"
     )
+
+
+def _timings(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of timings.jsonl, but for one that was cut off: they are for the time left alone."""
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(DataError):
+            yield parse_record(line, _Timing, where=str(path)).model_dump()
 
 
 def _last_error(path: Path) -> str:

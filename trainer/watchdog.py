@@ -7,14 +7,19 @@ once a second, and reads what others wrote. A verdict is given on
   all, the others at rank 0);
 - no progress of any rank for `hang_seconds`, or three times the longest pause of this run's steps: a collective that
   some rank has not joined (rank 0 looks). First steps, evaluations and saves may take PATIENCE_SECONDS.
+Alone, a rank watches itself: no progress within a step for as long, by its own clock, ends it. Evaluations, saves and
+the run's beginning and end have no limit then, as nobody waits for them.
 The first verdict counts. It goes into the store; each rank says it and leaves by `os._exit`, for its main thread may
 never return from a collective. An exception that ends one rank is a verdict, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
+import shutil
 import socket
 import threading
 import time
@@ -23,8 +28,10 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
 import torch.distributed as dist
 
+from data.secrets import without_secrets
 from trainer.distributed import World
 from trainer.processes import Process
 
@@ -33,6 +40,8 @@ SILENT_SECONDS = 30.0
 PATIENCE_SECONDS = 900.0
 _BEAT_SECONDS = 1.0
 _PAUSES = 3.0
+NEXT_BATCH = "next batch"  # the phase in which the loop waits for data
+_LITTLE_SHARED_MEMORY = 2**20
 _FINISHED = "finished"
 _VERDICT = "verdict"
 
@@ -63,6 +72,8 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         if self._world.size == 1:
+            if self._hang_seconds:
+                self._thread.start()
             return self
         # A connection of its own: the process group's is the main thread's.
         store = dist.TCPStore(
@@ -74,13 +85,13 @@ class Watchdog:
         # torchrun's store outlives its ranks.
         self._store = dist.PrefixStore(f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         me = Process.me()
-        self._put(f"process/{self._world.rank}", [socket.gethostname(), me.pid, me.created])
+        self._put(f"process/{self._world.rank}", [socket.gethostname(), me.pid, me.started])
         self._put(f"beat/{self._world.rank}", self._state(0))
         everyone = range(self._world.size)
         known = [json.loads(each) for each in self._store.multi_get([f"process/{rank}" for rank in everyone])]
-        for rank, (host, pid, created) in zip(everyone, known):
+        for rank, (host, pid, started) in zip(everyone, known):
             if host == socket.gethostname() and rank != self._world.rank:
-                self._neighbours[rank] = Process(pid, created)
+                self._neighbours[rank] = Process(pid, started)
         self._thread.start()
         return self
 
@@ -88,6 +99,9 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         if self._world.size == 1:
+            self._closed.set()
+            if self._hang_seconds:
+                self._thread.join()
             return
         if error is not None and _is_a_consequence(error):
             # The thread will see the cause, say it, and leave.
@@ -120,6 +134,9 @@ class Watchdog:
         self._store.set(key, json.dumps(value))
 
     def _watch(self) -> None:
+        if self._world.size == 1:
+            self._watch_alone()
+            return
         count = 0
         while not self._closed.wait(_BEAT_SECONDS):
             count += 1
@@ -130,6 +147,22 @@ class Watchdog:
             except (RuntimeError, OSError):
                 if not self._closed.is_set():
                     self._leave(f"{self._dead_neighbour() or 'rank 0'} is gone: its store answers no more", DIED_CODE)
+
+    def _watch_alone(self) -> None:
+        while not self._closed.wait(_BEAT_SECONDS):
+            if (reason := self.stuck(time.monotonic())) is not None and not self._closed.is_set():
+                self._leave(reason, DIED_CODE)
+
+    def stuck(self, now: float) -> str | None:
+        """Why a rank that is alone should end, or None."""
+        phase, still = self._phase, now - self._beat_at
+        limit = max(self._hang_seconds, _PAUSES * self._longest_pause)
+        if self._patient:
+            # Of what may take long, loader workers alone can keep a rank waiting for ever.
+            limit = max(limit, PATIENCE_SECONDS) if phase == NEXT_BATCH else math.inf
+        if still <= limit:
+            return None
+        return f"it has not got on for {still:.0f} s: at {phase!r} of step {self._step}{_about_loaders(phase)}"
 
     def _look(self) -> tuple[str, int] | None:
         """(Why the job must end, with what code), or None."""
@@ -169,7 +202,7 @@ class Watchdog:
             places.setdefault(f"{phase!r} of step {step}", []).append(rank)
         # The rank that all wait for is most often where fewest are.
         rarest_first = sorted(places.items(), key=lambda item: len(item[1]))
-        where = "; ".join(f"{_ranks(ranks)} at {place}" for place, ranks in rarest_first)
+        where = "; ".join(f"{_ranks(ranks)} at {place}" for place, ranks in rarest_first) + _about_loaders(self._phase)
         return self._decide(f"no rank has got on for {still:.0f} s: {where}", DIED_CODE)
 
     def _dead_neighbour(self) -> str | None:
@@ -191,14 +224,30 @@ class Watchdog:
 
     def _leave(self, reason: str, code: int) -> None:
         # On a line of its own, where a progress bar stands.
-        os.write(2, f"\nerror: rank {self._world.rank} ends with the job: {reason}\n".encode())
+        whose = "the run ends" if self._world.size == 1 else f"rank {self._world.rank} ends with the job"
+        os.write(2, f"\nerror: {whose}: {without_secrets(reason)}\n".encode())
         self._let_others_read()
         os._exit(code)
 
     def _let_others_read(self) -> None:
         """The store most often lives in rank 0, and the verdict would go with it."""
-        if self._world.is_main:
+        if self._world.is_main and self._world.size > 1:
             time.sleep(2.5 * _BEAT_SECONDS)
+
+
+def _about_loaders(phase: str) -> str:
+    """What is amiss with this rank's loader workers, where it waits for them."""
+    if phase != NEXT_BATCH:
+        return ""
+    found = []
+    with contextlib.suppress(psutil.Error, OSError):
+        stopped = [each.pid for each in psutil.Process().children() if each.status() == psutil.STATUS_STOPPED]
+        if stopped:
+            found.append(f"process {stopped[0]}, a loader worker, is stopped (SIGSTOP)")
+    with contextlib.suppress(OSError):
+        if (free := shutil.disk_usage("/dev/shm").free) < _LITTLE_SHARED_MEMORY:
+            found.append(f"/dev/shm, through which loader workers hand over batches, has {free // 1024} KiB left")
+    return "".join(f"; {each}" for each in found)
 
 
 def _is_a_consequence(error: BaseException) -> bool:

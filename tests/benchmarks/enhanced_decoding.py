@@ -2,9 +2,10 @@
 
     python -m tests.benchmarks.enhanced_decoding [--quick] [--json FILE]
 
-The peer is RetroMAE's way of collating, restated: for each text a pool of up to 128 whole-word masks, made token by
-token in Python, and for each position a copy of one of them with itself hidden; then the encoder's mask. Its rows share
-128 samples, ours are one each, and its copies here are plain list copies. Figures, all ratios of CPU time:
+The peer is the collator of RetroMAE's second release (FlagOpen/FlagEmbedding), restated: for each text a pool of up to
+128 whole-word masks, made token by token in Python, for each position a copy of one of them with itself hidden, then
+the encoder's mask. Its rows share 128 samples, ours are one each, and its copies here are plain list copies. Figures,
+all ratios of CPU time:
   visibility_ratio        peer ÷ our collator and mask hash, 8 texts × 512 tokens, everything from ids to tensors
   visibility_mask_ratio   the peer's matrices alone ÷ our hash alone
   enhanced_time_ratio     a step of smae_enhanced_bert_base_fineweb.toml ÷ one of smae_bert_base_fineweb.toml, that is

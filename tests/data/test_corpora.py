@@ -138,7 +138,7 @@ def test_bad_documents_are_named_with_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(good.encode() * 99)[:-9])
     refused(r"cut.jsonl.gz is damaged", texts_of, tmp_path / "cut.jsonl.gz")
     (tmp_path / "fake.parquet").write_text("no parquet")
-    refused(r"fake.parquet is no readable parquet file", texts_of, tmp_path / "fake.parquet")
+    refused(r"fake.parquet is damaged", texts_of, tmp_path / "fake.parquet")
     table = pyarrow.Table.from_pylist([{"text": "a"}, {"text": ""}])
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     refused(r"rows.parquet row 1: text is empty", texts_of, tmp_path / "rows.parquet")
@@ -164,20 +164,25 @@ def test_inputs_that_are_not_there_are_refused(tmp_path: Path) -> None:
     refused("limit is 0", texts_of, tmp_path / "a.jsonl", limit=0)
 
 
-def test_hub_data_sets_stream_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def local_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's "someone/corpus", subset "small": the folder's jsonl files, a shard each."""
     import datasets
 
-    for number in range(3):
-        write_jsonl(tmp_path / f"{number}.jsonl", ({"text": f"{number}-{row}"} for row in range(4)))
     load = datasets.load_dataset
 
     def local(name: str, subset: str | None, *, split: str, streaming: bool) -> Any:
         assert (name, subset, streaming) == ("someone/corpus", "small", True)
-        files = sorted(map(str, tmp_path.glob("*.jsonl")))
-        return load("json", data_files={"train": files}, split=split, streaming=True, cache_dir=str(tmp_path / "cache"))
+        files = sorted(map(str, folder.glob("*.jsonl")))
+        return load("json", data_files={"train": files}, split=split, streaming=True, cache_dir=str(folder / "cache"))
 
     monkeypatch.setattr(corpora, "_require_hub", lambda mend: None)
     monkeypatch.setattr(datasets, "load_dataset", local)
+
+
+def test_hub_data_sets_stream_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        write_jsonl(tmp_path / f"{number}.jsonl", ({"text": f"{number}-{row}"} for row in range(4)))
+    local_hub(tmp_path, monkeypatch)
     units = plan_documents(["someone/corpus"], subset="small")
     assert [unit.source for unit in units] == [f"hub:someone/corpus/small/train[{shard}/3]" for shard in range(3)]
     assert texts_of("someone/corpus", subset="small") == [f"{number}-{row}" for number in range(3) for row in range(4)]
@@ -272,8 +277,22 @@ def test_nli_and_sts_files(tmp_path: Path) -> None:
     assert [query for query, *_ in kept] == ["a1", "a2", "a4"]
     sts = write_tsv(tmp_path / "sts.tsv", [("4.5", "one", "two"), ("0", "three", 'f"our')])
     assert tuples_of(sts, format="sts") == [("one", ["two"], [], 4.5), ("three", ['f"our'], [], 0.0)]
-    refused("skip.txt2 of rows to skip does not exist", tuples_of, path, skip_rows=str(tmp_path / "skip.txt2"))
+    refused("skip.txt2 cannot be read", tuples_of, path, skip_rows=str(tmp_path / "skip.txt2"))
     refused("one input at a time", tuples_of, path, sts, skip_rows=str(tmp_path / "skip.txt"))
+
+
+def test_rows_to_skip_of_a_hub_data_set_count_over_all_its_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a limit: so many of those that are left, as a published cut with a hold-out is made (docs/static.md)."""
+    for number in range(3):
+        write_jsonl(tmp_path / f"{number}.jsonl", ({"query": f"q{4 * number + i}", "positive": "p"} for i in range(4)))
+    local_hub(tmp_path, monkeypatch)
+    (tmp_path / "held_out.txt").write_text("1\n6\n11\n")
+    options = {"subset": "small", "skip_rows": str(tmp_path / "held_out.txt")}
+    kept = [query for query, *_ in tuples_of("someone/corpus", **options)]
+    assert kept == [f"q{row}" for row in range(12) if row not in (1, 6, 11)]
+    assert [query for query, *_ in tuples_of("someone/corpus", **options, limit=6)] == kept[:6]
 
 
 @pytest.fixture
@@ -358,3 +377,205 @@ def test_real_tuples(shared_data: Path, tmp_path: Path) -> None:
     scifact = tuples_of(shared_data / "retrieval" / "scifact", scratch=tmp_path / "s")
     assert len(scifact) == 809
     assert scifact[0][0] == "0-dimensional biomaterials lack inductive properties."
+
+
+# ------------------------------------------------------------------------------------------- rows that are not alike
+
+
+def pair(number: int, **more: object) -> dict[str, object]:
+    return {"query": f"q{number}", "positive": f"p{number}", **more}
+
+
+def test_every_row_has_its_own_negatives(tmp_path: Path) -> None:
+    rows = [pair(0), pair(1, negative="n1"), pair(2, hard_negatives=["a", "b"]), pair(3, neg_1="c", neg_2=None)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert [negatives for *_, negatives, _ in tuples_of(path)] == [[], ["n1"], ["a", "b"], ["c"]]
+    named = tuples_of(path, query_column="query", positive_columns=["positive"])
+    assert [negatives for *_, negatives, _ in named] == [[]] * 4, "columns given by hand mean just those"
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([pair(0), pair(1, score=1.0)], r"a.jsonl:2 has a score, and the first row none"),
+        ([pair(0), pair(1, score=1.0, negative="n")], r"a.jsonl:2 has a score, and the first row none"),
+        ([pair(0, score=1.0), pair(1, score=0.5, negative="n")], r"a.jsonl:2 has negatives, and the first row a score"),
+        ([pair(0, score=1.0), pair(1)], r"a.jsonl:2: score None is not a finite number"),
+        ([pair(0, score="1_000")], r"a.jsonl:1: score '1_000' is not a finite number"),
+        ([pair(0, score=True)], r"a.jsonl:1: score True is not a finite number"),
+        ([pair(0, score=[1])], r"a.jsonl:1: score \[1\] is not a finite number"),
+        ([pair(0, score=10**400)], r"a.jsonl:1: score 10*0 is not a finite number"),
+        ([{**pair(0), "positive": [[[[[[[[[["x"]]]]]]]]]]}], r"a.jsonl:1: column 'positive' holds a list"),
+    ],
+)
+def test_rows_that_do_not_go_together_are_refused(tmp_path: Path, rows: list[dict[str, object]], sentence: str) -> None:
+    refused(sentence, tuples_of, write_jsonl(tmp_path / "a.jsonl", rows))
+
+
+def test_columns_that_are_not_read_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        write_jsonl(tmp_path / name, [pair(0, answer="x", negative="n", score=1)])
+    assert tuples_of(tmp_path)[0] == ("q0", ["p0"], ["n"], None)
+    assert caplog.messages == [
+        f"{tmp_path / 'a.jsonl'}: queries are 'query', positives 'positive'; not read: 'answer', 'score'"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "format", "columns", "sentence"),
+    [
+        ("cat\tanimal\tstone\ndog\tpet\tcar\n", "nli", (), "a.tsv:1 is no header of NLI triplets .*'cat', 'animal'"),
+        ("A man\tA person\tA stone\n", "nli", (), "a.tsv:1 is no header of NLI triplets"),
+        ("query\tpositive\nq\tp\n", "columns", ("query", "positive"), "a.tsv:1 is a header .* leave --columns out"),
+        ("q\tp\n", "columns", ("query", "query"), "not distinct names"),
+        ("q\tp\n", "columns", ("query", ""), "not distinct names"),
+        ("score\tsentence1\tsentence2\n1\ta\tb\n", "sts", (), "a.tsv:1: score 'score' is not a finite number"),
+    ],
+)
+def test_headers_are_neither_lost_nor_read(
+    tmp_path: Path, content: str, format: str, columns: tuple[str, ...], sentence: str
+) -> None:
+    (tmp_path / "a.tsv").write_text(content)
+    refused(sentence, tuples_of, tmp_path / "a.tsv", format=format, columns=columns)
+
+
+@pytest.mark.parametrize("names", ["anchor\tpositive\thard_negative", "Premise\tentailment\tcontradiction"])
+def test_customary_headers_of_triplets(tmp_path: Path, names: str) -> None:
+    (tmp_path / "a.tsv").write_text(f"{names}\na\tb\tc\n")
+    assert tuples_of(tmp_path / "a.tsv", format="nli") == [("a", ["b"], ["c"], None)]
+
+
+def test_marks_of_editors_are_no_text(tmp_path: Path) -> None:
+    for name, content in (("a.txt", "one\n"), ("a.jsonl", '{"text": "one"}\n'), ("a.tsv", "text\none\n")):
+        marked = b"\xef\xbb\xbf" + content.encode()
+        (tmp_path / name).write_bytes(marked)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(marked))
+        assert texts_of(tmp_path / name) == texts_of(tmp_path / f"{name}.gz") == ["one"], name
+
+
+def test_what_nests_too_deep_is_named(tmp_path: Path) -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "x"}}\n{{"text": "y", "more": {deep}}}\n')
+    refused(r"a.jsonl:2 is no JSON \(nested too deep\)", texts_of, tmp_path / "a.jsonl")
+
+
+def test_a_document_may_be_too_long(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\n" + "word\n" * 300)
+    refused(r"a.txt:3: a line or a document is longer", texts_of, tmp_path / "a.txt", longest_line=1000)
+    assert len(texts_of(tmp_path / "a.txt", longest_line=1500)) == 2
+    assert len(texts_of(tmp_path / "a.txt", longest_line=1000, text_split="lines")) == 301
+
+
+def test_damaged_parquet_is_named(tmp_path: Path) -> None:
+    table = pyarrow.table({"text": [f"text {number} {'x' * 50}" for number in range(2000)]})
+    for compression, checksums in (("none", False), ("snappy", False), ("zstd", True)):
+        path = tmp_path / "a.parquet"
+        pyarrow.parquet.write_table(
+            table, path, compression=compression, use_dictionary=False, write_page_checksum=checksums
+        )
+        content = bytearray(path.read_bytes())
+        content[200:600] = bytes(byte ^ 0xFF for byte in content[200:600])
+        path.write_bytes(content)
+        refused(r"parquet file .*a\.parquet (is damaged|cannot be read|is not UTF-8)", texts_of, path)
+
+
+def test_parquet_columns_that_are_no_texts(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    column = pyarrow.array([[("text", "dog")]], pyarrow.map_(pyarrow.string(), pyarrow.string()))
+    pyarrow.parquet.write_table(pyarrow.table({"query": ["q"], "positive": column}), path)
+    refused("column 'positive' holds a map, not a text", tuples_of, path)
+    twins = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"])
+    pyarrow.parquet.write_table(twins, path)
+    refused("several columns 'text'", texts_of, path)
+    bad = pyarrow.Array.from_buffers(
+        pyarrow.string(), 1, [None, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"\xff\xff")]
+    )
+    pyarrow.parquet.write_table(pyarrow.table({"text": bad}), path)
+    refused(r"a\.parquet is not UTF-8", texts_of, path)
+
+
+def test_bounds_of_options(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [pair(0), pair(1)])
+    assert len(tuples_of(path, limit=10**30)) == 2
+    refused("the limit is 0", tuples_of, path, limit=0)
+    for number in (-1, 10**30):
+        refused(f"{number} negatives a query cannot be kept", tuples_of, path, max_negatives=number)
+    for rows, sentence in (("2\n", "row 2 is to be skipped, but .*a.jsonl has 2 rows"), ("-1\n", "counted from 0")):
+        (tmp_path / "skip").write_text(rows)
+        refused(sentence, tuples_of, path, skip_rows=str(tmp_path / "skip"))
+    (tmp_path / "skip").write_bytes(b"\xff")
+    refused("is not UTF-8", tuples_of, path, skip_rows=str(tmp_path / "skip"))
+
+
+# ------------------------------------------------------------------------------------------------- ids, said once each
+
+
+@pytest.fixture
+def beir(tmp_path: Path) -> Path:
+    folder = tmp_path / "beir"
+    write_jsonl(folder / "corpus.jsonl", [{"_id": f"d{number}", "text": f"text {number}"} for number in range(5)])
+    write_jsonl(folder / "queries.jsonl", [{"_id": "q0", "text": "query 0"}])
+    write_tsv(folder / "qrels" / "train.tsv", [("query-id", "corpus-id", "score"), ("q0", "d0", 1)])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("queries.jsonl", b'{"_id": "q0", "text": "other"}\n', "holds the id 'q0' twice"),
+        ("corpus.jsonl", b'{"_id": "d0", "text": "other"}\n', "holds the id 'd0' twice"),
+        ("corpus.jsonl", b'{"_id": "d9", "text": "a", "title": ["x"]}\n', "the title is a list, not a text"),
+        ("corpus.jsonl", b'{"_id": null, "text": "a"}\n', "has no '_id'"),
+        ("corpus.jsonl", b'{"_id": true, "text": "a"}\n', "has no '_id'"),
+        ("corpus.jsonl", b"\xff\n", "is not UTF-8"),
+        ("qrels/train.tsv", b"q0\td0\t0\n", "train.tsv:3 judges query 'q0' and passage 'd0' again"),
+        ("qrels/train.tsv", b"q0\td1\tinf\n", "train.tsv:3 is not of the form"),
+        ("qrels/train.tsv", b"q0\td1\t1_0\n", "train.tsv:3 is not of the form"),
+        ("qrels/train.tsv", b"q0\t\t1\n", "train.tsv:3 is not of the form"),
+        ("qrels/train.tsv", b"q\xe9\td1\t1\n", "train.tsv is not UTF-8"),
+    ],
+)
+def test_one_text_and_one_grade_an_id(beir: Path, tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
+    assert len(tuples_of(beir, scratch=tmp_path / "sound")) == 1
+    with (beir / name).open("ab") as file:
+        file.write(content)
+    refused(sentence, tuples_of, beir, scratch=tmp_path / "scratch")
+
+
+def test_a_judgement_may_be_repeated_and_a_folder_not(beir: Path, tmp_path: Path) -> None:
+    with (beir / "qrels" / "train.tsv").open("a") as file:
+        file.write("q0\td0\t1\n")
+    assert len(tuples_of(beir, scratch=tmp_path / "a")) == 1
+    refused("is given twice", tuples_of, beir, f"{beir}/", scratch=tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ([{"qid": "q0", "neg": {"bm25": [{"score": 1}]}}], "holds what is no passage id"),
+        ([{"qid": "q0", "neg": {"bm25": 5}}], "holds what is no passage id"),
+        ([{"qid": "q0", "neg": [["d1"]]}], "holds what is no passage id"),
+        ([{"qid": "q0", "neg": [None]}], "holds what is no passage id"),
+        ([{"qid": "q0", "neg": "d1"}], "is not of the form"),
+        (
+            [{"qid": "q0", "neg": ["d1"]}, {"qid": "q0", "neg": ["d2"]}],
+            "hard.jsonl:2 gives negatives of query 'q0' again",
+        ),
+        ([{"qid": "q0", "neg": ["d99"]}], "passage 'd99'"),
+    ],
+)
+def test_hard_negatives_that_name_no_passages(
+    beir: Path, tmp_path: Path, lines: list[dict[str, object]], sentence: str
+) -> None:
+    path = write_jsonl(tmp_path / "hard.jsonl", lines)
+    refused(sentence, tuples_of, beir, scratch=tmp_path / "scratch", negatives_file=str(path))
+
+
+def test_hard_negatives_that_were_cut(beir: Path, tmp_path: Path) -> None:
+    rows = [{"qid": f"q{number}", "neg": ["d1"]} for number in (*range(5, 2000), 0)]
+    content = write_jsonl(tmp_path / "a.jsonl", rows).read_bytes()
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(zstandard.compress(content))
+    assert tuples_of(beir, scratch=tmp_path / "a", negatives_file=str(path))[0][2] == ["text 1"]
+    path.write_bytes(zstandard.compress(content)[:-5])
+    refused("ends within a frame", tuples_of, beir, scratch=tmp_path / "b", negatives_file=str(path))

@@ -15,6 +15,7 @@ import pytest
 
 from data import prepare
 from data.corpora import read_beir_texts, read_tuples
+from data.errors import CommandEnd, DataError
 from data.prepare import main
 from data.shards import ShardFolder
 from tests import ROOT
@@ -338,7 +339,9 @@ def test_tokenizer_command(corpus: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert tokenizer("a", "b")["token_type_ids"] == [0, 0, 0, 1, 1]
     assert run(*fixed) == 0 and "already complete" in capsys.readouterr().out
     assert "other vocab size" in refusal(capsys, *fixed[:4], "--vocab-size", 700, "--max-length", 128)
-    assert "no room for words" in refusal(capsys, "tokenizer", corpus, "--output", tmp_path / "b", "--vocab-size", 5)
+    assert "--vocab-size 5 is not possible" in refusal(
+        capsys, *fixed[:2], "--output", tmp_path / "b", "--vocab-size", 5
+    )
     assert run(*fixed[:2], "--output", tmp_path / "cased", "--keep-case", "--vocab-size", 600) == 0
     cased = AutoTokenizer.from_pretrained(tmp_path / "cased")
     assert cased.decode(cased("Return the LIST")["input_ids"][1:-1]) == "Return the LIST"
@@ -365,3 +368,223 @@ def test_help_names_every_option_once(command: str, capsys: pytest.CaptureFixtur
     assert caught.value.code == 0
     options = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
     assert "--output" in options and len(set(options)) == len(options)
+
+
+# ------------------------------------------------------------------------------- what may befall a folder or its inputs
+
+
+@pytest.fixture
+def small(tiny_tokenizer_path: Path, tmp_path: Path) -> list[object]:
+    """A command over two small files of 100 documents each, into `out`."""
+    for name in ("a", "b"):
+        rows = [json.dumps({"text": f"text {name} {number}"}) + "\n" for number in range(100)]
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / f"{name}.jsonl").write_text("".join(rows))
+    fixed: list[object] = ["documents", tmp_path / "in", "--tokenizer", tiny_tokenizer_path, "--processes", 1]
+    return [*fixed, "--output", tmp_path / "out"]
+
+
+def test_a_change_of_the_same_length_is_another_input(
+    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where its time is put back, and not where only its time has changed."""
+    assert run(*small) == 0
+    path = tmp_path / "in" / "a.jsonl"
+    before, content = path.stat(), path.read_text()
+    path.write_text(content.replace("text a 50", "text a 05"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size and path.stat().st_mtime_ns == before.st_mtime_ns
+    assert "made with other inputs" in refusal(capsys, *small)
+    path.write_text(content)
+    os.utime(path, ns=(0, 0))
+    assert run(*small) == 0 and "already complete" in capsys.readouterr().out
+
+
+def test_inputs_are_hashed_again_only_where_they_look_different(
+    small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+    original = prepare._sha256
+    monkeypatch.setattr(prepare, "_sha256", lambda path: (hashed.append(path.name), original(path))[1])
+    assert run(*small) == run(*small) == 0
+    assert sorted(hashed) == ["a.jsonl", "b.jsonl"]
+    os.utime(tmp_path / "in" / "b.jsonl")
+    (tmp_path / "out" / prepare.SEEN).write_text((tmp_path / "out" / prepare.SEEN).read_text())
+    assert run(*small) == 0
+    assert sorted(hashed) == ["a.jsonl", "b.jsonl", "b.jsonl"]
+    for damaged in (b"\xff", b"[]", b'{"x": 1}', b"[" * 100_000):
+        (tmp_path / "out" / prepare.SEEN).write_bytes(damaged)
+        assert run(*small) == 0, "the file is no more than a shortcut"
+
+
+def test_an_input_that_changes_while_it_is_read_is_refused(
+    small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = prepare.write_unit
+
+    def write_unit(job: prepare.Job, report: prepare.Report) -> None:
+        path = tmp_path / "in" / "a.jsonl"
+        path.write_text(path.read_text().replace("text a 50", "text a 05"))
+        original(job, report)
+
+    monkeypatch.setattr(prepare, "write_unit", write_unit)
+    assert "a.jsonl was changed while it was read" in refusal(capsys, *small)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_other_rows_to_skip_under_the_same_name(
+    tiny_tokenizer_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.tsv").write_text("query\tpositive\n" + "".join(f"q {i}\tp {i}\n" for i in range(5)))
+    (tmp_path / "skip").write_text("1\n")
+    fixed = ["tuples", tmp_path / "a.tsv", "--skip-rows", tmp_path / "skip", "--tokenizer", tiny_tokenizer_path]
+    fixed += ["--output", tmp_path / "out"]
+    assert run(*fixed) == 0
+    (tmp_path / "skip").write_text("2\n")
+    assert "other skipped rows" in refusal(capsys, *fixed)
+
+
+def test_a_passage_that_changes_is_another_input(
+    tiny_tokenizer_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, rows in (
+        ("corpus.jsonl", [{"_id": f"d{number}", "text": f"text {number}"} for number in range(9)]),
+        ("queries.jsonl", [{"_id": "q0", "text": "query"}]),
+    ):
+        (tmp_path / "beir" / "qrels").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "beir" / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "beir" / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\nq0\td4\t1\n")
+    fixed = ["tuples", tmp_path / "beir", "--tokenizer", tiny_tokenizer_path, "--output", tmp_path / "out"]
+    assert run(*fixed) == run(*fixed) == 0
+    path = tmp_path / "beir" / "corpus.jsonl"
+    path.write_text(path.read_text().replace("text 4", "text 3"))
+    assert "other inputs" in refusal(capsys, *fixed)
+
+
+@pytest.mark.parametrize(
+    "lost", ["shard", "cut shard", "receipt", "cut receipt", "manifest", "cut manifest", "tokenizer"]
+)
+def test_what_a_finished_folder_lost_is_written_again(small: list[object], tmp_path: Path, lost: str) -> None:
+    assert run(*small) == 0
+    output = tmp_path / "out"
+    before = contents(output)
+    part = lost.split()[-1]
+    path = output / {"shard": "shard-00001-000.tar", "receipt": "units/00001.json", "manifest": "manifest.json"}.get(
+        part, "tokenizer/tokenizer.json"
+    )
+    if lost.startswith("cut"):
+        path.write_bytes(path.read_bytes()[:100])
+    else:
+        path.unlink()
+    assert run(*small) == 0
+    assert contents(output) == before
+
+
+def test_the_output_may_lie_below_the_input(
+    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "in" / "out"
+    small[-1] = output
+    assert run(*small) == 0
+    assert run(*small) == 0 and "already complete" in capsys.readouterr().out
+    # Killed, it goes on; and another command does not take the first one's files for text.
+    (output / "manifest.json").unlink()
+    (output / ".plan").mkdir()
+    (output / ".plan" / "tokenizer.json").write_text("{}")
+    assert run(*small) == 0
+    assert run(*small[:-1], tmp_path / "other") == 0
+    assert ShardFolder(tmp_path / "other").num_samples == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--limit", 0], "--limit 0 is not possible"),
+        (["--limit", 10**30], "--limit 1000000000000000000000000000000 is not possible"),
+        (["--shard-megabytes", 10**30], "--shard-megabytes"),
+        (["--chunk-samples", -1], "--chunk-samples -1"),
+        (["--processes", 0], "--processes 0"),
+        (["--longest-line", 0], "--longest-line 0"),
+        (["--text-column", "\udcff"], "is not UTF-8"),
+        (["--text-column", "a\0"], "holds a NUL"),
+        (["--output", "x\0y"], "holds a NUL"),
+        (["--output", "\udcff"], "is not UTF-8"),
+        (["--output", "x" * 300], "File name too long"),
+        (["--output", "/dev/null/out"], "Not a directory"),
+        (["--tokenizer", "x" * 300], "error: "),
+    ],
+)
+def test_odd_options_are_refused_and_leave_nothing(
+    small: list[object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[object],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = contents(tmp_path)
+    assert said in refusal(capsys, *small, *options)
+    assert contents(tmp_path) == before and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--vocab-size", 10**25], "--vocab-size"),
+        (["--min-frequency", -5], "--min-frequency -5"),
+        (["--max-length", -5], "--max-length -5"),
+    ],
+)
+def test_tokenizers_that_cannot_be_trained(
+    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[object], said: str
+) -> None:
+    assert said in refusal(capsys, "tokenizer", small[1], "--output", tmp_path / "out", *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_of_no_words_is_not_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "\\u0001"}\n')
+    sentence = refusal(capsys, "tokenizer", tmp_path / "a.jsonl", "--output", tmp_path / "out")
+    assert "hold no word" in sentence and not (tmp_path / "out").exists()
+
+
+class Collected:
+    """The worker's end of a pipe: one job, then the end."""
+
+    def __init__(self, job: object) -> None:
+        self.jobs = [job]
+        self.sent: list[object] = []
+
+    def recv(self) -> object:
+        if not self.jobs:
+            raise EOFError
+        return self.jobs.pop()
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (DataError("a.jsonl:1 is bad"), "a.jsonl:1 is bad"),
+        (PermissionError(13, "Permission denied", "a.jsonl"), "a.jsonl: Permission denied"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (MemoryError(), "the memory does not suffice"),
+        (KeyError("a fault of ours"), None),
+    ],
+)
+def test_workers_hand_on_sentences(monkeypatch: pytest.MonkeyPatch, error: Exception, said: str | None) -> None:
+    def write_unit(job: object, report: object) -> None:
+        raise error
+
+    monkeypatch.setattr(prepare, "write_unit", write_unit)
+    monkeypatch.setattr(prepare, "signal_at_parents_death", lambda *arguments, **options: None)
+    connection = Collected("job")
+    prepare._work(connection, os.getpid())  # type: ignore[arg-type]
+    (message,) = connection.sent
+    if said is None:
+        assert isinstance(message, str) and "Traceback" in message
+    else:
+        assert isinstance(message, CommandEnd) and said in str(message)

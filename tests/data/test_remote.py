@@ -3,9 +3,12 @@ skipped shards that leave all ranks in step."""
 
 from __future__ import annotations
 
+import base64
 import errno
 import fcntl
+import gzip
 import itertools
+import json
 import multiprocessing
 import os
 import pickle
@@ -14,7 +17,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -64,6 +67,12 @@ class Server(ThreadingHTTPServer):
         self.folder = folder
         self.faults: dict[str, list[Callable[[bytes], bytes | int]]] = {}
         self.requests: Counter[str] = Counter()
+        self.queries: set[str] = set()
+        self.credentials: set[str] = set()
+        self.packed = False  # answers are gzipped
+        self.pauses: dict[str, float] = {}  # seconds before the head, before the body, between the body's bytes
+        self.ended = threading.Event()
+        self.authorisations: set[str | None] = set()
 
     @property
     def address(self) -> str:
@@ -74,17 +83,35 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        name = self.path.removeprefix("/shards/")
+        place, _, query = self.path.partition("?")
+        name = place.removeprefix("/shards/")
+        self.server.queries.add(query)
+        self.server.credentials.add(self.headers.get("Authorization", ""))
         self.server.requests[name] += 1
+        self.server.authorisations.add(self.headers["Authorization"])
         path = self.server.folder / name
         answer: bytes | int = path.read_bytes() if path.is_file() else 404
         if (faults := self.server.faults.get(name)) and isinstance(answer, bytes):
             answer = faults.pop(0)(answer)
         content = answer if isinstance(answer, bytes) else b""
+        self.pause("head")
         self.send_response(200 if isinstance(answer, bytes) else answer)
+        if self.server.packed:
+            content = gzip.compress(content)
+            self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(content)
+        self.pause("body")
+        # Whoever has had enough hangs up.
+        with suppress(ConnectionError):
+            for piece in (
+                (content[at : at + 1] for at in range(len(content))) if "byte" in self.server.pauses else [content]
+            ):
+                self.wfile.write(piece)
+                self.pause("byte")
+
+    def pause(self, place: str) -> None:
+        self.server.ended.wait(self.server.pauses.get(place, 0))
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -96,6 +123,7 @@ def server(copy) -> Iterator[Server]:
         thread = threading.Thread(target=one.serve_forever)
         thread.start()
         yield one
+        one.ended.set()
         one.shutdown()
         thread.join()
 
@@ -263,7 +291,7 @@ def test_a_full_disk_names_the_cache(folder, cache, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     source = ShardFolder(f"file://{folder}", cache=cache)
-    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.get_file", full)
+    monkeypatch.setattr(remote._Transfer, "write", full)
     with pytest.raises(DataError, match=r"No space left on device.*data\.cache_dir"):
         source.document(0)
     assert not list((cache.folder / "shards").iterdir())
@@ -275,6 +303,171 @@ def test_a_cache_of_another_user(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(DataError, match="belongs to another user"):
         Cache.at()
+
+
+def test_the_default_cache_is_a_private_folder(tmp_path, monkeypatch):
+    place = tmp_path / "barista"
+    monkeypatch.setattr(remote, "default_cache", lambda: place)
+    Cache.at()
+    assert place.stat().st_mode & 0o777 == 0o700
+    for mode in (0o777, 0o750, 0o701):
+        place.chmod(mode)
+        with pytest.raises(DataError, match=rf"open to other users \(mode {mode:o}\)"):
+            Cache.at()
+    place.chmod(0o700)
+    place.rename(tmp_path / "elsewhere")
+    place.symlink_to("elsewhere")
+    with pytest.raises(DataError, match="no folder of its own, but a link"):
+        Cache.at()
+    place.unlink()
+    place.write_text("")
+    with pytest.raises(DataError, match=r"cannot be used|no folder"):
+        Cache.at()
+    place.unlink()
+    tmp_path.chmod(0o777)
+    with pytest.raises(DataError, match="can be replaced by every user"):
+        Cache.at()
+    tmp_path.chmod(0o1777)
+    Cache.at()
+    tmp_path.chmod(0o700)
+
+
+# ------------------------------------------------------------------------------------------------ what a server decides
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_more_is_read_than_there_may_be(server, cache, monkeypatch, packed):
+    """A manifest has a bound, a shard its size, and what unpacks itself on the way has both."""
+    server.packed = packed
+    source = ShardFolder(server.address, cache=cache)
+    name = source.manifest.shards[0].name
+    server.faults[name] = [lambda content: content + bytes(2**24)] * 2
+    largest = []
+    original = remote._Transfer.write
+
+    def write(self: remote._Transfer, content: bytes) -> None:
+        original(self, content)
+        largest.append(sum(path.stat().st_size for path in (cache.folder / "shards").iterdir()))
+
+    monkeypatch.setattr(remote._Transfer, "write", write)
+    with pytest.raises(BadShard, match=f"too long: more than {source.manifest.shards[0].bytes} bytes, fetched 2 times"):
+        source.document(0)
+    assert max(largest, default=0) <= source.manifest.shards[0].bytes
+    assert not list((cache.folder / "shards").iterdir())
+    monkeypatch.setattr("data.shards.MANIFEST_BYTES", 1000)
+    with pytest.raises(DataError, match=r"manifest\.json has more than the 1000 bytes that such a file may have"):
+        ShardFolder(server.address, cache=cache)
+    with pytest.raises(DataError, match="more than the 1000 bytes"):
+        ShardFolder(f"file://{server.folder}", cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("pauses", "words"),
+    [
+        ({"head": 60.0}, "nothing came for 0.3 s"),
+        ({"body": 60.0}, "nothing came for 0.3 s"),
+        ({"byte": 0.02}, ".* bytes in . s are too few to wait for"),
+    ],
+)
+def test_a_server_that_keeps_one_waiting_is_given_up(server, cache, monkeypatch, pauses, words):
+    monkeypatch.setattr(remote, "STALL_SECONDS", 0.3)
+    server.pauses = pauses
+    with pytest.raises(DataError, match=rf"manifest.json cannot be fetched \({words}\)") as caught:
+        ShardFolder(server.address, cache=cache)
+    assert server.requests["manifest.json"] == 2
+    assert "\n" not in str(caught.value)
+
+
+def test_secrets_of_addresses_are_in_no_message(server, cache, caplog):
+    """And they reach the server: in the header of a password, behind the file's name as parameters."""
+    address = server.address.replace("//", "//user:s3cr3t@") + "/?token=s3cr3t"
+    source = ShardFolder(address, cache=cache)
+    assert len(source.document(0)) and source.vocabulary.size
+    assert server.queries == {"token=s3cr3t"} and all(given.startswith("Basic ") for given in server.credentials)
+    shown = [repr(source), str(source.path), caplog.text]
+    assert str(source.path) == server.address.replace("//", "//***@") + "/?token=***"
+    name = source.manifest.shards[-1].name
+    server.faults[name] = [flipped, unavailable]
+    last = source.num_samples - 1
+    with pytest.raises(DataError) as caught:
+        source.document(last)
+    shown += [str(caught.value), caplog.text]
+    (server.folder / name).unlink()
+    with pytest.raises(BadShard) as caught:
+        source.document(last)
+    shown.append(str(caught.value))
+    with pytest.raises(DataError) as caught:
+        ShardFolder(address.replace("/shards/", "/nowhere/"), cache=cache)
+    shown.append(str(caught.value))
+    for bad in (
+        "zz://user:s3cr3t@host/x",
+        "http::s3cr3t",
+        "http://u:s3cr3t@h/a::file://x",
+        "http://u:s3cr3t@127.0.0.1:9",
+    ):
+        with pytest.raises(DataError) as caught:
+            ShardFolder(bad, cache=cache)
+        shown.append(str(caught.value) if "@" in bad else "")
+    assert "s3cr3t" not in "".join(shown) and "***" in "".join(shown)
+
+
+# --------------------------------------------------------------------------------------------- what the cache believes
+
+
+def with_ids_exchanged(path: Path) -> bytes:
+    """A tokenizer.json in which two words have each other's ids."""
+    content = json.loads(path.read_text())
+    ids = content["model"]["vocab"]
+    ids["the"], ids["of"] = ids["of"], ids["the"]
+    return json.dumps(content).encode()
+
+
+def test_a_bad_tokenizer_does_not_enter_the_cache(server, cache):
+    poisoned = json.dumps({"auto_map": {"AutoTokenizer": ["x.X", "x.X"]}, "tokenizer_class": "X"}).encode()
+    other = with_ids_exchanged(server.folder / "tokenizer" / "tokenizer.json")
+    for name, content, words in (
+        ("tokenizer_config.json", poisoned, "code of its own"),
+        ("tokenizer.json", other, "its fingerprint is"),
+        ("tokenizer.json", b"<html>", "it cannot be read"),
+    ):
+        server.faults[f"tokenizer/{name}"] = [lambda _, content=content: content]
+        with pytest.raises(DataError, match=f"is not the one that its manifest names .*{words}") as caught:
+            ShardFolder(server.address, cache=cache).vocabulary  # noqa: B018
+        assert "\n" not in str(caught.value)
+        assert not list((cache.folder / "tokenizers").iterdir())
+    # The server mended, all is well.
+    assert ShardFolder(server.address, cache=cache).vocabulary.size
+
+
+def test_a_cached_tokenizer_that_has_changed_is_fetched_again(server, cache):
+    size = ShardFolder(server.address, cache=cache).vocabulary.size
+    (path,) = cache.folder.glob("tokenizers/*/tokenizer.json")
+    path.write_bytes(with_ids_exchanged(path))
+    assert ShardFolder(server.address, cache=cache).vocabulary.size == size
+    assert server.requests["tokenizer/tokenizer.json"] == 2
+
+
+@pytest.mark.parametrize("kept", ["nothing", "mtime"])
+def test_a_cached_shard_that_has_changed_is_fetched_again(folder, server, cache, caplog, kept):
+    first = ShardFolder(server.address, cache=cache)
+    expected = ShardFolder(folder).document(0).tolist()
+    assert first.document(0).tolist() == expected
+    (path,) = (cache.folder / "shards").iterdir()
+    before = path.stat()
+    path.write_bytes(flipped(path.read_bytes()))
+    if kept == "mtime":
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert ShardFolder(server.address, cache=cache).document(0).tolist() == expected
+    assert server.requests[first.manifest.shards[0].name] == 2 and "damaged: its sha256" in caplog.text
+
+
+def test_a_cached_shard_without_a_mark_is_hashed_and_kept(server, cache):
+    source = ShardFolder(server.address, cache=cache)
+    source.document(0)
+    for mark in (cache.folder / "verified").iterdir():
+        mark.write_bytes(b"\xff\n")
+    ShardFolder(server.address, cache=cache).document(0)
+    assert server.requests[source.manifest.shards[0].name] == 1
 
 
 # ---------------------------------------------------------------------------------------------------------- the bound
@@ -505,3 +698,15 @@ def test_a_look_at_the_data_touches_few_shards(folder, monkeypatch):
     last = len(source.manifest.shards) - 1
     assert set(shards.tolist()) == {0, last // 2, last}
     assert len(looked_at) == len(set(looked_at.tolist())) > 20
+
+
+def test_a_password_that_a_variable_holds(server, tmp_path, monkeypatch):
+    """It is sent to the server, and is in nothing that the folder says of itself."""
+    address = server.address.replace("://", "://user:${BARISTA_PASSWORD}@")
+    cache = Cache.at(tmp_path / "cache", GIB)
+    with pytest.raises(DataError, match="BARISTA_PASSWORD, which is not set here"):
+        ShardFolder(address, cache=cache)
+    monkeypatch.setenv("BARISTA_PASSWORD", "s3cr3t/@")
+    source = ShardFolder(address, cache=cache)
+    assert server.authorisations == {"Basic " + base64.b64encode(b"user:s3cr3t/@").decode()}
+    assert "s3cr3t" not in str(source.path)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import json
 import os
 import pickle
 import shutil
 import signal
+import socket
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +23,7 @@ from transformers import AutoTokenizer
 
 from data import shards
 from data.errors import DataError
+from data.remote import Cache
 from data.shards import ShardFolder, UnitWriter, finish_folder, finished_unit, read_manifest, token_dtype
 from tests.run_folder import contents
 
@@ -290,7 +294,7 @@ def test_damaged_manifests(copy):
     edits: list[tuple[Callable[[dict], object], str]] = [
         (lambda content: content.pop("shards"), "damaged"),
         (lambda content: content.update(format=99), "format 99"),
-        (lambda content: content.update(kind="images"), "kind 'images'"),
+        (lambda content: content.update(kind="images"), "kind = 'images'"),
         (lambda content: content.update(shards=[]), "no samples"),
         (lambda content: content["shards"][0].update(samples=1), "contradicts itself"),
         (lambda content: content["shards"][0]["chunks"][0]["members"].update(tok=[10**9, 4]), "contradicts itself"),
@@ -304,6 +308,182 @@ def test_damaged_manifests(copy):
     refused("damaged", lambda: ShardFolder(copy), name="manifest.json")
     (copy / "manifest.json").write_text(sound)
     ShardFolder(copy)
+
+
+def first_shard(content: dict) -> dict:
+    return content["shards"][0]
+
+
+def first_chunk(content: dict) -> dict:
+    return first_shard(content)["chunks"][0]
+
+
+# Text that Python's own json module would not write.
+HUGE, NAN = "@1e999@", "@NaN@"
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda content, value: first_shard(content).update(bytes=value),
+        lambda content, value: first_shard(content).update(samples=value),
+        lambda content, value: first_shard(content).update(tokens=value),
+        lambda content, value: first_shard(content).update(name=value),
+        lambda content, value: first_shard(content).update(sha256=value),
+        lambda content, value: first_shard(content).update(chunks=value),
+        lambda content, value: first_chunk(content).update(samples=value),
+        lambda content, value: first_chunk(content).update(members=value),
+        lambda content, value: first_chunk(content)["members"].update(tok=[value, 4]),
+        lambda content, value: first_chunk(content)["members"].update(tok=[1024, value]),
+        lambda content, value: content["tokenizer"].update(vocab_size=value),
+        lambda content, value: content["tokenizer"].update(fingerprint=value),
+        lambda content, value: content.update(tokenizer=value),
+        lambda content, value: content.update(kind=value),
+        lambda content, value: content.update(columns=value),
+        lambda content, value: content.update(shards=value),
+        lambda content, value: content.update(format=[value]),
+    ],
+)
+def test_values_that_do_not_belong_in_a_manifest(copy, edit):
+    path = copy / "manifest.json"
+    sound = path.read_text()
+    for value in (HUGE, NAN, -1, 2**63, "1", 1.0, True, None, [], {}):
+        edit_manifest(copy, lambda content, value=value: edit(content, value))
+        path.write_text(path.read_text().replace(f'"{HUGE}"', "1e999").replace(f'"{NAN}"', "NaN"))
+        refused("manifest|shard folder", lambda: ShardFolder(copy), name=str(copy))
+        path.write_text(sound)
+    ShardFolder(copy)
+
+
+def test_manifests_that_contradict_themselves(copy):
+    path = copy / "manifest.json"
+    sound = path.read_bytes()
+    edits: list[tuple[Callable[[dict], object], str]] = [
+        (lambda content: content["shards"].append(first_shard(content)), "lists shard-00000-000.tar twice"),
+        (lambda content: first_chunk(content).update(samples=0), "samples = 0"),
+        (lambda content: first_chunk(content)["members"].pop("off"), "contradicts itself"),
+        (lambda content: first_chunk(content)["members"].update(tok=[0, 4]), "contradicts itself"),
+        (
+            lambda content: content.update(columns=["q.tok", "q.off", "d.tok", "d.off", "grp", "pos", "score"]),
+            "unknown",
+        ),
+        (lambda content: content["tokenizer"].update(vocab_size=2**30), "vocab_size"),
+    ]
+    for edit, words in edits:
+        edit_manifest(copy, edit)
+        refused(words, lambda: ShardFolder(copy), name=str(copy))
+        path.write_bytes(sound)
+    edit_manifest(copy, lambda content: content["tokenizer"].update(vocab_size=60_000))
+    refused("records a vocabulary of 60000 tokens", lambda: ShardFolder(copy).vocabulary)
+    for content in (b"[" * 100_000, b"\xff", b"[]", b"null", b""):
+        path.write_bytes(content)
+        refused("manifest", lambda: ShardFolder(copy), name=str(path))
+
+
+def test_members_that_changed_places(copy):
+    def exchange(content: dict) -> None:
+        first, second = content["shards"][0]["chunks"][:2]
+        for one in (first, second):
+            one["samples"] = first["samples"]
+        first["members"], second["members"] = second["members"], first["members"]
+
+    edit_manifest(copy, exchange)
+    refused("is no array of the recorded size|contradicts", lambda: ShardFolder(copy).document(0))
+
+
+@pytest.mark.parametrize("thing", ["pipe", "folder", "socket", "device"])
+def test_what_stands_in_a_shards_place(copy, thing):
+    tar = first_tar(copy)
+    tar.unlink()
+    if thing == "pipe":
+        os.mkfifo(tar)
+    elif thing == "folder":
+        tar.mkdir()
+    elif thing == "socket":
+        with contextlib.chdir(copy), socket.socket(socket.AF_UNIX) as one:
+            one.bind(tar.name)
+    else:
+        tar.symlink_to("/dev/zero")
+    refused("is no regular file", lambda: ShardFolder(copy), name=str(tar))
+    source = ShardFolder(copy, bad_shards="skip")
+    assert len(source.document(0)), "skipped as any bad shard"
+
+
+def test_a_pipe_that_takes_a_shards_place_while_it_is_in_use(copy):
+    source = ShardFolder(copy)
+    tar = first_tar(copy)
+    tar.unlink()
+    os.mkfifo(tar)
+    refused("is no regular file", lambda: source.document(0), name=str(tar))
+
+
+def test_files_that_may_not_be_read(copy, monkeypatch):
+    tar = first_tar(copy)
+    original = os.open
+
+    def denied(path: object, *arguments: object, **options: object) -> int:
+        if str(path).endswith((tar.name, "manifest.json")):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return original(path, *arguments, **options)  # type: ignore[arg-type]
+
+    source = ShardFolder(copy, bad_shards="skip")
+    monkeypatch.setattr(os, "open", denied)
+    refused("shard .* cannot be read .*Permission denied", lambda: source.document(0), name=str(tar))
+    refused("manifest .* cannot be read .*Permission denied", lambda: ShardFolder(copy), name=str(copy))
+
+
+def test_every_flip_of_a_header_is_found_or_harmless(copy):
+    """numpy reads a header as Python's literals, which fail in many ways."""
+    tar = first_tar(copy)
+    sound = tar.read_bytes()
+    offset, _ = read_manifest(copy).shards[0].chunks[0].members["tok"]
+    expected = ShardFolder(copy).document(0).tolist()
+    refusals = 0
+    for place in range(offset - 512, offset + 128):
+        content = bytearray(sound)
+        content[place] ^= 1 << place % 8
+        tar.write_bytes(content)
+        try:
+            assert ShardFolder(copy, verify="size").document(0).tolist() == expected
+        except DataError:
+            refusals += 1
+    assert refusals > 60
+
+
+def test_a_mark_does_not_hold_for_other_bytes_of_the_same_time(copy, tmp_path):
+    cache = Cache.at(tmp_path / "cache")
+    ShardFolder(copy, cache=cache).document(0)
+    tar = first_tar(copy)
+    before = tar.stat()
+    content = bytearray(tar.read_bytes())
+    content[700] ^= 1
+    tar.write_bytes(content)
+    os.utime(tar, ns=(before.st_atime_ns, before.st_mtime_ns))
+    refused("sha256", lambda: ShardFolder(copy, cache=cache).document(0), name=str(tar))
+
+
+def test_binary_marks_count_for_nothing(copy, tmp_path):
+    cache = Cache.at(tmp_path / "cache")
+    source = ShardFolder(copy, cache=cache)
+    marks = cache.marks(copy, source.fingerprint)
+    marks.write_bytes(b"\xff\xfe\0\n")
+    assert len(source.document(0))
+    assert len(marks.read_bytes().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[]", b"[" * 100_000, b"\xff", b'{"format": 1, "unit": 1e999}', b'{"format": 1}']
+)
+def test_a_damaged_receipt_means_an_unwritten_unit(tmp_path, content, caplog):
+    with UnitWriter(tmp_path, 0, kind="documents", vocabulary_size=9) as writer:
+        writer.add_document([1])
+    path = tmp_path / "units" / "00000.json"
+    sound = path.read_bytes()
+    assert finished_unit(tmp_path, 0) is not None
+    path.write_bytes(content)
+    assert finished_unit(tmp_path, 0) is None and "unit 0 is written again" in caplog.text
+    path.write_bytes(sound.replace(b'"format":1', b'"format":7'))
+    refused("is of format 7", lambda: finished_unit(tmp_path, 0), name=str(path))
 
 
 def test_another_tokenizer_in_the_folder(copy):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -200,3 +204,74 @@ def test_other_bad_names_are_one_sentence(tmp_path, tiny_tokenizer_path):
 def test_vocabulary_arrays_are_read_only(tiny_tokenizer):
     with pytest.raises(ValueError, match="read-only"):
         vocabulary_of(tiny_tokenizer).continuation[0] = np.True_
+
+
+CODE = """
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+from transformers import BertTokenizerFast
+
+Path(__file__).with_name("ran").touch()
+
+
+class Own(BertTokenizerFast):
+    pass
+"""
+
+
+@pytest.mark.parametrize("settings", [{"tokenizer_class": "Own"}, {"tokenizer_class": "OwnFast"}, {}])
+def test_code_of_a_folder_is_never_run(tiny_tokenizer_path, tmp_path, monkeypatch, settings):
+    """Not even where somebody, or `yes`, would say so on the terminal."""
+    folder = shutil.copytree(tiny_tokenizer_path, tmp_path / "own")
+    (folder / "own.py").write_text(CODE)
+    path = folder / "tokenizer_config.json"
+    own = {"AutoTokenizer": ["own.Own", "own.Own"]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings, "auto_map": own}))
+    monkeypatch.setattr("builtins.input", lambda *args: "y")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    try:
+        load_tokenizer(folder)
+    except DataError as error:
+        assert "asks for code of its own (auto_map" in str(error)
+    else:
+        assert not settings, "a class of transformers' own needs no code of the folder's"
+    assert not list(tmp_path.rglob("ran"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", b'{"cut'),
+        ("tokenizer.json", b"\xff\xfe\x00"),
+        ("tokenizer.json", b"[" * 100_000),
+        ("tokenizer_config.json", b"[]"),
+        ("tokenizer_config.json", b"[" * 100_000),
+        ("tokenizer_config.json", b"\xff"),
+    ],
+)
+def test_damaged_tokenizers_are_one_sentence(tiny_tokenizer_path, tmp_path, name, content):
+    folder = shutil.copytree(tiny_tokenizer_path, tmp_path / "damaged")
+    (folder / name).write_bytes(content)
+    with pytest.raises(DataError, match=r"tokenizer folder .*damaged cannot be read .*save it again") as caught:
+        load_tokenizer(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pipe_in_a_tokenizer_folder_is_refused(tiny_tokenizer_path, tmp_path):
+    folder = shutil.copytree(tiny_tokenizer_path, tmp_path / "pipe")
+    (folder / "tokenizer_config.json").unlink()
+    os.mkfifo(folder / "tokenizer_config.json")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json is no regular file"):
+        load_tokenizer(folder)
+
+
+def test_ids_beyond_all_tables_are_refused(tiny_tokenizer_path, tmp_path):
+    folder = shutil.copytree(tiny_tokenizer_path, tmp_path / "large")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"]["zz"] = 2**31
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="has the id 2147483648"):
+        vocabulary_of(load_tokenizer(folder))

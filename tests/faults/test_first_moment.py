@@ -10,9 +10,9 @@ import torch
 
 from tests.trainer.support import recipe_of, recipe_values
 from trainer import run
-from trainer.checkpoint import check_output_folder
 from trainer.config import ConfigError
 from trainer.distributed import World
+from trainer.run_folder import check_output_folder
 from trainer.run_lock import lock
 
 

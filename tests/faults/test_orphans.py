@@ -85,3 +85,36 @@ def test_launchers_that_live_ask_for_nothing(parents: list[str], local_rank: boo
 def test_a_shell_that_goes_is_no_launcher() -> None:
     """As after nohup, where ranks were started by hand."""
     assert listen("shell", parents=["shell"], local_rank=False) == "None"
+
+
+STARTED = """
+import os, subprocess, sys
+from trainer.stopping import started_by_me
+print("study", os.getpid(), flush=True)
+os.environ.pop("RANK", None)
+subprocess.run([sys.executable, "-c", {rank!r}], env=os.environ | started_by_me())
+"""
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_training_ends_with_the_study_that_started_it(killed: bool) -> None:
+    """Without RANK, so that no launcher is looked for. Negative control: one that lives asks for nothing."""
+    rank = RANK.format(orphaned=killed, patience_seconds=60 if killed else 1.5)
+    rank = rank.replace('os.environ["RANK"] = "0"', "")
+    code = STARTED.format(rank=rank)
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as top:
+        assert top.stdin is not None and top.stdout is not None
+        pid = top.stdout.readline().split()[1]
+        assert top.stdout.readline() == "up\n"
+        if killed:
+            subprocess.run(["kill", "-9", pid], check=True)
+        top.stdin.write("\n")
+        top.stdin.flush()
+        assert top.stdout.readline().strip() == ("launcher gone" if killed else "None")

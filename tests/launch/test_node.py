@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.node import Place, rank_environment, run_node
+from launch.node import Place, describe, main, rank_environment, run_node
 from tests import ROOT
 
 # As the trainer does: it looks at the file once a step, and ends with 75.
@@ -101,3 +101,35 @@ def test_refusals(tmp_path):
     assert node.wait(timeout=60) == 2
     assert "2 ranks were asked for and Slurm gave the GPUs 3" in node.stderr.read()
     assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "words"),
+    [
+        (("--ranks=0",), {}, "--ranks 0 must be at least 1"),
+        (("--ranks=-3",), {}, "--ranks -3 must be at least 1"),
+        (("--ranks=1",), {"SLURM_NODEID": "x"}, "SLURM_NODEID=x of SLURM_NNODES=1 is no node"),
+        (("--ranks=1",), {"SLURM_NODEID": "\u00b2"}, "is no node of a job"),
+        (("--ranks=1",), {"SLURM_NNODES": "1,2"}, "is no node of a job"),
+        (("--ranks=1",), {"SLURM_NODEID": "1"}, "SLURM_NODEID=1 of SLURM_NNODES=1 is no node"),
+        (("--ranks=1",), {}, "/no/such: No such file or directory"),
+        (("--ranks=1", "--logs=file/x"), {}, "file/x: Not a directory"),
+        (("--ranks=1", f"--logs={'x' * 300}"), {}, "File name too long"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path, monkeypatch, capfd, arguments, changes, words):
+    slurm = {"SLURM_NODEID": "0", "SLURM_NNODES": "1", "MASTER_ADDR": "here", "MASTER_PORT": "1", **changes}
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    assert main(["--logs=logs", *arguments, "--", "/no/such"]) == 2
+    said = capfd.readouterr().err
+    assert words in said and said.count("\n") == 1
+    if "/no/such" in words:
+        assert (tmp_path / "logs/node-000.exit").read_text() == "2\n", "what the job's script decides by"
+
+
+def test_signals_without_a_name():
+    assert [describe(-9), describe(-40), describe(3)] == ["signal SIGKILL", "signal 40", "exit code 3"]

@@ -387,3 +387,37 @@ def test_every_recipe_can_be_planned(
     assert code == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["recommended"]["step_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--nodes=1..1" + "0" * 40,), "is no number of nodes"),
+        (("--nodes=\u00b2",), "is no number of nodes"),
+        (("--nodes=1" + "0" * 5000,), "is no number of nodes"),
+        (("--gpus-per-node=1" + "0" * 30,), "must lie between 1 and 1,024"),
+        (("--batch-per-gpu=1" + "0" * 30,), "must lie between 0 and"),
+        (("--interconnect=nan",), "is unknown"),
+        (("--interconnect=1e-320",), "is unknown"),
+        (("--link-share=1e-320",), "must be at least 0.001"),
+        (("--matrix-share=nan",), "must be at least 0.001"),
+        (("--document-tokens=nan",), "must lie between 1 and"),
+        (("--vocabulary=1" + "0" * 40,), "must be a whole number from 1 to 1,000,000,000"),
+    ],
+)
+def test_numbers_beyond_all_machines(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
+    assert plan.main([str(ROOT / "launch/recipes/smae_bert_base_fineweb.toml"), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, 10**300, True, None, "12", [12], float("inf")])
+def test_configs_that_no_encoder_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: object
+) -> None:
+    path = tmp_path / "config.json"
+    sound = {"hidden_size": 768, "num_hidden_layers": 12, "vocab_size": 30522, "max_position_embeddings": 512}
+    path.write_text(json.dumps({**sound, key: value}))
+    assert plan.main([str(ROOT / "launch/recipes/smae_bert_base_fineweb.toml"), f"--model={path}"]) == 2
+    assert f"{key} = {value!r} must be a whole number" in capsys.readouterr().err

@@ -276,9 +276,156 @@ def test_what_cannot_be_read(
 
     monkeypatch.setattr(Path, "read_text", refuse)
     assert main([str(run)]) == 2
-    assert capsys.readouterr().err == f"error: {run}/recipe.toml cannot be read (Permission denied); ask its owner\n"
+    assert capsys.readouterr().err.startswith(f"error: {run}/recipe.toml: Permission denied; give this user leave")
 
 
 def test_watch_wants_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), "--watch", "0"]) == 2
     assert "--watch 0.0 must be above 0 seconds" in capsys.readouterr().err
+
+
+def damaged_recipe(run: Path, old: str, new: str) -> None:
+    text = (run / "recipe.toml").read_text()
+    assert old in text
+    (run / "recipe.toml").write_text(text.replace(old, new))
+    touch(run, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("\nsteps = 100", '\nsteps = "x"', "train.steps"),
+        ("\nsteps = 100", "\nsteps = -1", "train.steps"),
+        ("\nsteps = 100", "\nsteps = 1.5", "train.steps"),
+        ("\nsteps = 100", "\nsteps = true", "train.steps"),
+        ("epochs = 1.0", "epochs = nan", "train.epochs"),
+        ("epochs = 1.0", "epochs = inf", "train.epochs"),
+        ("stop_at_step = 0", "stop_at_step = []", "train.stop_at_step"),
+        ("[checkpoint]\nevery_steps = 20", '[checkpoint]\nevery_steps = "x"', "checkpoint.every_steps"),
+        ("[log]\nevery_steps = 10", "[log]\nevery_steps = 1e400", "log.every_steps"),
+    ],
+)
+def test_what_a_recipe_cannot_hold_is_named(tmp_path: Path, old: str, new: str, named: str) -> None:
+    run = plant(tmp_path / "run", [step(10)])
+    damaged_recipe(run, old, new)
+    status = read_status(run, now=NOW)
+    assert status.step == 10 and f"recipe.toml is damaged: {named} cannot be" in status.warnings
+    assert "step 10" in as_text([status], now=NOW)
+
+
+def test_a_section_that_is_a_number(tmp_path: Path) -> None:
+    run = plant(tmp_path / "run", [step(10)])
+    (run / "recipe.toml").write_text("train = 3\n[model]\nladder = [[1, 8]]\n")
+    touch(run, 5.0)
+    (warning,) = read_status(run, now=NOW).warnings
+    assert "train.steps and train.epochs and train.stop_at_step" in warning
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 20, "epoch": "x"}',
+        '{"step": 20, "epoch": 0.1, "loss": "x"}',
+        '{"step": 20, "epoch": 0.1, "seconds": [1]}',
+        '{"step": 20, "epoch": 0.1, "encoder/demi": null}',
+        '{"step": 20, "evaluation/a/mrr/demi": {}}',
+        '{"step": 20, "epoch": 0.1, "loss": 1' + "0" * 400 + "}",
+        '{"step": 1' + "0" * 5000 + "}",
+        '{"step": true}',
+        '{"step": -3}',
+        '{"step": 1e400, "epoch": 0.1}',
+        '{"epoch": 0.1}',
+        "[" * 100_000,
+        "[]",
+        "3",
+        '"x"',
+        "\x00",
+    ],
+)
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_lines_that_no_run_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, more: tuple[str, ...]
+) -> None:
+    run = plant(tmp_path / "run", [step(10)])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    assert main([str(run), *more]) == 0
+    out, err = capsys.readouterr()
+    assert "1 damaged line in metrics.jsonl" in out and err == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 20, "epoch": 0}',
+        '{"step": 20, "epoch": 0.0, "seconds": NaN}',
+        '{"step": 20, "epoch": -1.0, "seconds": Infinity}',
+        '{"step": 20, "epoch": NaN}',
+        '{"step": 20, "epoch": 1e-320, "seconds": 1e300}',
+        '{"step": 9007199254740000, "epoch": 0.5, "seconds": 1e9}',
+        '{"step": 20, "epoch": 0.5, "encoder/0x0": 1.0, "encoder/999999999999x9": 1.0}',
+        '{"step": 20, "epoch": 0.5, "later": "a text of a version to come"}',
+        '{"step": 20, "checkpoint/still_seconds": NaN}',
+        '{"step": 20, "skipped_steps": 1e400, "epoch": 0.5}',
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 100])
+def test_numbers_that_nothing_can_be_reckoned_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, steps: int
+) -> None:
+    run = plant(tmp_path / "run", [step(10)], train={"steps": steps})
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    for more in ((), ("--json",), (str(run),)):
+        assert main([str(run), *more]) == 0
+        assert "damaged" not in capsys.readouterr().out
+
+
+def test_names_that_are_no_steps(tmp_path: Path) -> None:
+    run = plant(tmp_path / "run", [step(10)])
+    for name in ("step_\u00b2", "step_9" + "9" * 200, "step_-3", "step_00000010", "step_x"):
+        (run / "checkpoints" / name).mkdir(parents=True)
+        (run / "checkpoints" / name / "manifest.json").write_text("{}")
+    assert read_status(run, now=NOW).checkpoint_step == 10
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"reason": 3}', "[" * 100_000, "\x00", '{"step": 3}'])
+def test_a_stop_that_does_not_say_why(tmp_path: Path, text: str) -> None:
+    run = plant(tmp_path / "run", [step(10)])
+    (run / "STOPPED").write_text(text)
+    status = read_status(run, now=NOW)
+    assert status.state == "stopped" and status.warnings == ["STOPPED is damaged: it does not say why"]
+
+
+def test_escape_codes_do_not_reach_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a folder's name, a stop's reason, a fault and a task; in JSON they are JSON's."""
+    red = "\x1b[31m\u202e"
+    lines = [step(10), {"step": 10, f"evaluation/{red}/ndcg_cut_10/demi": 0.5}, {"step": 10, "fault": red}]
+    run = plant(tmp_path / f"run{red}", [*lines, step(20, skipped_steps=1)])
+    (run / "STOPPED").write_text(json.dumps({"step": 20, "reason": red}))
+    for more in ((), (str(run),), ("--json",)):
+        assert main([str(run), *more]) == 0
+        out = capsys.readouterr().out
+        assert "\x1b" not in out and "\u202e" not in out and "31m" in out
+
+
+def test_one_damaged_folder_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = plant(tmp_path / "run", [step(10)])
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/recipe.toml").write_text("[model]\nladder = [[1, inf]]")
+    assert main([str(tmp_path / "bad"), str(run), str(tmp_path / "nowhere")]) == 2
+    out, err = capsys.readouterr()
+    assert "step 10 of 100" in out and len(err.splitlines()) == 2
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "1e10", "-1", "86401"])
+def test_watch_has_bounds(tmp_path: Path, capsys: pytest.CaptureFixture[str], seconds: str) -> None:
+    assert main([str(tmp_path), f"--watch={seconds}"]) == 2
+    assert "must be above 0 seconds, and at most a day" in capsys.readouterr().err
+
+
+def test_times_that_no_calendar_has(tmp_path: Path) -> None:
+    run = plant(tmp_path / "run", [step(10)])
+    for path in run.rglob("*"):
+        os.utime(path, (-(2**33), -(2**33)))
+    assert "silent since 1970" in as_text([read_status(run, now=NOW)], now=NOW)

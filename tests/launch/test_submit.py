@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from launch.options import time_limit_seconds
-from launch.submit import main
+from launch.job import Job, training_job
+from launch.options import job_options, time_limit_seconds
+from launch.submit import main, submit_all
 from tests import ROOT
 from tests.run_folder import contents
+from trainer.config import load_recipe
 
 ON_GPUS = ("--nodes=2", "--gpus-per-node=8")
+
+
+CLEAN = '[run]\noutput = "runs/r"\n[model]\nsource = "m"\n[data]\nshards = ["shards"]\n[objective]\nname = "masked"\n'
+
+
+def training_job_of(place: Path) -> Job:
+    options = job_options({"gpus_per_node": 1}, where="here")
+    return training_job(load_recipe(place / "r.toml"), options, where="r.toml", resume=False, chdir=place)
 
 
 @pytest.fixture
@@ -26,9 +39,7 @@ def place(tmp_path, monkeypatch) -> Path:
     (tmp_path / "shards/manifest.json").write_text("{}")
     (tmp_path / "ds_configs").mkdir()
     (tmp_path / "ds_configs/zero1.json").write_text("{}")
-    (tmp_path / "r.toml").write_text(
-        '[run]\noutput = "runs/r"\n[model]\nsource = "m"\n[data]\nshards = ["shards"]\n[objective]\nname = "masked"\n'
-    )
+    (tmp_path / "r.toml").write_text(CLEAN)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -92,7 +103,7 @@ def test_the_script_says_what_was_asked_for(place, capsys):
         "module load cuda/12.4",
         "source v/bin/activate",
         "ulimit -l unlimited",
-        "export NCCL_DEBUG='WARN x'",
+        "source runs/r/job/001/variables.sh  # sets NCCL_DEBUG",
         "max_requeues=7",
     ):
         assert line in lines, line
@@ -124,7 +135,7 @@ def test_fine_tuning_and_no_gpus(place, capsys):
         (("r.toml",), "--gpus-per-node is not given"),
         (("r.toml", *ON_GPUS, "--train.stepz=3"), "unknown key train.stepz"),
         (("r.toml", *ON_GPUS, "--optim.lr=-1"), "optim.lr"),
-        (("r.toml", *ON_GPUS, "--nodez=3"), "'--nodez=3' is not understood"),
+        (("r.toml", *ON_GPUS, "--nodez=3"), "'--nodez' is not understood"),
         (("r.toml", "--nodes=0", "--gpus-per-node=1"), "--nodes 0 is too small"),
         (("r.toml", *ON_GPUS, "--train.global_batch_size=15"), "15 leaves some of 16 ranks"),
         (("r.toml", *ON_GPUS, "--time=tomorrow"), "--time tomorrow is no time limit"),
@@ -133,8 +144,29 @@ def test_fine_tuning_and_no_gpus(place, capsys):
         (("r.toml", *ON_GPUS, "--account=x\n#SBATCH --uid=0"), "is no name"),
         (("r.toml", *ON_GPUS, "--mem=lots"), "--mem lots is no size"),
         (("r.toml", *ON_GPUS, "--venv=nowhere"), "holds no bin/activate"),
-        (("r.toml", *ON_GPUS, "--env=1X"), "not of the form NAME=VALUE"),
+        (("r.toml", *ON_GPUS, "--env=1X=s3cr3t"), "--env (number 1) is not of the form NAME=VALUE"),
+        (("r.toml", *ON_GPUS, "--env=A=1", "--env=B=s3cr3t\nx"), "--env (number 2) is not of the form NAME=VALUE"),
+        (("r.toml", *ON_GPUS, "--env=BARISTA_NOWHERE_SET"), "BARISTA_NOWHERE_SET is not set here"),
+        (("r.toml", *ON_GPUS, "--envs=A=s3cr3t"), "'--envs' is not understood"),
         (("r.toml", *ON_GPUS, "--sbatch=--signal=TERM"), "leave --signal out"),
+        (("r.toml", *ON_GPUS, "--sbatch=--arr=0-3"), "leave --array out"),
+        (("r.toml", *ON_GPUS, "--sbatch=--exclusive --nodes=4"), "leave --nodes out"),
+        (("r.toml", *ON_GPUS, "--sbatch=-N4"), "'-N4' is no long option"),
+        (("r.toml", *ON_GPUS, "--sbatch=-a0-3"), "'-a0-3' is no long option"),
+        (("r.toml", *ON_GPUS, "--sbatch=--exclusive -N4"), "'-N4' is no long option"),
+        (("r.toml", *ON_GPUS, "--sbatch=--comment='a"), "leaves a quote open"),
+        (("r.toml", *ON_GPUS, "--container=sing 'b.sif"), "leaves a quote open"),
+        (("r.toml", *ON_GPUS, "--setup=if true"), "bash cannot read the script"),
+        (("r.toml", *ON_GPUS, "--time=99999999999:00:00"), "is no time limit"),
+        (("r.toml", *ON_GPUS, "--time=99999999:00:00"), "is more than ten years"),
+        (("r.toml", *ON_GPUS, "--time=\u0663:00:00"), "is no time limit"),
+        (("r.toml", *ON_GPUS, "--run.output=--wrap=x"), "begins with a dash"),
+        (("r.toml", *ON_GPUS, "--run.output=runs/a\0b"), "a sign that Slurm's scripts"),
+        (("r.toml", *ON_GPUS, "--run.output=runs/\udcff"), "is not UTF-8"),
+        (("r.toml", *ON_GPUS, f"--run.output=runs/{'x' * 300}"), "is too long"),
+        (("r.toml", *ON_GPUS, "--after=\u00b2"), "is no number of a job"),
+        (("r.toml", *ON_GPUS, "--data.shards=http://u:s3cr3t@h/a"), "http://***@h/a holds a password"),
+        (("r.toml", *ON_GPUS, "--data.shards=http://u:${BARISTA_P}@h/a"), "give it by --env BARISTA_P"),
         (("r.toml", *ON_GPUS, "--ranks-per-node=3"), "is for jobs without GPUs"),
         (("r.toml", *ON_GPUS, "--data.shards=nowhere"), "nowhere holds no finished shards"),
         (("r.toml", *ON_GPUS, "--engine.ds_config=none.json"), "none.json does not exist"),
@@ -147,8 +179,75 @@ def test_fine_tuning_and_no_gpus(place, capsys):
     ],
 )
 def test_refusals(place, capsys, monkeypatch, arguments, words):
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert words in refusal(capsys, place, *arguments)
+    """Without Slurm, but with a bash."""
+    (place / "bin").mkdir()
+    (place / "bin/bash").symlink_to(shutil.which("bash"))
+    monkeypatch.setenv("PATH", str(place / "bin"))
+    said = refusal(capsys, place, *arguments)
+    assert words in said and "s3cr3t" not in said
+
+
+def test_a_working_folder_with_a_line_break_in_its_name(place, capsys, monkeypatch):
+    """It would become a line of the script."""
+    folder = place / "a\ntouch PWNED\nb"
+    folder.mkdir()
+    for name in ("r.toml", "shards", "ds_configs"):
+        (folder / name).symlink_to(place / name)
+    monkeypatch.chdir(folder)
+    assert "holds a line break" in refusal(capsys, folder, "r.toml", *ON_GPUS, "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [('{"job": "4', "is no JSON"), ("[]", "holds no JSON object"), ('{"job": 4}', "job = 4"), ('{"job": "-x"}', "job")],
+)
+def test_a_damaged_record_of_an_earlier_submission(place, capsys, own_path, record, words):
+    fake_slurm(place, "echo 1")
+    (place / "runs/r/job/001").mkdir(parents=True)
+    (place / "runs/r/recipe.toml").write_text("")
+    (place / "runs/r/job/001/environment.json").write_text(record)
+    said = refusal(capsys, place, "r.toml", *ON_GPUS)
+    assert "runs/r/job/001/environment.json" in said and words in said and "squeue --me" in said
+    assert not (place / "bin/sbatch.calls").exists()
+
+
+def test_the_values_of_variables_are_their_owners(place, capsys, own_path, monkeypatch):
+    """In one file that nobody else can read, which the script reads; what was not committed is as private."""
+    fake_slurm(place, "echo 4242")
+    monkeypatch.setenv("BARISTA_PASSWORD", "s3cr3t of here")
+    subprocess.run("git init -q && git add r.toml && git -c user.name=a -c user.email=a@b commit -qm a", shell=True)
+    with (place / "r.toml").open("ab") as file:
+        file.write(b"# s3cr3t \xff\n")
+    options = ("--env=WANDB_API_KEY=it's s3cr3t", "--env", "A=s3cr3t=2", "--env=BARISTA_PASSWORD")
+    (place / "clean.toml").write_text(CLEAN)
+    address = "--data.shards=http://u:${BARISTA_PASSWORD}@h/a"
+    assert main(["clean.toml", *ON_GPUS, *options, address]) == 0
+    printed = capsys.readouterr()
+    job = place / "runs/r/job/001"
+    tells = {path.name for path in (place / "runs").rglob("*") if path.is_file() and b"s3cr3t" in path.read_bytes()}
+    assert tells == {"variables.sh", "uncommitted.diff"} and "s3cr3t" not in printed.out + printed.err
+    assert {stat.S_IMODE(path.stat().st_mode) for path in job.iterdir()} == {0o600}
+    assert b"\xff" in (job / "uncommitted.diff").read_bytes()
+    record = json.loads((job / "environment.json").read_text())
+    assert record["job"] == "4242"
+    shown = ["--env=WANDB_API_KEY=***", "--env", "A=***", "--env=BARISTA_PASSWORD", address]
+    assert record["command"][-5:] == shown
+    read = 'source variables.sh; printf "%s|" "$WANDB_API_KEY" "$A" "$BARISTA_PASSWORD"'
+    done = subprocess.run(["bash", "-c", read], cwd=job, capture_output=True, text=True, check=True)
+    assert done.stdout == "it's s3cr3t|s3cr3t=2|s3cr3t of here|"
+
+
+def test_a_reader_that_goes_cancels_nothing(place, own_path, monkeypatch):
+    """As in `| head -1`: the job is in the queue."""
+    fake_slurm(place, "echo 4242")
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(write, "w"))
+    with pytest.raises(BrokenPipeError):
+        submit_all([training_job_of(place)], after=None, argv=[], chdir=place)
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.close()
+    assert (place / "runs/r/job/001/environment.json").is_file() and not (place / "bin/scancel.calls").exists()
 
 
 def test_a_run_that_has_begun_or_is_done(place, capsys):

@@ -50,11 +50,11 @@ def _bytes_of(argument: Any) -> int:
 for each_name in COLLECTIVES:
     _watch(each_name)
 
+from data.command import run_command  # noqa: E402
 from tests.launch.hosts import DEVICE, sent_by  # noqa: E402
 from tests.trainer.support import recipe_of  # noqa: E402
 from tests.trainer.worker import _counted_chunks  # noqa: E402
 from trainer import build, engine  # noqa: E402
-from trainer.command import run_command  # noqa: E402
 from trainer.distributed import World, gather_objects, start  # noqa: E402
 
 WARM_UP_STEPS = 2

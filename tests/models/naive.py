@@ -22,8 +22,13 @@ def naive_head(masked_lm, rows: torch.Tensor) -> torch.Tensor:
     return transform.LayerNorm(F.gelu(projected))
 
 
-def naive_loss(masked_lm, layer: BertLayer | None, sizes, weights, inputs) -> tuple[torch.Tensor, list, list]:
-    """(loss, encoder losses, decoder losses). inputs: ids, attention mask, then input ids and labels of both sides."""
+def naive_loss(
+    masked_lm, layer: BertLayer | None, sizes, weights, inputs, *, bottleneck: str = "head"
+) -> tuple[torch.Tensor, list, list]:
+    """(loss, encoder losses, decoder losses). inputs: ids, attention mask, then input ids and labels of both sides.
+
+    bottleneck: whether the decoder reads head(CLS), as in SMAE, or the CLS vector itself, as in RetroMAE.
+    """
     _, attention, encoder_ids, encoder_labels, decoder_ids, decoder_labels = inputs
     base = masked_lm.base_model
     hidden = base(encoder_ids, attention_mask=attention, output_hidden_states=True).hidden_states
@@ -36,7 +41,8 @@ def naive_loss(masked_lm, layer: BertLayer | None, sizes, weights, inputs) -> tu
         total = total + weight * encoder_loss
         encoder_losses.append(encoder_loss.item())
         if layer is not None:
-            decoder_input = torch.cat([states[:, :1], base.embeddings(decoder_ids)[:, 1:]], dim=1)
+            read = states if bottleneck == "head" else hidden[size.layers]
+            decoder_input = torch.cat([read[:, :1], base.embeddings(decoder_ids)[:, 1:]], dim=1)
             decoded = naive_head(masked_lm, layer(decoder_input, attention_mask=bias_mask))
             decoder_loss = F.cross_entropy((decoded @ table.T + bias).flatten(0, 1), decoder_labels.flatten())
             total = total + weight * decoder_loss
@@ -72,7 +78,7 @@ def naive_visibility(keys: Sequence[int], lengths: Sequence[int], share: float) 
 
 
 def naive_enhanced_loss(
-    masked_lm, layer: BertLayer, sizes, weights, inputs, visible: list[list[list[int]]]
+    masked_lm, layer: BertLayer, sizes, weights, inputs, visible: list[list[list[int]]], *, bottleneck: str = "head"
 ) -> tuple[torch.Tensor, list, list]:
     """As `naive_loss`. inputs: ids, attention mask, the encoder's input ids and labels, the decoder's labels.
 
@@ -90,7 +96,7 @@ def naive_enhanced_loss(
         encoder_loss = F.cross_entropy((states @ table.T + bias).flatten(0, 1), encoder_labels.flatten())
         logits, targets = [], []
         for text in range(len(ids)):
-            vector = states[text, 0]
+            vector = states[text, 0] if bottleneck == "head" else hidden[size.layers][text, 0]
             content = torch.cat([vector[None], base.embeddings(ids[text : text + 1])[0, 1:]])
             for row in range(1, int(attention[text].sum())):
                 if decoder_labels[text, row] == -100:

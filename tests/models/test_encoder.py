@@ -11,8 +11,10 @@ from models.encoder import (
     base_of,
     build_masked_lm,
     encoder_layers,
+    float32_einsum,
     load_encoder,
     load_masked_lm,
+    pool,
     truncate_layers,
 )
 from models.packed_attention import check_packs
@@ -74,6 +76,33 @@ def test_padding_does_not_reach_the_embedding(family):
         padded = encoder(ids, mask, SIZES)
     for alone, together in zip(short, padded):
         torch.testing.assert_close(alone[0], together[2], rtol=1e-4, atol=1e-5)
+
+
+def test_the_mean_runs_in_float32_under_autocast():
+    hidden = torch.randn(8, 120, 64, generator=torch.Generator().manual_seed(0)) + 0.5
+    mask = (torch.arange(120) < torch.arange(50, 130, 10)[:, None]).long()
+    exact = (hidden.double() * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mean = pool(hidden, mask, "mean")
+        half = torch.einsum("bsd,bs->bd", hidden, mask.float()) / mask.sum(1, keepdim=True)
+    torch.testing.assert_close(mean.double(), exact, rtol=0, atol=1e-6)
+    # Negative control: a product that autocast sees is rounded.
+    assert float((half.double() - exact).abs().max()) > 1e-4
+
+
+def test_the_decoders_score_of_position_0_runs_in_float32_under_autocast():
+    """The equation of models/mae_decoder.py; gradients come through it."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 5, 8, generator=generator, requires_grad=True)
+    key = torch.randn(3, 2, 4, 8, generator=generator)
+    exact = (query.double()[None] * key.double()[:, :, :, None]).sum(-1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = float32_einsum("bhmk,sbhk->sbhm", query, key)
+        half = torch.einsum("bhmk,sbhk->sbhm", query, key)
+    torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=1e-5)
+    assert float((half.double() - exact).detach().abs().max()) > 1e-3
+    (gradient,) = torch.autograd.grad(scores.sum(), query)
+    torch.testing.assert_close(gradient, key.sum(0)[:, :, None].expand_as(query), rtol=1e-5, atol=1e-5)
 
 
 def test_saved_encoder_loads_with_its_settings(tmp_path):

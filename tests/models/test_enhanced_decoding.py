@@ -71,6 +71,25 @@ def test_fused_equals_row_by_row(sizes, case):
     assert gradient_error < 1e-4
 
 
+def test_retromae_reads_the_sentence_vector_itself(case):
+    """SentMAE eq. 4: h is the encoder's CLS state, in the queries and at position 0 of keys and values."""
+    masked_lm, model, layer, inputs, keys = case
+    model.bottleneck = "cls"
+    columns = naive_visibility(keys.tolist(), inputs[1].sum(1).tolist(), SHARE)
+    naive, *_ = naive_enhanced_loss(masked_lm, layer, LADDERS[1], [1.0], inputs, columns, bottleneck="cls")
+    visible = visible_positions(keys, inputs[1], share=SHARE)
+    fused, *_ = enhanced_loss(model, LADDERS[1], [1.0], inputs, visible)
+    loss_error, gradient_error = compare(model, layer, masked_lm, naive, fused)
+    assert loss_error < 1e-6
+    assert gradient_error < 1e-4
+    # Negative control: SMAE's head(CLS) is another vector.
+    naive, *_ = naive_enhanced_loss(masked_lm, layer, LADDERS[1], [1.0], inputs, columns, bottleneck="cls")
+    model.bottleneck = "head"
+    fused, *_ = enhanced_loss(model, LADDERS[1], [1.0], inputs, visible)
+    loss_error, gradient_error = compare(model, layer, masked_lm, naive, fused)
+    assert loss_error > 1e-4 and gradient_error > 1e-2
+
+
 @pytest.mark.parametrize("mistake", ["a row sees itself", "rows share a sample", "position 0 is hidden", "padding"])
 def test_a_wrong_mask_is_noticed(mistake, case):
     """Negative controls: one row's wrong columns are enough for the comparison above to fail."""

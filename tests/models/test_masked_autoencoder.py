@@ -117,6 +117,24 @@ def test_fused_equals_naive_on_real_text(count, with_decoder, unmasked_row, tiny
     assert gradient_error < 1e-4
 
 
+@pytest.mark.parametrize("bottleneck", ["cls", "head"])
+def test_basic_decoding_reads_what_it_is_told(bottleneck, tiny_tokenizer, docstrings):
+    """RetroMAE's decoder reads the CLS vector itself (SentMAE eq. 2), SMAE's reads head(CLS) (Starbucks eq. 7)."""
+    masked_lm = bert(3, len(tiny_tokenizer))
+    model = MaskedAutoencoder(masked_lm, pooling="cls", with_decoder=True, bottleneck=bottleneck)
+    inputs, layer = masked_texts(docstrings[:6], tiny_tokenizer), bert_layer_like(model)
+    errors = {}
+    for told in ("cls", "head"):
+        naive, *_ = naive_loss(masked_lm, layer, LADDERS[1], [1.0], inputs, bottleneck=told)
+        fused, *_ = fused_loss(model, LADDERS[1], [1.0], inputs)
+        errors[told] = compare(model, layer, masked_lm, naive, fused)
+    loss_error, gradient_error = errors.pop(bottleneck)
+    assert loss_error < 1e-6
+    assert gradient_error < 1e-4
+    ((loss_error, gradient_error),) = errors.values()  # the other one is the negative control
+    assert loss_error > 1e-4 and gradient_error > 1e-2
+
+
 def test_a_wrong_merge_is_noticed(tiny_tokenizer, docstrings, monkeypatch):
     """Negative control: with the CLS share taken against nothing but itself, the comparison above fails."""
     sizes = LADDERS[2]
@@ -176,6 +194,33 @@ def test_other_families_train(family, tiny_tokenizer, docstrings):
     assert all(p.grad is not None for p in model.parameters())
     own = masked_lm(inputs[2], attention_mask=inputs[1], labels=inputs[3]).loss
     assert float(encoder_losses[-1]) == pytest.approx(float(own), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu_new"])
+@pytest.mark.parametrize("family", ["bert", "distilbert", "modernbert", "roberta"])
+def test_the_head_has_the_activation_of_the_models_config(family, name, tiny_tokenizer, docstrings):
+    """transformers' own MLM loss. RoBERTa's head there is gelu, whatever its config says of the layers."""
+    torch.manual_seed(0)
+    shape: dict = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96)
+    if family == "distilbert":
+        shape = dict(dim=48, n_layers=2, n_heads=4, hidden_dim=96, activation=name)
+    elif family == "modernbert":
+        shape |= dict(hidden_activation=name, classifier_activation=name)
+    else:
+        shape |= dict(hidden_act=name)
+    config = dict(model_type=family, max_position_embeddings=80, initializer_range=0.5, **shape)
+    masked_lm = build_masked_lm(config, vocab_size=len(tiny_tokenizer), pad_token_id=0).eval()
+    model = MaskedAutoencoder(masked_lm, pooling="cls", with_decoder=False).eval()
+    inputs = masked_texts(docstrings[:6], tiny_tokenizer)
+
+    def ours() -> float:
+        return fused_loss(model, [Size(2, 48)], [1.0], inputs, with_decoder=False)[0].item()
+
+    own = float(masked_lm(inputs[2], attention_mask=inputs[1], labels=inputs[3]).loss.detach())
+    assert ours() == pytest.approx(own, rel=1e-6)
+    # Negative control: a head of another activation is noticed.
+    model.head.activation = torch.nn.ReLU() if family == "roberta" else torch.nn.GELU()
+    assert ours() != pytest.approx(own, rel=1e-6)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 64])

@@ -21,9 +21,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from data.command import run_command
 from data.stream import Sample
 from trainer import build, checkpoint, run
-from trainer.command import run_command
 from trainer.distributed import World, start
 from trainer.engine import MASTER, Engine, Piece
 

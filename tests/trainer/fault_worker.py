@@ -2,8 +2,9 @@
 
     deepspeed --num_gpus 2 --module tests.trainer.fault_worker CASES.json
 
-Each case is {task, arguments, fault}, run one after another. A fault is {kind, step, rank}: it comes on that rank (on
-all, where there is none) with the batch of that step. One case alone is the ordinary command, its exit code included.
+Each case is {task, arguments, fault}, run one after another; RANK in an argument is the rank's number. A fault is
+{kind, step, rank}: it comes on that rank (on all, where there is none) with the batch of that step. One case alone is
+the ordinary command, its exit code included.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from data.command import run_command
+from tests.launcher import step_clock
 from trainer import build, checkpoint, run, stopping, watchdog
-from trainer.command import run_command
 from trainer.distributed import start
 from trainer.engine import Engine
+from trainer.processes import Process
 from trainer.run import StopRequests
 
 patch = unittest.mock.patch.object
@@ -38,6 +42,7 @@ def main() -> None:
     if len(cases) > 1:
         start()
     for case in cases:
+        case["arguments"] = [each.replace("RANK", os.environ["RANK"]) for each in case["arguments"]]
         os.environ[stopping.STOP_FILE_VARIABLE] = case.get("stop_file", "")
         with planted(case["fault"]):
             if len(cases) == 1:
@@ -60,6 +65,11 @@ def planted(fault: dict[str, Any] | None) -> Iterator[None]:
     def next_batch(self: Any) -> Any:
         batch = original(self)
         here[0] = self.samples == fault["step"] * self.global_batch_size
+        if kind == "clock":
+            index = self.samples // self.global_batch_size - fault["step"]
+            if 0 <= index < len(fault["seconds"]):
+                step_clock_and_wait(fault["stat"], fault["seconds"][index])
+            return batch
         if here[0]:
             strike(kind)
         return batch
@@ -93,6 +103,30 @@ def strike(kind: str) -> None:
         os.kill(os.getppid(), signal.SIGKILL)
     elif kind == "stop file":
         Path(os.environ[stopping.STOP_FILE_VARIABLE]).touch()
+
+
+def step_clock_and_wait(stat: str, seconds: float) -> None:
+    """The first rank steps the clock; each goes on when its watchers have looked at every process once since."""
+    if os.environ["RANK"] == "0":
+        before = psutil.Process().create_time()
+        step_clock(stat, seconds)
+        assert psutil.Process().create_time() == before + seconds
+    dist.barrier()
+    looked, enough = dict[int, int](), threading.Event()
+    lives = Process.lives.fget
+    assert lives is not None
+
+    def noted(self: Process) -> bool:
+        found = lives(self)
+        looked[self.pid] = looked.get(self.pid, 0) + 1
+        # The launcher, the `deepspeed` command above it, and the other rank.
+        if len(looked) == 3 and min(looked.values()) >= 2:
+            enough.set()
+        return found
+
+    with patch(Process, "lives", property(noted)):
+        assert enough.wait(60), looked
+    print("the clock was stepped", file=sys.stderr) if os.environ["RANK"] == "0" else None
 
 
 class Broken(torch.autograd.Function):

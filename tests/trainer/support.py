@@ -29,18 +29,16 @@ STEEP = {"lr": 0.1, "eps": 1e-2, "weight_decay": 0.1, "max_grad_norm": 1.0, "sch
 
 
 def recipe_values(shards: Path | str, **sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """A tiny recipe as nested tables; `sections` are laid over it key by key."""
+    """A tiny recipe as nested tables, of keys that it reads; `sections` are laid over it key by key."""
+    objective = {"name": "contrastive", **sections.get("objective", {})}
+    lengths: dict[str, Any] = {"max_length": 32} if objective["name"] == "masked" else {}
+    if objective["name"] == "contrastive" or objective.get("pairs") == "tuples":
+        lengths |= {"query_max_length": 16, "passage_max_length": 32}
+        lengths |= {"num_negatives": 3} if objective.get("loss") != "cosent" else {}
     values: dict[str, dict[str, Any]] = {
         "run": {"seed": 7},
         "model": {"config": dict(MODEL), "ladder": LADDER},
-        "data": {
-            "shards": [str(shards)],
-            "max_length": 32,
-            "query_max_length": 16,
-            "passage_max_length": 32,
-            "num_negatives": 3,
-            "num_workers": 0,
-        },
+        "data": {"shards": [str(shards)], **lengths, "num_workers": 0},
         "objective": {"name": "contrastive"},
         "optim": dict(STEEP),
         "train": {"steps": 6, "global_batch_size": 12, "micro_batch_size": 6},

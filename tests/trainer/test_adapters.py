@@ -33,10 +33,10 @@ from tests.reference import first_parameters, train_naively
 from tests.run_folder import steps_of, weights
 from tests.trainer.support import MODEL, float32_ds_config, recipe_of, recipe_values
 from trainer.build import build_model, open_shards
-from trainer.checkpoint import check_output_folder
 from trainer.config import ConfigError
 from trainer.export import export_sizes
 from trainer.optim import parameter_groups
+from trainer.run_folder import check_output_folder
 
 LOSS_TOLERANCE = 1e-6  # relative
 PARAMETER_TOLERANCE = 1e-5  # absolute, after steps that move parameters by up to 0.1

@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 import tomli_w
 
+import trainer.build
 import trainer.run
+from data.command import run_command
 from data.shards import UnitWriter, finish_folder
 from models.encoder import build_masked_lm
 from tests import ROOT
 from tests.launcher import launch, run_process
 from tests.trainer.support import LADDER, MODEL, recipe_of, recipe_values
-from trainer.command import run_command
-from trainer.config import Recipe, as_toml
+from trainer.config import ConfigError, Recipe, as_toml
 from trainer.run import main
+from trainer.run_folder import check_output_folder
 
 Values = dict[str, dict[str, Any]]
 
@@ -135,9 +137,10 @@ RECIPE_MISTAKES = [
     ("model.config", {**MODEL, "model_type": "brett"}, ["brett"]),
     ("model.config", {k: v for k, v in MODEL.items() if k != "model_type"}, ["model_type"]),
     ("model.config", {**MODEL, "hidden_sise": 3}, ["hidden_sise"]),
-    ("model.config", {**MODEL, "hidden_size": 50}, ["50", "num_attention_heads"]),
+    ("model.config", {**MODEL, "hidden_size": 50}, ["50", "attention heads"]),
     ("model.source", "bert-base-uncased", ["model.source", "not both"]),
-    ("objective.name", "masked", ["trainer.pretrain"]),
+    ("objective.name", "masked", ["data.query_max_length", "objective.pairs"]),
+    ("objective.kl_temperature", 0.3, ["objective.kl_temperature = 0.3", "read by nothing", '"coordinates"']),
     ("objective.name", "", ["objective.name", "contrastive"]),
     ("objective.sizes", "all", ["objective.sizes", "'all'", "ladder"]),
     ("objective.loss", "cosent", ["objective.kl", "none"]),
@@ -152,6 +155,28 @@ RECIPE_MISTAKES = [
     ("run.resume", "maybe", ["run.resume", "'maybe'", "auto"]),
     ("run.resume", "required", ["run.resume", "holds no run"]),
     ("run.seed", -1, ["seed", "-1"]),
+    ("run.seed", 2**64 - 2**62 + 2**63, ["run.seed", "18,446,744,073,709,551,615"]),
+    ("train.steps", 10**13, ["train.steps", "10000000000000", "at most 1,000,000,000,000"]),
+    ("train.epochs", 1e300, ["train.epochs", "1e+300", "at most"]),
+    ("train.global_batch_size", 2**40, ["train.global_batch_size", "at most 16,777,216"]),
+    ("data.num_workers", 1_000_000, ["data.num_workers", "at most 1,024"]),
+    ("data.cache_gib", 1e300, ["data.cache_gib", "at most"]),
+    ("objective.temperature", 1e-300, ["objective.temperature", "1e-300", "at least 1e-06"]),
+    ("objective.temperature", 1e300, ["objective.temperature", "at most"]),
+    ("optim.lr", 1e300, ["optim.lr", "at most"]),
+    ("model.config", {**MODEL, "vocab_size": 100}, ["model.config.vocab_size", "tokenizer"]),
+    ("model.config", {**MODEL, "pad_token_id": 3}, ["model.config.pad_token_id"]),
+    ("model.config", {**MODEL, "num_attention_heads": 0}, ["model.config"]),
+    ("model.config", {**MODEL, "hidden_size": -48}, ["model.config"]),
+    ("model.config", {**MODEL, "hidden_size": "48"}, ["model.config", "hidden_size"]),
+    ("model.config", {**MODEL, "hidden_act": "gelo"}, ["model.config", "gelo"]),
+    ("model.config", {**MODEL, "hidden_dropout_prob": 2.0}, ["model.config", "2.0"]),
+    ("model.config", {**MODEL, "intermediate_size": 0}, ["model.config", "intermediate_size = 0"]),
+    ("model.config", {**MODEL, "is_decoder": True}, ["model.config.is_decoder = True"]),
+    ("model.config", {**MODEL, "torch_dtype": "float16"}, ["model.config.torch_dtype"]),
+    ("model.config", {**MODEL, "chunk_size_feed_forward": 3}, ["model.config.chunk_size_feed_forward"]),
+    ("model.config", {**MODEL, "layer_norm_eps": "x"}, ["model.config", "layer_norm_eps"]),
+    ("model.config", {**MODEL, "initializer_range": float("nan")}, ["model.config"]),
 ]
 
 
@@ -180,7 +205,8 @@ def test_combinations(values: Values, masked_values: Values, refusal: Callable[.
     partitioned = changed(values, "engine.ds_config", "ds_configs/zero3.json")
     assert "train.compile" in refusal(changed(partitioned, "train.compile", True))
     cosent = changed(changed(values, "objective.loss", "cosent"), "objective.kl", "none")
-    assert "no scores" in refusal(cosent)
+    assert "data.num_negatives = 3" in refusal(cosent)
+    assert "no scores" in refusal(changed(cosent, "data.num_negatives", 0))
     low = changed(masked_values, "objective.decoder_mask_ratio", 0.1)
     assert "decoder_mask_ratio" in refusal(low, task="masked")
     for key, value in (("query_prompts", ["a: "]), ("passage_prompts", ["a: "]), ("no_duplicates", True)):
@@ -195,6 +221,7 @@ def test_combinations(values: Values, masked_values: Values, refusal: Callable[.
     assert "encoder_mask_ratio" in refusal(changed(masked_values, "objective.encoder_mask_ratio", 1.0), task="masked")
     assert "data.max_length" in refusal(changed(masked_values, "data.max_length", 81), task="masked")
     assert "trainer.finetune" in refusal(values, task="masked")
+    assert "trainer.pretrain" in refusal(masked_values)
 
 
 def test_batches_smaller_than_the_world(values: Values, refusal: Callable[..., str]) -> None:
@@ -219,7 +246,14 @@ def test_recipe_files(values: Values, refusal: Callable[..., str], tmp_path: Pat
     assert "absent.toml" in refusal('base = "absent.toml"')
     assert "base = 3" in refusal("base = 3")
     (tmp_path / "recipe.toml").write_bytes(b"\xff\xfe\x00")
-    assert "TOML" in refusal(None)
+    assert "not UTF-8" in refusal(None)
+    assert "nested too deep" in refusal("a = " + "[" * 5000)
+    assert "digits" in refusal("[train]\nsteps = " + "9" * 5000)
+    assert "does not exist" in refusal('base = "a\\u0000b"')
+    assert "File name too long" in refusal(f'base = "{"x" * 300}.toml"')
+    for number in range(40):
+        (tmp_path / f"{number}.toml").write_text(f'base = "{number + 1}.toml"')
+    assert "is the base of 32 others" in refusal('base = "0.toml"')
 
 
 @pytest.mark.parametrize(
@@ -255,6 +289,15 @@ def test_a_mistake_on_the_command_line(argument: str, named: str, values: Values
         ('{"zero_optimization": {"stage": 4}}', "stage"),
         ('{"zero_optimization": {"stage": "two"}}', "stage"),
         ('{"bf16": true}', "bf16"),
+        ('{"bf16": {"enabled": "yes"}}', "bf16.enabled"),
+        ('{"zero_optimization": {"stage": 1.0}}', "stage"),
+        ('{"zero_optimization": {"stage": 1, "offload_optimizer": "cpu"}}', "offload_optimizer"),
+        ('{"zero_optimization": {"stage": 1, "reduce_bucket_size": -5}}', "reduce_bucket_size"),
+        ('{"zero_optimization": {"stage": 1, "bucket": 3}}', "bucket"),
+        ('{"zero_optimization": {"stage": 1}, "communication_data_type": "fp99"}', "fp99"),
+        ('{"zero_optimization": {"stage": 1}, "zero_optimisation": {"stage": 2}}', "'zero_optimisation'"),
+        ('{"zero_optimization": {"stage": 1}, "compression_training": {}}', "compression"),
+        ('{"a": ' * 100_000, "nested too deep"),
     ],
 )
 def test_engine_settings(text: str, named: str, values: Values, refusal: Callable[..., str], tmp_path: Path) -> None:
@@ -332,6 +375,23 @@ def test_missing_models(values: Values, refusal: Callable[..., str], tmp_path: P
     assert "config.json" in refusal(changed(without, "model.source", str(tmp_path / "absent")))
 
 
+def test_a_changed_password_is_the_same_run(values: Values, tmp_path: Path) -> None:
+    """A run's recipe.toml lacks it. Another host is another run."""
+
+    def recipe(address: str) -> Recipe:
+        return recipe_of(changed(changed(values, "data.shards", [address]), "run.resume", "auto"))
+
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / "recipe.toml").write_text(as_toml(recipe("http://user:s3cr3t@host/a")))
+    assert "s3cr3t" not in (output / "recipe.toml").read_text()
+    for same in ("http://user:s3cr3t@host/a", "http://user:changed@host/a", "http://user:${BARISTA_PASSWORD}@host/a"):
+        check_output_folder(recipe(same))
+    with pytest.raises(ConfigError) as refused:
+        check_output_folder(recipe("http://user:s3cr3t@elsewhere/a"))
+    assert "elsewhere" in str(refused.value)
+
+
 def test_output_folders(values: Values, refusal: Callable[..., str], tmp_path: Path) -> None:
     output = tmp_path / "run"
     output.mkdir()
@@ -348,6 +408,75 @@ def test_output_folders(values: Values, refusal: Callable[..., str], tmp_path: P
     output.rmdir()
     output.write_text("a file")
     assert "is a file" in refusal(values)
+
+
+@pytest.mark.parametrize(
+    ("output", "named"),
+    [
+        ("", "run.output is empty"),
+        ("a\0b", "run.output 'a\\x00b'"),
+        ("a\udcffb", "run.output=a\\udcffb"),
+        ("x" * 300, "File name too long"),
+        ("file/run", "Not a directory"),
+        ("link", "is a link to /nowhere/at/all, which is not there"),
+    ],
+)
+def test_folders_that_cannot_be(
+    output: str, named: str, values: Values, refusal: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to("/nowhere/at/all")
+    where = f"{tmp_path}/{output}" if output else ""
+    if "\0" in output or "\udcff" in output:
+        sentence = refusal(values, f"--run.output={output}")
+    else:
+        sentence = refusal(values, f"--run.output={where}")
+    assert "run.output" in sentence and named in sentence
+
+
+def test_the_same_shards_twice(values: Values, tuple_shards: Path, refusal: Callable[..., str], tmp_path: Path) -> None:
+    shutil.copytree(tuple_shards, tmp_path / "copy")
+    (tmp_path / "link").symlink_to(tuple_shards)
+    for other in (tuple_shards, tmp_path / "link", tmp_path / "copy"):
+        sentence = refusal(changed(values, "data.shards", [str(tuple_shards), str(other)]))
+        assert "hold the same shards" in sentence and str(other) in sentence and "data.weights" in sentence
+
+
+def test_too_little_shared_memory(values: Values, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": 64 * 1024})
+    monkeypatch.setattr(trainer.build.shutil, "disk_usage", lambda path: usage)
+    sentence = refusal(changed(values, "data.num_workers", 2))
+    assert "data.num_workers = 2" in sentence and "64 KiB free" in sentence
+
+
+def test_what_cannot_be_gone_on_with(values: Values, refusal: Callable[..., str], tmp_path: Path) -> None:
+    """--resume auto starts over only where nothing was saved."""
+    output = tmp_path / "run"
+    checkpoints = output / "checkpoints"
+    output.mkdir()
+    (output / "recipe.toml").write_text(as_toml(recipe_of(values)))
+    (output / "metrics.jsonl").write_text(
+        '{"step": 4, "loss": 1.0}\n{"step": 4, "checkpoint/mib": 1.0}\n{"step": 7, "lo'
+    )
+    for how in ("auto", "required"):
+        sentence = refusal(values, "--resume", how)
+        assert "holds no whole checkpoint" in sentence and "another run.output" in sentence
+    assert "a checkpoint of step 4 in metrics.jsonl" in refusal(values, "--resume", "auto")
+    for marker in ("DONE", "STOPPED"):
+        (output / "metrics.jsonl").unlink(missing_ok=True)
+        (output / marker).write_text("")
+        assert marker in refusal(values, "--resume", "auto")
+        (output / marker).unlink()
+    damaged = checkpoints / "step_00000004"
+    damaged.mkdir(parents=True)
+    assert "damaged checkpoints" in refusal(values, "--resume", "auto")
+    (damaged / "manifest.json").write_text('{"format": 2}')
+    for how in ("auto", "required"):
+        assert "format 2" in refusal(values, "--resume", how)
+    shutil.rmtree(checkpoints)
+    checkpoints.symlink_to("/nowhere/at/all")
+    for how in ("auto", "required"):
+        assert "is a link to /nowhere/at/all" in refusal(values, "--resume", how)
 
 
 def test_bare_arguments_are_not_understood(values: Values, tmp_path: Path, capfd: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import errno
 import hashlib
+import io
 import json
 import logging
 import os
@@ -27,15 +28,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from data.errors import DataError
 from tests import ROOT
 from tests.launcher import launch
 from tests.run_folder import lines_of
 from tests.trainer.support import float32_ds_config, recipe_values
 from trainer import checkpoint
-from trainer.checkpoint import Checkpointer, Saves
+from trainer.checkpoint import Checkpointer, Problem, Saves
 from trainer.config import ConfigError
-from trainer.distributed import World
+from trainer.distributed import Refused, World
 from trainer.engine import MASTER, MOMENTS, Piece
+from trainer.faults import Health
+from trainer.loop import RunState, TrainState
 
 SHAPES = {"layer/weight": [3, 5], "bias": [7]}
 
@@ -155,7 +159,7 @@ def test_a_piece_of_another_rank_that_is_missing(tmp_path: Path) -> None:
     manifest["files"] = {file.name: write(file, Held(3.0, rank=1, size=2))}
     with checkpoint.ExitStack() as stack:
         _, problem = checkpoint._open(tmp_path, manifest, Held(0.5), stack)
-    assert problem == "parts of master of layer/weight are missing"
+    assert problem == Problem("parts of master of layer/weight are missing", damaged=True)
 
 
 def test_a_checkpoint_before_any_optimizer_step(tmp_path: Path) -> None:
@@ -196,15 +200,42 @@ def other_shapes(folder: Path) -> None:
     rewrite_manifest(folder, parameters={"layer/weight": [3, 4], "bias": [7]})
 
 
+def a_file_in_its_place(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("mine")
+
+
+FACTS = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
+
+
+def forge_files(folder: Path, files: dict[str, Any]) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"files": files}
+    checkpoint._write_manifest(folder, {key: value for key, value in manifest.items() if key != "sha256"})
+
+
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing file": (lambda folder: (folder / "rank_00000.safetensors").unlink(), "No such file"),
     "torn file": (cut, "bytes, not"),
     "flipped bit": (flip_a_bit, "sha256 differs"),
-    "missing manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest cannot be read"),
-    "torn manifest": (cut_the_manifest, "manifest cannot be read"),
+    "missing manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: No such file"),
+    "torn manifest": (cut_the_manifest, "manifest is no JSON"),
     "changed manifest": (change_the_manifest, "manifest was changed"),
-    "manifest of no format": (lambda folder: (folder / "manifest.json").write_text("{}"), "not of format 1"),
+    "manifest of no format": (lambda folder: (folder / "manifest.json").write_text("{}"), "it has no format"),
     "another model's": (other_shapes, "not this model's"),
+    "a deep manifest": (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "nested too deep"),
+    "a list": (lambda folder: (folder / "manifest.json").write_text("[1]"), "no JSON object"),
+    "no UTF-8": (lambda folder: (folder / "manifest.json").write_bytes(b"\xff"), "not UTF-8"),
+    "a file in its place": (a_file_in_its_place, "Not a directory"),
+    "no state": (lambda folder: rewrite_manifest(folder, state=None), "state"),
+    "a step below 0": (lambda folder: rewrite_manifest(folder, state={"step": -3}), "step"),
+    "a step of a text": (lambda folder: rewrite_manifest(folder, state={"step": "2"}), "step"),
+    "another's step": (lambda folder: rewrite_manifest(folder, state={"step": 1}), "is of step 1"),
+    "optimizer steps below 0": (lambda folder: rewrite_manifest(folder, optimizer_steps=-1), "optimizer_steps"),
+    "no files": (lambda folder: forge_files(folder, {}), "files"),
+    "a file outside": (lambda folder: forge_files(folder, {"../../recipe.toml": FACTS}), "recipe.toml"),
+    "a device": (lambda folder: forge_files(folder, {"/dev/zero": FACTS}), "/dev/zero"),
+    "a size below 0": (lambda folder: forge_files(folder, {"rank_00000.safetensors": {**FACTS, "bytes": -1}}), "bytes"),
+    "no digest": (lambda folder: forge_files(folder, {"rank_00000.safetensors": {**FACTS, "sha256": ""}}), "sha256"),
 }
 
 
@@ -221,16 +252,195 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     assert str(newest(saved)) in warning and reason in warning
 
 
-def test_a_damaged_one_neither_counts_nor_stays(saved: Checkpointer) -> None:
+def test_a_damaged_one_neither_counts_nor_stays(tmp_path: Path) -> None:
     """A run that went back behind it must not keep it in a good one's place, though its size is right."""
-    flip_a_bit(newest(saved))
-    once = Checkpointer(saved.folder, keep=1)
+    once = Checkpointer(tmp_path, keep=1)
+    for step in (5, 1):
+        # As if the one of step 5 had been there before: step 1 was saved by a run that could not know it.
+        assert Checkpointer(tmp_path, keep=2).save(Held(step), {"step": step}) is not None
+    flip_a_bit(tmp_path / "step_00000005")
     assert once.load_newest(Held(0.5)) == {"step": 1}
-    # The run goes on from step 1 and saves again before it reaches the damaged one's step.
-    newest(saved).rename(saved.folder / "step_00000005")
     assert once.save(Held(4), {"step": 4}) is not None
-    assert names(saved) == ["latest", "step_00000004"]
+    assert names(once) == ["latest", "step_00000004"]
     assert_loads(once, 4)
+
+
+def of_another_format(folder: Path) -> None:
+    rewrite_manifest(folder, format=2)
+
+
+def linked_to_a_disk_that_is_away(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.symlink_to("/nowhere/at/all")
+
+
+def file_linked_to_a_disk_that_is_away(folder: Path) -> None:
+    file = folder / "rank_00000.safetensors"
+    file.unlink()
+    file.symlink_to("/nowhere/at/all")
+
+
+@pytest.fixture
+def failing_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Path], None]:
+    """Makes the system refuse to read what is below a folder."""
+
+    def fail(number: int, below: Path) -> None:
+        opening = io.open
+
+        def refusing(file: Any, *args: Any, **rest: Any) -> Any:
+            if isinstance(file, (str, Path)) and Path(file).is_relative_to(below):
+                raise OSError(number, os.strerror(number), str(file))
+            return opening(file, *args, **rest)
+
+        monkeypatch.setattr(io, "open", refusing)
+
+    return fail
+
+
+def same_files(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.lstat().st_mtime_ns, path.lstat().st_ino) for path in sorted(folder.rglob("*"))}
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_one_that_cannot_be_read_now_ends_the_start(
+    number: int, saved: Checkpointer, failing_reads: Callable[[int, Path], None]
+) -> None:
+    before = same_files(saved.folder)
+    failing_reads(number, newest(saved))
+    with pytest.raises(Refused, match=r"step_00000002 cannot be read, and may be sound .*" + os.strerror(number)):
+        saved.load_newest(Held(0.5))
+    with pytest.raises(DataError, match=os.strerror(number)):
+        saved.newest()
+    assert same_files(saved.folder) == before
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (of_another_format, "format 2, and this version reads format 1"),
+        (linked_to_a_disk_that_is_away, "a link to /nowhere/at/all, which is not there"),
+        (file_linked_to_a_disk_that_is_away, "a link to /nowhere/at/all, which is not there"),
+    ],
+)
+def test_one_that_may_be_sound_ends_the_start(
+    make: Callable[[Path], None], said: str, saved: Checkpointer, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(newest(saved))
+    before = same_files(saved.folder)
+    with pytest.raises(Refused, match=said):
+        saved.load_newest(Held(0.5))
+    with pytest.raises(DataError, match=said):
+        saved.newest()
+    assert same_files(saved.folder) == before and not caplog.records
+
+
+@pytest.mark.parametrize("make", [of_another_format, linked_to_a_disk_that_is_away, flip_a_bit, cut])
+def test_what_was_not_looked_at_is_not_removed(make: Callable[[Path], None], saved: Checkpointer) -> None:
+    """Older than the one that is loaded, and newer than what a start from the beginning saves."""
+    older, later = saved.folder / "step_00000001", Checkpointer(saved.folder, keep=1)
+    make(older)
+    content = same_files(saved.folder)[str(older)]
+    whole = make is flip_a_bit  # as far as sizes tell
+    assert_loads(later, 2)
+    assert later.save(Held(3), {"step": 3}) is not None
+    assert os.path.lexists(older) is not whole and not newest(saved).exists()
+    if not whole:
+        assert same_files(saved.folder)[str(older)] == content
+    fresh = Checkpointer(saved.folder, keep=1)
+    assert fresh.save(Held(2), {"step": 2}) is not None
+    assert (saved.folder / "step_00000003").is_dir()
+
+
+def test_a_checkpoints_folder_that_is_away(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.symlink_to("/nowhere/at/all")
+    with pytest.raises(Refused, match="a link to /nowhere/at/all, which is not there"):
+        Checkpointer(folder, keep=1).load_newest(Held(0.5))
+    folder.unlink()
+    folder.write_text("mine")
+    with pytest.raises(Refused, match="Not a directory"):
+        Checkpointer(folder, keep=1).load_newest(Held(0.5))
+
+
+def test_pruning_a_link_removes_the_link(saved: Checkpointer, tmp_path: Path) -> None:
+    moved = (saved.folder / "step_00000001").rename(tmp_path / "moved")
+    (saved.folder / "step_00000001").symlink_to(moved)
+    content = same_files(moved)
+    for step in (3, 4):
+        assert saved.save(Held(step), {"step": step}) is not None
+    assert names(saved) == ["latest", "step_00000003", "step_00000004"]
+    assert same_files(moved) == content
+
+
+def test_left_overs_stop_no_save(
+    saved: Checkpointer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is busy stays and is named; a link and a file go, and what the link leads to stays."""
+    busy = saved.folder / "tmp-step_00000003"
+    busy.mkdir()
+    (saved.folder / "tmp-link").symlink_to(newest(saved))
+    (saved.folder / "tmp-file").write_text("")
+    (saved.folder / "tmp-old-step_00000001").mkdir()
+    removing = shutil.rmtree
+
+    def refusing(path: Path, *args: Any, **rest: Any) -> None:
+        if Path(path) == busy:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+        removing(path, *args, **rest)
+
+    monkeypatch.setattr(shutil, "rmtree", refusing)
+    for step in (3, 4):
+        assert saved.save(Held(step), {"step": step}) is not None
+    assert names(saved) == ["latest", "step_00000003", "step_00000004", busy.name]
+    assert str(busy) in caplog.text and "could not be saved" not in caplog.text
+    assert_loads(saved, 4)
+
+
+def test_a_link_that_is_in_the_way_is_not_followed(saved: Checkpointer, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (saved.folder / "step_00000003").symlink_to(tmp_path / "mine")
+    assert saved.save(Held(3), {"step": 3}) is not None
+    assert_loads(saved, 3)
+    assert (tmp_path / "mine").is_dir() and not (saved.folder / "step_00000003").is_symlink()
+
+
+def test_the_run_s_own_state_is_checked(tmp_path: Path) -> None:
+    """Its place in the data and its health, too; keys of a later version are left out."""
+    good = {"step": 2, "health": {"losses": 2, "loss_mean": 1.5}, "stream": {"samples": 24, "seed": 7}}
+    checkpointer = Checkpointer(tmp_path, keep=9, state=RunState)
+    later = {**good, "step": 3, "health": {**good["health"], "new_key": 3}, "new": 1}
+    for state in (good, later):
+        assert checkpointer.save(Held(1), state) is not None
+    assert checkpointer.load_newest(Held(0.5)) == later
+    taken = TrainState()
+    taken.load_state_dict(later)
+    assert (taken.step, taken.health) == (3, Health(losses=2, loss_mean=1.5))
+    bad: list[dict[str, Any]] = [
+        {"stream": None},
+        {"stream": {"samples": 10**30}},
+        {"stream": {"samples": -5}},
+        {"health": {"loss_mean": float("nan")}},
+        {"health": {"skipped_steps": -1}},
+    ]
+    for number, change in enumerate(bad):
+        step = 4 + number
+        assert checkpointer.save(Held(1), {**good, "step": step, **change}) is not None
+        assert checkpointer.newest() == tmp_path / "step_00000003", change
+        shutil.rmtree(tmp_path / f"step_{step:08d}")
+
+
+def test_other_frozen_weights_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert Checkpointer(tmp_path, keep=1, frozen="one").save(Held(1), {"step": 1}) is not None
+    assert Checkpointer(tmp_path, keep=1, frozen="one").load_newest(Held(0.5)) == {"step": 1}
+    held = Held(0.5)
+    with pytest.raises(Refused, match="other frozen weights"):
+        Checkpointer(tmp_path, keep=1, frozen="two").load_newest(held)
+    assert torch.equal(held.values[MASTER, "bias"], Held(0.5).values[MASTER, "bias"]), "something was loaded"
+    assert not caplog.records
+    # One of an earlier version does not say.
+    assert Checkpointer(tmp_path, keep=1).save(Held(2), {"step": 2}) is not None
+    assert Checkpointer(tmp_path, keep=1, frozen="two").load_newest(Held(0.5)) == {"step": 2}
+    assert "are not compared" in caplog.text
 
 
 def test_a_damaged_one_is_written_again(saved: Checkpointer) -> None:

@@ -21,8 +21,9 @@ from scipy import sparse
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
+from data.errors import DataError, OtherFormat
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
-from models.sizes import Size
+from models.sizes import ModelError, Size
 from tests import ROOT
 from tests.launcher import launch, run_process
 from tests.trainer.support import write_beir
@@ -36,7 +37,7 @@ from trainer.evaluation.raw import BM25, read_raw
 from trainer.evaluation.retrieval import Run, TopK, as_run, load_beir, read_run, score_run, search
 from trainer.evaluation.significance import holm, paired_t_test
 from trainer.evaluation.subject import untrained_encoder
-from trainer.evaluation.vectors import cut, open_store, texts_digest, weights_digest, widest
+from trainer.evaluation.vectors import cut, open_store, read_store, texts_digest, weights_digest, widest
 from trainer.stopping import STOPPED_CODE
 
 LADDER = [(1, 8), (2, 16), (3, 32)]
@@ -122,7 +123,7 @@ def test_a_size_is_cut_from_what_is_kept(
         rows = store.rows_of(block)
         store.write(block, {size: vectors[rows.start : rows.stop] for size, vectors in whole.items()})
     assert store.missing() == [1]
-    assert (tmp_path / "s" / "000000.f16").stat().st_size == 2 * 10 * (20 + 32 + 20)
+    assert (tmp_path / "s" / "000000.f16").stat().st_size == 2 * 10 * (20 + 32 + 20) + 32  # and a checksum
     for similarity in ("dot", "cosine"):
         for size, expected in run(grid, similarity).items():
             kept = cut(store.read(2, size.layers), size, similarity=similarity).numpy()
@@ -154,10 +155,26 @@ def test_stores_of_other_things_are_refused(tmp_path: Path) -> None:
         store.write(0, {**full, Size(2, 8): np.full((2, 8), 7e4, np.float32)})
     assert store.missing() == [0, 2]
     (tmp_path / "s" / "000001.f16").write_bytes(b"short")
-    with pytest.raises(ConfigError, match="has 5 bytes in place of 48"):
+    with pytest.raises(ConfigError, match="has 5 bytes in place of 80"):
         store.read(1, 2)
+    store.write(1, full)
+    assert (store.read(1, 2) == 1).all()
+    blocks = bytearray((tmp_path / "s" / "000001.f16").read_bytes())
+    blocks[7] ^= 1
+    (tmp_path / "s" / "000001.f16").write_bytes(blocks)
+    with pytest.raises(ConfigError, match=r"000001\.f16 is damaged"):
+        read_store(tmp_path / "s").read(1, 1)
+    # Stores of the first format have no checksums, and are read as they are.
+    description = tmp_path / "s" / "store.json"
+    whole = description.read_text()
+    description.write_text(whole.replace('"format": 2', '"format": 1'))
+    (tmp_path / "s" / "000001.f16").write_bytes(blocks[:-32])
+    assert (read_store(tmp_path / "s").read(1, 2) == 1).all()
+    description.write_text(whole.replace('"format": 2', '"format": 3'))
+    with pytest.raises(OtherFormat, match="format 3"):
+        read_store(tmp_path / "s")
     (tmp_path / "s" / "store.json").write_text("{}")
-    with pytest.raises(ConfigError, match="not a store's description"):
+    with pytest.raises(DataError, match=r"store\.json is damaged"):
         make(sizes=sizes, fingerprints=fingerprints())
     (tmp_path / "else").mkdir()
     (tmp_path / "else" / "thesis.txt").write_text("mine")
@@ -463,7 +480,7 @@ def test_faiss_ranks_as_we_do(model_folder: Path, tasks: list[str], tmp_path: Pa
     # Small whole numbers: every score is exact, and ties are everywhere, at the cut too.
     queries = rng.integers(-2, 3, (30, 6)).astype(np.float32)
     documents = rng.integers(-2, 3, (500, 6)).astype(np.float32)
-    with pytest.raises(FloatingPointError, match="NaN"):
+    with pytest.raises(ModelError, match="NaN"):
         lost = torch.full((3, 6), torch.nan)
         faiss_search.faiss_candidates(torch.from_numpy(queries), lost, top_k=2, start=0)
     for top_k in (1, 10, 499, 500, 800):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 
+from data.errors import OtherFormat
+from data.tokens import tokenizer_fingerprint
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
 from models.sizes import ModelError, Size
 from trainer import export
@@ -220,6 +223,69 @@ def test_an_export_replaces_an_export_and_nothing_else(make_model: ModelFactory,
     with pytest.raises(ConfigError, match="holds something else"):
         export_sizes(model, stranger)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "stranger"]  # no partial folder left
+
+
+def test_nothing_of_a_user_s_is_removed(make_model: ModelFactory, tmp_path: Path) -> None:
+    model, output = make_model("bert"), tmp_path / "export"
+    export_sizes(model, output, sizes=["1x8"])
+    listed = json.loads((output / "export.json").read_text())["files"]
+    assert listed["1x8/README.md"] == (output / "1x8" / "README.md").stat().st_size
+    for name, content in (("1x8/note.txt", "mine"), ("encoder/deep/note.txt", "mine"), ("1x8/README.md", "changed")):
+        path = output / name
+        before = path.read_text() if path.exists() else None
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=name):
+            export_sizes(model, output, sizes=["1x8"])
+        assert path.read_text() == content
+        path.unlink() if before is None else path.write_text(before)
+    (output / "1x8" / "link").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="1x8/link"):
+        export_sizes(model, output, sizes=["1x8"])
+    (output / "1x8" / "link").unlink()
+    export_sizes(model, output, sizes=["1x8"])  # the control
+    receipt = json.loads((output / "export.json").read_text())
+    del receipt["files"]
+    (output / "export.json").write_text(json.dumps(receipt))
+    with pytest.raises(ConfigError, match="export of an earlier version"):
+        export_sizes(model, output, sizes=["1x8"])
+    (output / "export.json").write_text(json.dumps({**receipt, "format": 2}))
+    with pytest.raises(OtherFormat, match="format 2"):
+        export_sizes(model, output, sizes=["1x8"])
+
+
+def test_links_and_files_are_no_outputs(make_model: ModelFactory, tmp_path: Path) -> None:
+    model = make_model("bert")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "file").write_text("mine")
+    for name in ("link", "dangling", "file", "file/out"):
+        with pytest.raises(ConfigError, match=name):
+            export_sizes(model, tmp_path / name)
+
+
+def test_another_tokenizer_is_refused(
+    make_model: ModelFactory, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """By the fingerprint in barista.json; without one, as older versions left it, only one that is too large."""
+    model = make_model("bert", tokenizer=tokenizer_fingerprint(tiny_tokenizer))
+    export_sizes(model, tmp_path / "export", sizes=["1x8"])
+    settings = EmbeddingSettings.load(tmp_path / "export" / "encoder")
+    assert settings is not None and settings.tokenizer == tokenizer_fingerprint(tiny_tokenizer)
+    path = model / "tokenizer.json"
+    content = json.loads(path.read_text())
+    words = content["model"]["vocab"]
+    words["the"], words["of"] = words["of"], words["the"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"is not the one that its barista\.json names"):
+        export_sizes(model, tmp_path / "other", sizes=["1x8"])
+    dataclasses.replace(settings, tokenizer=None).save(model)
+    export_sizes(model, tmp_path / "unknown", sizes=["1x8"])
+    content["model"]["vocab"]["zyzzyva"] = len(tiny_tokenizer)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="2001 tokens and the model's table 2000"):
+        export_sizes(model, tmp_path / "larger", sizes=["1x8"])
 
 
 def test_a_failed_export_leaves_what_was_there(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import tomli_w
@@ -20,7 +21,9 @@ from tests.launcher import launch
 from tests.needs import needed, own
 from tests.run_folder import lines_of, records, weights
 from tests.trainer.support import float32_ds_config, recipe_values, with_dropout
-from trainer.faults import Health
+from trainer.distributed import World
+from trainer.faults import GaveUp, Health
+from trainer.loop import Hooks, Plan, TrainState, train
 
 STEPS, BATCH = 6, 12
 NAN = {"kind": "nan", "step": 3, "rank": 1}
@@ -188,3 +191,56 @@ def test_a_lasting_change_is_flagged_for_a_while_only() -> None:
     losses = [2.0 + 0.1 * (step % 2) for step in range(100)] + [4.0 + 0.1 * (step % 2) for step in range(400)]
     faults = [health.observe(loss, grad_norm=1.0, spike_deviations=6.0) for loss in losses]
     assert faults[100] == "spike" and not any(faults[-100:])
+
+
+class Alone:
+    """An engine, an objective, a stream, metrics and saves in one, whose steps have the losses given."""
+
+    def __init__(self, losses: list[float]) -> None:
+        self.losses = iter(losses)
+        self.world, self.device = World(0, 0, 1, torch.device("cpu")), torch.device("cpu")
+        self.epoch, self.samples, self.written, self.saved = 0.0, 0, False, 0
+
+    def train(self) -> None:
+        pass
+
+    def __next__(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def forward_backward(self, *_: Any) -> Any:
+        return SimpleNamespace(losses={"loss": torch.tensor(next(self.losses))})
+
+    def step(self, lr: float, *, skip: bool) -> float:
+        return 1.0
+
+    def update(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def fault(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def begin(self) -> None:
+        self.saved += 1
+
+    def finish(self) -> None:
+        pass
+
+
+def train_alone(losses: list[float], *, stop_at_step: int | None = None) -> Alone:
+    alone, total = Alone(losses), len(losses)
+    plan = Plan(7, total, stop_at_step or total, lambda step: 1.0, 100, 0, 5, 0.0)
+    hooks = Hooks(alone, dict, lambda: None, lambda *_, **__: None)
+    train(cast(Any, alone), cast(Any, alone), alone, TrainState(), plan=plan, metrics=cast(Any, alone), hooks=hooks)
+    return alone
+
+
+def test_a_run_of_nothing_but_skipped_steps_is_not_done() -> None:
+    """Fewer than would make it give up before; with one good step among them it ends well, and so does a part of it."""
+    with pytest.raises(GaveUp, match=r"all 3 steps had a loss or gradient that is not finite.*--debug\.replay=1"):
+        train_alone([math.nan] * 3)
+    assert GaveUp.exit_code == 3
+    assert train_alone([math.nan, 1.0, math.nan]).saved == 1
+    assert train_alone([math.nan] * 3, stop_at_step=2).saved == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from data.collate import PairCollator
+from data.command import run_command
+from data.errors import UserError
 from data.passages import text_key
 from data.prepare import main as prepare
 from data.shards import ShardFolder
@@ -24,7 +26,6 @@ from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
 from tests.trainer.support import write_beir
 from trainer import mine_negatives as command
-from trainer.command import run_command
 from trainer.config import ConfigError
 from trainer.evaluation.encode import encode, encoder_forward
 from trainer.mine_negatives import IDENTITY, REPORT, TUPLES, WORK, main
@@ -297,6 +298,37 @@ def test_a_signal_stops_between_blocks(
     assert len(list((tmp_path / "out" / WORK / "parts").glob("*.jsonl"))) >= 1
     main(arguments)
     assert (tmp_path / "out" / REPORT).is_file()
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        (lambda work: (work / "encoded").write_text("x"), "encoded is no number"),
+        (lambda work: (work / "encoded").write_text("-5"), "encoded is no number"),
+        (lambda work: (work / "encoded").write_text("²"), "encoded is no number"),
+        (lambda work: (work / "encoded").write_text("1000000"), "encoded is no number"),
+        (lambda work: next(work.glob("*.f32")).unlink(), "has 0 bytes"),
+        (lambda work: next(work.glob("*.f32")).write_bytes(b"cut"), "has 3 bytes"),
+        (lambda work: (work.parent / IDENTITY).write_text("[]"), "holds no object"),
+        (lambda work: (work.parent / IDENTITY).write_text("[" * 10**5), "nested too deep"),
+    ],
+)
+def test_damaged_work_is_refused(
+    damage: Callable[[Path], Any],
+    word: str,
+    pairs: Path,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output = tmp_path / "out"
+    asked = iter([None] * 3)  # while reading, and before two blocks of passages
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped, match="encoding"):
+        patch.setattr(command.StopRequests, "wanted", lambda self: next(asked, "SIGTERM"))
+        run(pairs, model, output, "--passages-per-block", "100")
+    damage(output / WORK)
+    with pytest.raises(UserError, match=word):
+        run(pairs, model, output, "--passages-per-block", "100")
 
 
 def test_beir_folders_bring_their_corpus(model: Path, docstrings: list[str], tmp_path: Path) -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from data.errors import DataError
 from models.encoder import EmbeddingSettings, build_masked_lm
 from models.sizes import Size
 from tests.trainer.support import LADDER, MODEL, recipe_of, recipe_values
-from trainer.config import ConfigError, as_toml
+from trainer.config import as_toml
 from trainer.export import export_sizes
-from trainer.model_card import read_compute, results_section, training_section
+from trainer.model_card import Environment, read_compute, results_section, training_section
 
 
 @pytest.fixture
@@ -34,14 +35,14 @@ def run(tmp_path: Path, tuple_shards: Path) -> Path:
 
 def test_compute_by_hand(run: Path) -> None:
     """10 steps of 3 s and 20 of 0.6 s: 42 s, on 2 ranks of 50 W 1.167 Wh."""
-    compute = read_compute(run, json.loads((run / "environment.json").read_text()))
+    compute = read_compute(run, Environment(world_size=2, device="some CPU"))
     assert compute is not None
     assert (compute.steps, compute.samples, compute.ranks) == (30, 360, 2)
     assert compute.hours == pytest.approx(42 / 3600)
     assert compute.kilowatt_hours == pytest.approx(42 / 3600 * 2 * 0.05)
-    gpu = read_compute(run, {"device": "NVIDIA H100", "world_size": 2})
+    gpu = read_compute(run, Environment(device="NVIDIA H100", world_size=2))
     assert gpu is not None and gpu.kilowatt_hours == pytest.approx(10 * compute.kilowatt_hours)
-    stated = read_compute(run, {"device": "some CPU"}, watts_per_rank=7.0)
+    stated = read_compute(run, Environment(device="some CPU"), watts_per_rank=7.0)
     assert stated is not None and stated.watts_per_rank == 7.0
 
 
@@ -56,6 +57,14 @@ def test_section_tells_what_is_known(run: Path, tuple_shards: Path) -> None:
     assert "not inside the folder of a run" in training_section(run / "model" / "deeper")
 
 
+def test_addresses_are_told_without_their_secrets(run: Path, tuple_shards: Path) -> None:
+    """Also of a run whose recipe.toml still has them."""
+    recipe = (run / "recipe.toml").read_text()
+    (run / "recipe.toml").write_text(recipe.replace(str(tuple_shards), "http://user:s3cr3t@host/a"))
+    text = training_section(run / "model")
+    assert "s3cr3t" not in text and "http://***@host/a (not on this machine)" in text
+
+
 def test_results_are_the_sizes_own(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     records = [
@@ -68,7 +77,7 @@ def test_results_are_the_sizes_own(tmp_path: Path) -> None:
     assert "none of the size 2x32" in results_section(path, Size(2, 32))
     assert "None given" in results_section(None, Size(1, 16))
     path.write_text("[]")
-    with pytest.raises(ConfigError, match="no JSON object"):
+    with pytest.raises(DataError, match="no JSON object"):
         results_section(path, Size(1, 16))
 
 
@@ -83,3 +92,22 @@ def test_exports_carry_the_card(run: Path, tiny_tokenizer, tmp_path: Path) -> No
         card = (folder / "README.md").read_text()
         assert all(title in card for title in ("## Training", "## Results", "## Limits", "SentenceTransformer("))
         assert "abc1234" in card and "kWh" in card
+
+
+def test_half_a_last_line_is_passed_over_and_damage_is_not(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What a killed run leaves, and what it does not leave."""
+    before = read_compute(run, Environment())
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 40, "secon')
+    assert read_compute(run, Environment()) == before and "half a line" in caplog.text
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write("\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl line 5"):
+        read_compute(run, Environment())
+
+
+@pytest.mark.parametrize("content", ["[" * 10**5, "[]", "{", '{"world_size": 0}', '{"versions": ["torch"]}'])
+def test_a_damaged_environment_is_refused(content: str, run: Path) -> None:
+    (run / "environment.json").write_text(content)
+    with pytest.raises(DataError, match=r"environment\.json"):
+        training_section(run / "model")

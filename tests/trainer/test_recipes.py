@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +18,12 @@ from tests.needs import needed, own
 from tests.run_folder import steps_of
 from trainer.config import load_recipe, read_toml
 from trainer.presets import preset_settings
+from trainer.read_keys import is_read
 
 RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.toml"))
-CONTRASTIVE = [path for path in RECIPES if load_recipe(path).objective.name == "contrastive"]
+# A token table caches nothing.
+CACHED = [path for path in RECIPES if is_read(load_recipe(path), "objective.backward")]
+OUTPUTS = [load_recipe(path).run.output for path in RECIPES]
 LADDER = [[1, 8], [2, 16], [3, 24], [4, 32], [5, 40], [6, 48]]
 REDUCED_LADDER = [[1, 8], [3, 16], [6, 24]]
 STATIC_LADDER = [[1, dim] for _, dim in LADDER]
@@ -25,7 +31,15 @@ STATIC_LADDER = [[1, dim] for _, dim in LADDER]
 
 @pytest.fixture(scope="module")
 def launched(
-    request, launcher, tmp_path_factory, document_shards, tuple_shards, graded_shards, tiny_tokenizer, guide_folder
+    request,
+    launcher,
+    tmp_path_factory,
+    document_shards,
+    tuple_shards,
+    crowded_shards,
+    graded_shards,
+    tiny_tokenizer,
+    guide_folder,
 ) -> dict[str, Path]:
     """Recipe name -> run folder, those that are needed in one launch; "NAME-direct" without gradient caching."""
     wanted = needed(request)
@@ -71,8 +85,11 @@ def launched(
             overrides["guide.model"] = str(guide_folder)
         if values["objective"].get("sizes") == "one":
             overrides["objective.size"] = "2x16"
+        recipe = load_recipe(path, ["train.steps=2"])
         arguments = ["--config", str(path)]
-        arguments += [f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in overrides.items()]
+        arguments += [
+            f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in overrides.items() if is_read(recipe, k)
+        ]
         if path.stem in wanted:
             cases.append({"task": "masked" if masked else "contrastive", "arguments": arguments})
         if f"{path.stem}-direct" in wanted:
@@ -83,7 +100,7 @@ def launched(
             # The same with all that can be said of how folders are fed.
             feed = {
                 "run.output": str(root / "feed"),
-                "data.shards": [str(tuple_shards)] * 2,
+                "data.shards": [str(tuple_shards), str(crowded_shards)],
                 "data.mixture_temperature": 2.0,
                 "data.batches": "one_dataset",
                 "data.no_duplicates": "true",
@@ -127,7 +144,7 @@ def test_prompts_are_recorded_where_all_folders_share_one(trained):
     assert resolved["data"]["passage_prompts"] == ["title: ", "text: "]
 
 
-@pytest.mark.parametrize("name", [path.stem for path in CONTRASTIVE])
+@pytest.mark.parametrize("name", [path.stem for path in CACHED])
 @pytest.mark.needs("{name}", "{name}-direct")
 def test_recipe_trains_without_gradient_caching(name, trained):
     """The same first loss, to what bf16 keeps of texts that are padded otherwise."""
@@ -149,45 +166,142 @@ def test_every_method_has_a_recipe_for_both_fine_tunings():
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipe_passes_every_check(path):
-    load_recipe(path)
+def test_recipe_is_what_it_says(path):
+    """The shipped values pass every check, and each run has a folder of its own."""
+    assert OUTPUTS.count(load_recipe(path).run.output) == 1
 
 
-def test_each_recipe_has_a_folder_of_its_own():
-    outputs = [load_recipe(path).run.output for path in RECIPES]
-    assert len(set(outputs)) == len(outputs)
+# --- what is published ---------------------------------------------------------------------------------------------
+
+TABLE = ROOT / "docs" / "objectives.md"
+# A recipe whose head says one of these promises the numbers of a publication.
+PROMISES = ("as published", "as released")
+# How a run is carried out, where it starts and which preset it names: no numbers of a publication.
+CARRIED_OUT = (
+    *("run.", "engine.", "checkpoint.", "log.", "data.shards", "data.num_workers", "train.micro_batch_size"),
+    *("model.source", "objective.name", "objective.preset"),
+)
 
 
-def test_published_values():
-    """The paper's hyper-parameters (Starbucks §4.1, tables 5 and 6), so that an edit of a recipe is noticed."""
+def published_rows(markdown: str) -> list[tuple[str, str, Any, str]]:
+    """(recipe, key, value, where) of the table "Published numbers", one for each recipe of a row."""
+    section = markdown.split("## Published numbers\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    assert lines[0] == "| recipe | key | value | where |"
+    rows = []
+    for line in lines[2:]:
+        recipes, key, value, where = (cell.strip() for cell in line.strip("|").split(" | "))
+        for recipe in recipes.split(", "):
+            rows.append(
+                (recipe.strip("`"), key.strip("`"), tomllib.loads(f"value = {value.strip('`')}")["value"], where)
+            )
+    return rows
+
+
+def promises(path: Path) -> bool:
+    head = path.read_text("utf-8").split("\n\n")[0]
+    return any(promise in " ".join(head.replace("#", " ").split()) for promise in PROMISES)
+
+
+def set_keys(path: Path) -> dict[str, Any]:
+    """The keys with numbers or choices that a recipe, its bases or its preset set and that it reads: their values."""
+    recipe = load_recipe(path)
+    flat = {f"{s}.{key}": value for s, table in dataclasses.asdict(recipe).items() for key, value in table.items()}
+    written = {f"{section}.{key}" for section, table in read_toml(path).items() for key in table}
+    chosen = recipe.objective
+    written |= set(preset_settings(chosen.name, chosen.preset, chosen.preset_for))
+    return {key: flat[key] for key in written if not key.startswith(CARRIED_OUT) and is_read(recipe, key)}
+
+
+def faults(rows: list[tuple[str, str, Any, str]]) -> list[str]:
+    """What the table and the recipes do not agree in."""
+    found = []
+    told = {(recipe, key): value for recipe, key, value, _ in rows}
+    if len(told) < len(rows):
+        found.append("a key of a recipe stands in two rows")
+    promising = {path.stem: set_keys(path) for path in RECIPES if promises(path)}
+    for recipe, key, value, where in rows:
+        if recipe not in promising:
+            found.append(f"{recipe} has a row and promises nothing")
+        elif key not in promising[recipe]:
+            found.append(f"{recipe}: {key} has a row and is not set")
+        elif promising[recipe][key] != value:
+            found.append(f"{recipe}: {key} is {promising[recipe][key]!r}, published {value!r} ({where})")
+        if not where:
+            found.append(f"{recipe}: {key} has no place")
+    for recipe, keys in promising.items():
+        found += [f"{recipe}: {key} = {keys[key]!r} has no row" for key in sorted(keys) if (recipe, key) not in told]
+    return found
+
+
+def test_recipes_are_what_is_published():
+    """Every row of docs/objectives.md's table is the loaded recipe's value, and every published number has a row."""
+    rows = published_rows(TABLE.read_text("utf-8"))
+    assert not faults(rows)
+    assert {recipe for recipe, *_ in rows} == {path.stem for path in RECIPES if promises(path)}
+    # The papers' own recipes are among them, by name.
+    promising = {"smae_bert_base_fineweb", "srl_nli", "srl_msmarco", "retromae_bert_base_wikipedia"}
+    assert promising < {recipe for recipe, *_ in rows}
+
+
+def test_a_wrong_row_is_noticed():
+    """Negative controls: wrong value, missing row, row of a key that is not set, recipe without a promise, two rows."""
+    rows = published_rows(TABLE.read_text("utf-8"))
+    place = next(n for n, row in enumerate(rows) if row[:2] == ("srl_nli", "objective.kl_weight"))
+    recipe, key, value, where = rows[place]
+    assert value == 0.3
+
+    def changed(*instead: tuple[str, str, Any, str]) -> list[str]:
+        return faults([*rows[:place], *instead, *rows[place + 1 :]])
+
+    assert changed((recipe, key, 1.0, where)) == [f"srl_nli: {key} is 0.3, published 1.0 ({where})"]
+    assert changed() == [f"srl_nli: {key} = 0.3 has no row"]
+    assert changed((recipe, key, value, "")) == [f"srl_nli: {key} has no place"]
+    assert "demo_srl has a row and promises nothing" in changed(("demo_srl", key, value, where))
+    assert "srl_nli: objective.pair_weight has a row and is not set" in changed(
+        (recipe, key, value, where), (recipe, "objective.pair_weight", 1.0, where)
+    )
+    assert changed(rows[place], rows[place]) == ["a key of a recipe stands in two rows"]
+
+
+def test_presets_hold_in_the_recipes_that_name_them():
+    """Nothing that the presets differ in is written out, so the whole column holds."""
     folder = ROOT / "launch" / "recipes"
-    smae = load_recipe(folder / "smae_bert_base_fineweb.toml")
-    assert (smae.optim.lr, smae.optim.weight_decay, smae.optim.schedule) == (1e-4, 0.05, "cosine")
-    assert (smae.train.global_batch_size, smae.train.epochs, smae.data.max_length) == (512, 1.0, 512)
-    assert smae.ladder.names[smae.ladder.sizes[0]] == "demi" and str(smae.ladder.full) == "12x768"
-    retrieval = load_recipe(folder / "srl_msmarco.toml")
-    assert (retrieval.optim.lr, retrieval.train.epochs, retrieval.train.global_batch_size) == (1e-4, 3.0, 128)
-    assert (retrieval.data.num_negatives, retrieval.objective.similarity) == (7, "dot")
-    assert (retrieval.objective.temperature, retrieval.data.query_max_length) == (1.0, 32)
-    similarity = load_recipe(folder / "srl_nli.toml")
-    assert (similarity.optim.lr, similarity.train.epochs, similarity.objective.temperature) == (5e-5, 1.0, 0.05)
-    assert similarity.objective.reduction == "mean"
-    # SentMAE §2.2.
-    retromae = load_recipe(folder / "retromae_bert_base_wikipedia.toml").objective
-    assert (retromae.encoder_mask_ratio, retromae.decoder_mask_ratio) == (0.3, 0.5)
-    assert (retromae.sizes, retromae.decoding, retromae.pairs) == ("full", "enhanced", "none")
-    for name, folders in (("static_retrieval_english", 13), ("static_similarity_multilingual", 19)):
-        static = load_recipe(folder / f"{name}.toml")
-        assert (static.optim.lr, static.optim.warmup_ratio, static.train.global_batch_size) == (0.2, 0.1, 2048)
-        assert [size.dim for size in static.ladder] == [32, 64, 128, 256, 512, 1024]
-        assert static.data.no_duplicates and len(set(static.data.shards)) == folders
     for name in ("smae_bert_base_fineweb", "srl_msmarco", "srl_nli"):
         code = load_recipe(folder / f"{name}_released_code.toml")
         plain = load_recipe(folder / f"{name}.toml")
         assert (plain.objective.preset, code.objective.preset) == ("paper", "released-code")
         assert code.objective.preset_for == plain.objective.preset_for
-        # Nothing that the presets differ in is written out, so the whole column holds.
         changed = preset_settings(plain.objective.name, "released-code", plain.objective.preset_for)
         for key, value in changed.items():
             section, _, field = key.partition(".")
             assert getattr(getattr(code, section), field) == value
+
+
+STATIC = {"static_retrieval_english": 13, "static_similarity_multilingual": 19}
+# Rows of a set that the training scripts take, and those they hold out of it where they do not hold out 10,000.
+CUT = {
+    "s2orc_title_abstract": 100_000,
+    "parallel_europarl": 5_000_000,
+    "parallel_opensubtitles": 5_000_000,
+    "wikianswers_duplicates": 10_000_000,
+}
+HELD_OUT = {"trivia_qa": 5_000, "pubmedqa_triplet_20": 100, "negation": 100, "all_nli": 0}
+
+
+def test_published_sets_are_cut_and_held_out_as_published():
+    """docs/static.md names each folder of the two recipes once, with its limit and its rows held out."""
+    folders = []
+    for name, count in STATIC.items():
+        shards = load_recipe(ROOT / "launch" / "recipes" / f"{name}.toml").data.shards
+        assert len(set(shards)) == count
+        folders += [folder for folder in shards if folder not in folders]
+    section = (ROOT / "docs" / "static.md").read_text("utf-8").split("## The published sets\n")[1].split("\n## ")[0]
+    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    rows = {cells[0].strip(" `"): [cell.strip() for cell in cells[1:]] for cells in lines}
+    assert [f"shards/{folder}" for folder in rows] == folders
+    for folder, (source, limit, held_out) in rows.items():
+        assert int(held_out.replace(",", "")) == HELD_OUT.get(folder, 10_000), folder
+        taken = CUT.get(folder)
+        assert limit == (f"{taken - HELD_OUT.get(folder, 10_000):,} ({taken:,})" if taken else ""), folder
+        assert len(re.findall("/", source)) == 1, folder

@@ -8,11 +8,14 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from transformers import TrainingArguments, get_scheduler
 
 from models.encoder import build_masked_lm
 from models.masked_autoencoder import MaskedAutoencoder
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from tests.trainer.support import MODEL
+from trainer import size_schedules
+from trainer.config import DRAWN_SIZES
 from trainer.optim import adamw, learning_rate, parameter_groups
 from trainer.size_schedules import build_schedule, two_dimensional
 
@@ -82,6 +85,48 @@ def test_two_dimensional_matryoshka() -> None:
         assert plan.kl_weights == (1.0, 1.0, 0.0, 0.0)
 
 
+def test_the_recipes_schedules_that_draw_are_those_there_are() -> None:
+    assert set(size_schedules._DRAWING) == set(DRAWN_SIZES)
+
+
+def test_two_dimensional_matryoshka_of_sentence_transformers() -> None:
+    """L_N^d + L_n^d' / n with widths of the ladder, KL at (n, D) alone."""
+    drawn = set()
+    for step in range(400):
+        plan = schedule("two_d_listed")(step)
+        n, inner, outer = plan.sizes[0].layers, plan.sizes[0].dim, plan.sizes[2].dim
+        assert plan.sizes == (Size(n, inner), Size(n, 24), Size(6, outer), Size(6, 24))
+        assert plan.loss_weights == (1 / n, 0.0, 1.0, 0.0)
+        assert plan.kl_weights == (0.0, 1.0, 0.0, 0.0)
+        drawn.add((n, inner, outer))
+    assert drawn == {(n, a, b) for n in range(1, 6) for a in (8, 16, 24) for b in (8, 16, 24)}
+
+
+def test_two_dimensional_matryoshka_of_all_widths() -> None:
+    """One of the ladder's layers below the last, all widths at it and at the last, KL to the full size."""
+    drawn = Counter()
+    for step in range(400):
+        plan = schedule("two_d_all_widths")(step)
+        n = plan.sizes[0].layers
+        assert plan.sizes == tuple(Size(layers, dim) for layers in (n, 6) for dim in (8, 16, 24))
+        assert plan.loss_weights == (1.0,) * 6
+        assert plan.kl_weights == (1.0,) * 5 + (0.0,)
+        drawn[n] += 1
+    assert set(drawn) == {2, 4}
+    assert abs(drawn[2] - 200) < 5 * 10  # five standard deviations
+
+
+@pytest.mark.parametrize("kind", DRAWN_SIZES)
+def test_every_drawn_schedule_depends_on_seed_and_step_alone(kind: str) -> None:
+    """So all ranks and both passes of gradient caching draw alike, whatever other generators did meanwhile."""
+    one, again, other = schedule(kind, seed=1), schedule(kind, seed=1), schedule(kind, seed=2)
+    first = [one(step) for step in range(30)]
+    torch.rand(5)
+    assert [again(step) for step in reversed(range(30))] == first[::-1]
+    assert [other(step) for step in range(30)] != first
+    assert len({plan.names for plan in first}) == 1  # metrics keep their names
+
+
 def test_two_dimensional_draws_are_uniform() -> None:
     """n ~ U(1, N−1), d ~ U(1, D−1), independent: χ² within five standard deviations."""
     steps = 6000
@@ -101,16 +146,6 @@ def test_two_dimensional_draws_are_uniform() -> None:
     assert {size.dim for size in drawn} == set(range(1, 24))
 
 
-def test_two_dimensional_draws_depend_on_seed_and_step_alone() -> None:
-    """So all ranks and both passes of gradient caching draw alike, whatever other generators did meanwhile."""
-    first = [two_dimensional(LADDER, seed=1)(step) for step in range(20)]
-    torch.manual_seed(99)
-    torch.rand(5)
-    again = two_dimensional(LADDER, seed=1)
-    assert [again(step) for step in reversed(range(20))] == first[::-1]
-    assert [two_dimensional(LADDER, seed=2)(step) for step in range(20)] != first
-
-
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])
 def test_learning_rate_closed_form(kind: str) -> None:
     peak, total, warmup = 2e-3, 40, 10
@@ -118,8 +153,9 @@ def test_learning_rate_closed_form(kind: str) -> None:
         learning_rate(step, peak=peak, total_steps=total, warmup_ratio=warmup / total, schedule=kind)
         for step in range(total)
     ]
-    assert rates[:warmup] == pytest.approx([peak * (step + 1) / warmup for step in range(warmup)])
+    assert rates[:warmup] == pytest.approx([peak * step / warmup for step in range(warmup)])
     assert rates[warmup] == pytest.approx(peak)
+    assert kind == "constant" or rates.count(max(rates)) == 1
     share = [(step - warmup) / (total - warmup) for step in range(warmup, total)]
     after = {
         "linear": [peak * (1 - part) for part in share],
@@ -127,7 +163,31 @@ def test_learning_rate_closed_form(kind: str) -> None:
         "constant": [peak] * len(share),
     }[kind]
     assert rates[warmup:] == pytest.approx(after)
-    assert min(rates) > 0  # no step is wasted
+    assert min(rates[1:]) > 0
+
+
+@pytest.mark.parametrize(("total", "ratio"), [(40, 0.25), (37, 0.1), (10, 0.0), (1, 0.1), (3, 0.9)])
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])
+def test_learning_rates_are_transformers_own(kind: str, total: int, ratio: float) -> None:
+    """Every step's rate of the scheduler that transformers' trainer builds of the same numbers."""
+    arguments = TrainingArguments(warmup_steps=ratio)
+    name = "constant_with_warmup" if kind == "constant" else kind
+    warmup_steps = arguments.get_warmup_steps(total)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2e-3)
+    scheduler = get_scheduler(name, optimizer, num_warmup_steps=warmup_steps, num_training_steps=total)
+    theirs = []
+    for _ in range(total):
+        theirs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+
+    def ours(ahead: int) -> list[float]:
+        steps = range(ahead, total + ahead)
+        return [learning_rate(s, peak=2e-3, total_steps=total, warmup_ratio=ratio, schedule=kind) for s in steps]
+
+    assert ours(0) == pytest.approx(theirs, rel=1e-12, abs=1e-18)
+    # Negative control: a count that is one step ahead.
+    assert (kind == "constant" and not warmup_steps) or ours(1) != pytest.approx(theirs, rel=1e-12, abs=1e-18)
 
 
 def test_learning_rate_without_warmup_and_beyond_the_end() -> None:
@@ -136,7 +196,6 @@ def test_learning_rate_without_warmup_and_beyond_the_end() -> None:
         [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     )
     assert learning_rate(9, schedule="cosine", **arguments) == pytest.approx(0.0)
-    assert learning_rate(0, peak=1.0, total_steps=1, warmup_ratio=0.1, schedule="linear") == 1.0
 
 
 @pytest.fixture

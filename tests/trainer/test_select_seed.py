@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import tomli_w
 
+from data.command import run_command
 from tests.launcher import run_process
 from tests.run_folder import steps_of, weights
 from tests.trainer.support import float32_ds_config, recipe_values
 from trainer import select_seed as command
-from trainer.command import run_command
 from trainer.config import ConfigError
 from trainer.select_seed import SELECTION, main, make_plan, scores_at, select
 from trainer.stopping import STOP_FILE_VARIABLE, Stopped

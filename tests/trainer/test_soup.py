@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from models.encoder import EmbeddingSettings, load_encoder
 from models.static_embedding import StaticConfig, StaticModel
@@ -22,6 +25,16 @@ def folders(tiny_tokenizer, tmp_path: Path) -> dict[str, Path]:
         tiny_tokenizer.save_pretrained(found[name])
         similarity = "dot" if name == "other" else "cosine"
         EmbeddingSettings("mean", similarity, ladder=((1, 8),)).save(found[name])
+    for name in ("specials", "nan", "cut"):
+        found[name] = shutil.copytree(found["b"], tmp_path / name)
+    config = json.loads((found["specials"] / "config.json").read_text())
+    (found["specials"] / "config.json").write_text(json.dumps({**config, "special_ids": [1]}))
+    save_file(
+        {"embedding.weight": table(found["b"]) / 0}, found["nan"] / "model.safetensors", metadata={"format": "pt"}
+    )
+    (found["cut"] / "model.safetensors").write_bytes(b"cut")
+    found["linked"] = tmp_path / "linked"
+    found["linked"].symlink_to("a")
     return found
 
 
@@ -47,7 +60,14 @@ def test_a_soup_is_the_mean(weights: list[str], share: float, folders: dict[str,
         (["a", "wide"], [], "architecture"),
         (["a", "other"], [], "barista.json"),
         (["a", "b"], ["--weights", "1"], "--weights"),
+        (["a", "b"], ["--weights", "nan", "1"], "--weights"),
+        (["a", "b"], ["--weights", "inf", "1"], "--weights"),
         (["a", "missing"], [], "holds no"),
+        (["a", "a"], [], "one folder"),
+        (["a", "linked"], [], "one folder"),
+        (["a", "specials"], [], "another special_ids in its config.json"),
+        (["a", "nan"], [], "NaN or infinity in embedding.weight"),
+        (["a", "cut"], [], "cut/model.safetensors"),
     ],
 )
 def test_refused(
@@ -58,3 +78,11 @@ def test_refused(
     assert soup.main(["--models", *chosen, "--output", str(output), *extra]) == 2
     assert word in capsys.readouterr().err
     assert not output.exists()
+
+
+def test_only_a_model_s_own_files_are_copied(folders: dict[str, Path], tmp_path: Path) -> None:
+    (folders["a"] / "linked.json").symlink_to("/etc/hostname")
+    (folders["a"] / "notes").mkdir()
+    before = {path.name for path in folders["a"].iterdir()}
+    output = soup.soup([folders["a"], folders["b"]], tmp_path / "soup")
+    assert {path.name for path in output.iterdir()} == before - {"linked.json", "notes"}

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from data.command import run_command
 from tests.trainer.support import recipe_of
 from trainer import backward, build, contrastive, engine, masked, run
-from trainer.command import run_command
 from trainer.distributed import World, gather_counts, gather_rows, seed_step, start, sum_over_ranks
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS
 from trainer.evaluation.retrieval import DEFAULT_PASSAGES_PER_BLOCK, DEFAULT_TOP_K
 from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
+from trainer.options import LARGEST_SEED, count
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -31,17 +32,22 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     _task_options(sizes)
     add("--sts-subsets", type=Path, metavar="FILE", help="TSV of dataset, subset, first row, rows (with a header)")
     add("--random-init", action="store_true", help="score the same architecture with fresh weights too, as the control")
-    add("--seed", type=int, default=0, help="of the fresh weights (%(default)s)")
+    add("--seed", type=count(least=0, most=LARGEST_SEED), default=0, help="of the fresh weights (%(default)s)")
     add("--bm25", action="store_true", help="score BM25 too (needs the package bm25s)")
     add("--output", type=Path, metavar="FOLDER", help="write results.json, raw.jsonl.gz, table.md and figures/ here")
     add("--json", type=Path, metavar="FILE", help="write the content of results.json to this file")
     add("--save-runs", action="store_true", help="write every ranking as a TREC run file to OUTPUT/runs")
-    add("--top-k", type=_positive, default=DEFAULT_TOP_K, help="documents kept a query (%(default)s)")
-    add("--max-documents", type=int, default=0, help="of each corpus, judged ones first; scores then rise (0: all)")
+    add("--top-k", type=count(), default=DEFAULT_TOP_K, help="documents kept a query (%(default)s)")
+    add(
+        "--max-documents",
+        type=count(least=0),
+        default=0,
+        help="of each corpus, judged ones first; scores then rise (0: all)",
+    )
     add("--ignore-identical-ids", action="store_true", help="drop the document with the query's id (ArguAna, Quora)")
     add(
         "--passages-per-block",
-        type=_positive,
+        type=count(),
         default=DEFAULT_PASSAGES_PER_BLOCK,
         help="documents held as vectors at a time (%(default)s)",
     )
@@ -83,12 +89,12 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     add(
         "-l",
         "--relevance-level",
-        type=_positive,
+        type=count(),
         default=1,
         help="lowest grade that is relevant; nDCG takes the grades themselves (%(default)s)",
     )
     add("-c", "--complete", action="store_true", help="judged queries that the run lacks count 0 instead of nothing")
-    add("-M", "--max-documents", type=_positive, metavar="N", help="cut rankings at N documents")
+    add("-M", "--max-documents", type=count(), metavar="N", help="cut rankings at N documents")
     add("--baseline", type=Path, metavar="RUN", help="another run: p of the paired t-test and the difference, a metric")
     add("-q", "--per-query", action="store_true", help="print every query's values too")
     add("--json", type=Path, metavar="FILE", help="write the means, not rounded, as one flat JSON object")
@@ -116,7 +122,7 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     add("--sts", type=Path, metavar="FILE", help="whose sentences are the queries")
     add("--beir", type=Path, metavar="FOLDER", help="or whose queries")
     add("--split", default="test", help="which qrels of the BEIR folder (%(default)s)")
-    add("--queries", type=_positive, default=100, metavar="N", help="how many are timed (%(default)s)")
+    add("--queries", type=count(), default=100, metavar="N", help="how many are timed (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the figures to this file")
 
     rerank = added.add_parser(
@@ -132,9 +138,9 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     add("--split", default="test", help="which of its qrels (%(default)s)")
     add("--shortlist", metavar="SIZE", help="the size that searches (the ladder's first)")
     add("--rerank", metavar="SIZE", help="the size that reranks (the ladder's last)")
-    add("--depth", type=_positive, nargs="+", default=[10, 50, 100], help="documents reranked (10 50 100)")
-    add("--top-k", type=_positive, default=DEFAULT_TOP_K, help="documents searched for (%(default)s)")
-    add("--queries", type=_positive, default=100, metavar="N", help="how many are timed (%(default)s)")
+    add("--depth", type=count(), nargs="+", default=[10, 50, 100], help="documents reranked (10 50 100)")
+    add("--top-k", type=count(), default=DEFAULT_TOP_K, help="documents searched for (%(default)s)")
+    add("--queries", type=count(), default=100, metavar="N", help="how many are timed (%(default)s)")
     add("--output", type=Path, metavar="FOLDER", help="write rerank.json, rerank.md and rerank.png here")
 
     quantised = added.add_parser(
@@ -147,8 +153,8 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     _model_options(quantised)
     add = quantised.add_argument
     _task_options(quantised)
-    add("--top-k", type=_positive, default=DEFAULT_TOP_K, help="documents searched for (%(default)s)")
-    add("--rescored", type=_positive, default=100, metavar="N", help="found by bits, scored in int8 (%(default)s)")
+    add("--top-k", type=count(), default=DEFAULT_TOP_K, help="documents searched for (%(default)s)")
+    add("--rescored", type=count(), default=100, metavar="N", help="found by bits, scored in int8 (%(default)s)")
     add("--output", type=Path, metavar="FOLDER", help="write quantised.json, quantised.md and figures/ here")
 
     transfer = added.add_parser(
@@ -162,7 +168,12 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     add("--data", required=True, type=Path, metavar="FOLDER", help="SentEval's data/downstream")
     add("--tasks", nargs="+", default=list(SENTEVAL_TASKS), metavar="TASK", help=f"some of {' '.join(SENTEVAL_TASKS)}")
     add("--random-init", action="store_true", help="score the same architecture with fresh weights too, as the control")
-    add("--seed", type=int, default=0, help="of the folds and of the fresh weights (%(default)s)")
+    add(
+        "--seed",
+        type=count(least=0, most=LARGEST_SEED),
+        default=0,
+        help="of the folds and of the fresh weights (%(default)s)",
+    )
     add("--output", type=Path, metavar="FOLDER", help="write results.json, table.md and figures/ here")
 
     foreign = added.add_parser(
@@ -199,17 +210,11 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--pooling", choices=("cls", "mean"), help="in place of the model's own")
     add("--similarity", choices=("dot", "cosine"), help="of retrieval, in place of the model's own (STS takes cosine)")
-    add("--max-length", type=_positive, metavar="TOKENS", help="of queries and documents, in place of the model's own")
+    add("--max-length", type=count(), metavar="TOKENS", help="of queries and documents, in place of the model's own")
     add(
         "--batch-tokens",
-        type=_positive,
+        type=count(),
         default=DEFAULT_BATCH_TOKENS,
         help="tokens a batch, padding included (%(default)s)",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one (%(default)s)")
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.sizes import ModelError
 from trainer.config import ConfigError
+
+NOT_A_NUMBER = "a score is not a number: the model's embeddings hold NaN or infinity; evaluate another checkpoint"
 
 
 def load_faiss() -> Any:
@@ -29,7 +32,7 @@ def faiss_candidates(queries: Tensor, documents: Tensor, *, top_k: int, start: i
     queries [n, dim], documents [m, dim], the first of which has the position `start`.
     """
     if not (queries.isfinite().all() and documents.isfinite().all()):
-        raise FloatingPointError("a score is not a number: the model's embeddings hold NaN or infinity")
+        raise ModelError(NOT_A_NUMBER)
     index = load_faiss().IndexFlatIP(documents.shape[1])
     index.add(documents.contiguous().cpu().numpy())
     rows = queries.contiguous().cpu().numpy()

@@ -20,11 +20,10 @@ from mteb.types import PromptType
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.tokens import load_tokenizer
-from models.encoder import EmbeddingSettings, Encoder, load_encoder
+from models.encoder import EmbeddingSettings, Encoder
 from models.sizes import Size
 from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS, encoding_of
-from trainer.evaluation.subject import check_sizes, trained_settings
+from trainer.evaluation.subject import check_sizes, load_model, trained_settings
 
 
 class MtebModel:
@@ -92,12 +91,12 @@ def load_mteb_model(
 ) -> MtebModel:
     """A trained folder at one size: a name of its ladder, LAYERSxDIM, or the largest."""
     settings = trained_settings(model_folder)
-    encoder = load_encoder(model_folder)
+    encoder, tokenizer, _ = load_model(model_folder)
     chosen = settings.sizes.find(size) if size else settings.sizes.full
     check_sizes([chosen], encoder)
     folder = Path(model_folder).resolve()
     own_name = name or (folder.parent.name if folder.name == "model" else folder.name)
-    return MtebModel(encoder, load_tokenizer(model_folder), settings, chosen, name=own_name, device=device)
+    return MtebModel(encoder, tokenizer, settings, chosen, name=own_name, device=device)
 
 
 def _matrix(embeddings: Any) -> Tensor:

@@ -7,24 +7,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from data.files import write_atomically
 from trainer.config import ConfigError
 from trainer.evaluation.parts import PARTS_FOLDER
 from trainer.evaluation.raw import RAW_FILE
+from trainer.whole_folder import check_place
 
 RESULT_FILES = ("results.json", "table.md", "figures", "runs", RAW_FILE, f"{RAW_FILE}.partial", PARTS_FOLDER)
 
 
 def output_folder(path: Path | None, ours: Sequence[str] = RESULT_FILES) -> Path | None:
+    """The folder, which the first thing written makes; one that cannot be, or that is another's, is refused."""
     if path is None:
         return None
     if path.exists() and not path.is_dir():
         raise ConfigError(f"--output {path} is a file; give a folder")
+    check_place(path, link=True)
     if path.is_dir() and (strangers := sorted({entry.name for entry in path.iterdir()} - set(ours))):
         raise ConfigError(f"--output {path} holds something else ({strangers[0]}); give a new or an empty folder")
-    path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all, in a folder that is made; what is no file (/dev/stdout) is just written to."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+    else:
+        write_atomically(path.resolve(), text)

@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data import records
+from data.errors import UserError
 from data.files import write_atomically
+from data.records import read_record
 from trainer.evaluation.raw import RawResults, read_raw, write_raw
 from trainer.evaluation.report import Record, file_name
 
@@ -24,6 +27,24 @@ log = logging.getLogger(__name__)
 
 PARTS_FOLDER = "parts"
 Results = tuple[list[Record], RawResults]
+
+
+class _Row(records.Record):
+    method: str
+    task: str
+    kind: str
+    size: str
+    layers: int
+    dim: int
+    metric: str
+    value: float | None
+
+
+class _Part(records.Record):
+    """What is kept of one method on one task."""
+
+    decided_by: dict[str, Any]
+    records: tuple[_Row, ...]
 
 
 @dataclass(frozen=True)
@@ -36,26 +57,27 @@ class Parts:
         if self.folder is None:
             return None
         stem = _stem(method, task)
-        try:
-            content = json.loads((self.folder / f"{stem}.json").read_text(encoding="utf-8"))
-            records = [Record(**{**row, "value": _value(row["value"])}) for row in content["records"]]
-            known = content["decided_by"]
-        except FileNotFoundError:
+        path = self.folder / f"{stem}.json"
+        if not path.exists():
             return None
-        except (ValueError, KeyError, TypeError):
-            known, records = None, []
-        if known != json.loads(json.dumps(decided_by)):
+        try:
+            kept = read_record(path, _Part, what="part")
+            raw = read_raw(self.folder / f"{stem}.raw.jsonl.gz")
+        except UserError as error:
+            log.warning("%s; it is made again", error)
+            return None
+        if kept.decided_by != json.loads(json.dumps(decided_by)):
             log.info("%s, %s: what is kept is of another evaluation and made again", method, task)
             return None
         log.info("%s, %s: done before", method, task)
-        return records, read_raw(self.folder / f"{stem}.raw.jsonl.gz")
+        return [Record(**{**row.model_dump(), "value": _value(row.value)}) for row in kept.records], raw
 
     def save(
         self, method: str, task: str, decided_by: Mapping[str, Any], records: Sequence[Record], raw: RawResults
     ) -> None:
         if self.folder is None:
             return
-        self.folder.mkdir(exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         stem = _stem(method, task)
         (self.folder / f"{stem}.json").unlink(missing_ok=True)
         write_raw(raw, self.folder / f"{stem}.raw.jsonl.gz")

@@ -11,17 +11,21 @@ Numbers are written so that reading gives the same float64. BM25 has layers 0 an
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from models.sizes import Size
+from data.files import reading, write_atomically
+from data.records import Record, parse_record
+from models.sizes import ModelError, Size
 from trainer.config import ConfigError
+from trainer.evaluation.faiss_search import NOT_A_NUMBER
 from trainer.evaluation.retrieval import RunScores
 from trainer.evaluation.sts import STSTask, Subset, score_sts
 
@@ -58,6 +62,8 @@ class RawResults:
 
     def add_sts(self, method: str, task: STSTask, size: Size, cosines: np.ndarray) -> None:
         self.tasks[task.name] = RawTask(task.name, "sts", gold=task.scores, subsets=task.subsets)
+        if not np.isfinite(cosines).all():
+            raise ModelError(f"{task.name} at {size}: {NOT_A_NUMBER}")
         self.values[task.name, method, size.layers, size.dim] = {"cosine": np.asarray(cosines, np.float64)}
 
     def add_retrieval(
@@ -86,15 +92,14 @@ class RawResults:
 
 def write_raw(raw: RawResults, path: str | Path) -> None:
     """The whole file at once, the same bytes for the same results."""
-    path = Path(path)
-    tmp = path.with_name(f"{path.name}.partial")
-    with tmp.open("wb") as file, gzip.GzipFile(fileobj=file, mode="wb", mtime=0, filename="") as lines:
+    content = io.BytesIO()
+    with gzip.GzipFile(fileobj=content, mode="wb", mtime=0, filename="") as lines:
         for task in raw.tasks.values():
             lines.write(_line(task.as_json()))
         for (name, method, layers, dim), values in raw.values.items():
             lists = {metric: [_nan_as_null(value) for value in column.tolist()] for metric, column in values.items()}
             lines.write(_line({"task": name, "method": method, "layers": layers, "dim": dim, "values": lists}))
-    tmp.replace(path)
+    write_atomically(Path(path), content.getvalue())
 
 
 def read_raw(path: str | Path) -> RawResults:
@@ -104,33 +109,44 @@ def read_raw(path: str | Path) -> RawResults:
             f"{path} does not exist; make it by `python -m trainer.evaluate sizes … --output {path.parent}`"
         )
     raw = RawResults()
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            for line in lines:
-                row = json.loads(line)
-                if "values" in row:
-                    _add_values(raw, row)
-                else:
-                    subsets = tuple(Subset(*part) for part in row.get("subsets", ()))
-                    raw.tasks[row["task"]] = RawTask(
-                        row["task"], row["kind"], tuple(row.get("queries", ())), tuple(row.get("gold", ())), subsets
-                    )
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged ({error}); remove it and evaluate again") from None
+    mend = "remove it and evaluate again"
+    with reading(path, what="raw results", mend=mend), gzip.open(path, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"raw results {path} line {number}"
+            row = parse_record(line, _Line, where=where, mend=mend)
+            if row.values is None:
+                subsets = tuple(Subset(*part) for part in row.subsets)
+                raw.tasks[row.task] = RawTask(row.task, row.kind, row.queries, row.gold, subsets)
+            else:
+                _add_values(raw, row, f"{where} is damaged", mend)
     return raw
 
 
-def _add_values(raw: RawResults, row: Mapping[str, Any]) -> None:
-    task = raw.tasks[row["task"]]
+class _Line(Record):
+    """A line of a task, or of a method at a size where it has `values`."""
+
+    task: str
+    kind: Literal["sts", "retrieval"] = "sts"
+    queries: tuple[str, ...] = ()
+    gold: tuple[float, ...] = ()
+    subsets: tuple[tuple[str, int, int], ...] = ()
+    method: str = ""
+    layers: int = 0
+    dim: int = 0
+    values: dict[str, list[float | None]] | None = None
+
+
+def _add_values(raw: RawResults, row: _Line, damaged: str, mend: str) -> None:
+    if row.task not in raw.tasks:
+        raise ConfigError(f"{damaged} (it has values of {row.task!r}, of which nothing is told before); {mend}")
+    task = raw.tasks[row.task]
     count = len(task.items) if task.kind == "retrieval" else len(task.gold)
-    columns = {
-        name: np.array([math.nan if value is None else value for value in column], np.float64)
-        for name, column in row["values"].items()
-    }
-    for name, column in columns.items():
+    columns = {}
+    for name, column in (row.values or {}).items():
         if len(column) != count:
-            raise ValueError(f"{task.name} has {count} items and {name} {len(column)} values")
-    raw.values[row["task"], row["method"], int(row["layers"]), int(row["dim"])] = columns
+            raise ConfigError(f"{damaged} ({task.name} has {count} items and {name} {len(column)} values); {mend}")
+        columns[name] = np.array([math.nan if value is None else value for value in column], np.float64)
+    raw.values[row.task, row.method, row.layers, row.dim] = columns
 
 
 def _nan_as_null(value: float) -> float | None:

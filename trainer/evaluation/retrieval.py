@@ -16,7 +16,6 @@ Where a block's vectors come from (encoded now, read from a store, of this rank'
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,10 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.sizes import Size
+from models.sizes import ModelError, Size
 from trainer.config import ConfigError
 from trainer.evaluation.encode import EncodeTexts
-from trainer.evaluation.faiss_search import faiss_candidates
+from trainer.evaluation.faiss_search import NOT_A_NUMBER, faiss_candidates
+from trainer.evaluation.inputs import id_of, json_lines, text_lines, text_of, whole_number
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,10 @@ METRICS = ("ndcg_cut_10", "recip_rank", "recip_rank_10", "map", "recall_100", "r
 DEFAULT_TOP_K = 1_000
 DEFAULT_PASSAGES_PER_BLOCK = 50_000
 _MAX_SCORES_PER_BLOCK = 1 << 22
+_LARGEST_GRADE = 1_000_000  # trec_eval keeps a table as long as the largest
+_LARGEST_SCORE = float(np.finfo(np.float32).max)
+# What the last column of a header is called.
+_GRADE_NAMES = ("score", "relevance", "rel", "grade", "label", "rating", "judgement", "judgment")
 
 
 # Data sets
@@ -108,28 +112,28 @@ def load_beir(
 ) -> RetrievalData:
     """Read a BEIR folder: corpus.jsonl, queries.jsonl, qrels/<split>.tsv. A document is title, space, text."""
     folder = Path(folder)
-    name = name or folder.name
+    name = name or folder.name or folder.resolve().name
+    if Path(split).name != split:
+        raise ConfigError(f"--split {split!r} is no name of a split; give one such as test")
     for needed in ("corpus.jsonl", "queries.jsonl", f"qrels/{split}.tsv"):
         if not (folder / needed).is_file():
             raise ConfigError(f"{folder} lacks {needed}; give a BEIR folder and a split that it has")
-    documents = {}
-    for key, row in _jsonl_by_id(folder / "corpus.jsonl"):
-        documents[key] = f"{row.get('title') or ''} {row.get('text') or ''}".strip()
-    queries = {key: str(row.get("text") or "") for key, row in _jsonl_by_id(folder / "queries.jsonl")}
+    documents = _texts_by_id(folder / "corpus.jsonl", "corpus", titled=True)
+    queries = _texts_by_id(folder / "queries.jsonl", "queries")
     qrels = read_qrels(folder / "qrels" / f"{split}.tsv")
     return retrieval_data(name, documents, queries, qrels, max_documents=max_documents)
 
 
-def _jsonl_by_id(path: Path) -> Iterator[tuple[str, dict]]:
-    with path.open(encoding="utf-8", newline="\n") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                yield str(row["_id"]), row
-            except (json.JSONDecodeError, KeyError, TypeError):
-                raise ConfigError(f"{path} line {number} is not a JSON object with an _id; mend or remove it") from None
+def _texts_by_id(path: Path, what: str, *, titled: bool = False) -> dict[str, str]:
+    """Texts by id, titles put before them. The same id may come again with the same text, and with no other."""
+    texts: dict[str, str] = {}
+    for where, row in json_lines(path, what):
+        key, text = id_of(row, "_id", where), text_of(row, "text", where)
+        if titled:
+            text = f"{text_of(row, 'title', where, optional=True)} {text}".strip()
+        if texts.setdefault(key, text) != text:
+            raise ConfigError(f"{where} gives the _id {key!r} again with another text; remove one of them")
+    return texts
 
 
 # TREC files
@@ -139,14 +143,21 @@ def read_qrels(path: str | Path) -> dict[str, dict[str, int]]:
     """Judgements, query -> document -> grade, from TREC's four columns or BEIR's three with a header."""
     path = Path(path)
     qrels: dict[str, dict[str, int]] = {}
-    for number, columns in _columns(path, "judgements"):
-        if number == 1 and len(columns) == 3 and not _is_int(columns[2]):
+    by_tabs = False
+    for number, line in _lines(path, "judgements"):
+        columns = [each.strip() for each in line.split("\t")] if by_tabs else line.split()
+        if number == 1 and len(columns) == 3 and columns[2].lower() in _GRADE_NAMES:
+            # BEIR's files have tabs, and their ids may hold spaces.
+            by_tabs = line.count("\t") == 2
             continue
-        if len(columns) not in (3, 4) or not _is_int(columns[-1]):
+        grade = whole_number(columns[-1], most=_LARGEST_GRADE)
+        if len(columns) not in ((3,) if by_tabs else (3, 4)) or grade is None or not all(columns):
             raise ConfigError(
-                f"{path} line {number} is not a judgement; it needs query, 0, document, grade, or those but 0"
+                f"{path} line {number} is not a judgement; it needs query, 0, document and a grade between "
+                f"-{_LARGEST_GRADE} and {_LARGEST_GRADE}, or those but 0, below a header such as query-id corpus-id "
+                "score"
             )
-        query, document, grade = columns[0], columns[-2], int(columns[-1])
+        query, document = columns[0], columns[-2]
         if document in qrels.setdefault(query, {}):
             raise ConfigError(
                 f"{path} line {number} judges document {document!r} for query {query!r} again; remove one"
@@ -161,13 +172,15 @@ def read_run(path: str | Path) -> dict[str, dict[str, float]]:
     """A run, query -> document -> score, from TREC's six columns (anything behind them is ignored)."""
     path = Path(path)
     run: dict[str, dict[str, float]] = {}
-    for number, columns in _columns(path, "a run"):
+    for number, line in _lines(path, "a run"):
+        columns = line.split()
         try:
             query, _, document, _, score, *_ = columns
             value = float(score)
         except ValueError:
             value = math.nan
-        if len(columns) < 6 or math.isnan(value):
+        # Compared in single precision, where larger numbers are infinite.
+        if len(columns) < 6 or not abs(value) <= _LARGEST_SCORE:
             raise ConfigError(
                 f"{path} line {number} is no line of a run; it needs query, Q0, document, rank, score, name"
             )
@@ -177,6 +190,14 @@ def read_run(path: str | Path) -> dict[str, dict[str, float]]:
     if not run:
         raise ConfigError(f"{path} holds no ranking; give a run file")
     return run
+
+
+def check_run_names(sets: Iterable[RetrievalData]) -> None:
+    """Refuse ids that a run file cannot hold, before anything is searched."""
+    for data in sets:
+        for name in (*data.query_ids, *data.document_ids):
+            if name.split() != [name]:
+                raise ConfigError(f"{data.name} has the id {name!r}, and a run file's names cannot hold white space")
 
 
 def write_run(run: Run, path: str | Path, *, name: str = "barista") -> None:
@@ -189,17 +210,10 @@ def write_run(run: Run, path: str | Path, *, name: str = "barista") -> None:
                 lines.write(f"{query} Q0 {document} {rank} {np.float32(scores[document])!s} {name}\n")
 
 
-def _columns(path: Path, what: str) -> Iterator[tuple[int, list[str]]]:
+def _lines(path: Path, what: str) -> Iterator[tuple[int, str]]:
     if not path.is_file():
         raise ConfigError(f"file {path} does not exist; give a file with {what}")
-    with path.open(encoding="utf-8", newline="\n") as lines:
-        for number, line in enumerate(lines, 1):
-            if columns := line.split():
-                yield number, columns
-
-
-def _is_int(text: str) -> bool:
-    return text.lstrip("+-").isdigit()
+    return ((number, line) for number, line in text_lines(path, "file") if line.strip())
 
 
 # Scores of a ranking
@@ -347,7 +361,7 @@ class TopK:
 
 def _refuse_nan(scores: Tensor) -> None:
     if torch.isnan(scores).any():
-        raise FloatingPointError("a score is not a number: the model's embeddings hold NaN or infinity")
+        raise ModelError(NOT_A_NUMBER)
 
 
 def _sort_keys(scores: Tensor, positions: Tensor) -> Tensor:

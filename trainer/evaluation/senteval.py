@@ -21,6 +21,7 @@ import numpy as np
 from scipy.optimize import minimize
 from scipy.special import logsumexp
 
+from data.files import reading
 from models.sizes import Size
 from trainer.config import ConfigError
 from trainer.evaluation.encode import EncodeTexts
@@ -195,12 +196,16 @@ def _fit_and_predict(x: np.ndarray, y: np.ndarray, new: np.ndarray, strength: fl
 def _lines(path: Path) -> list[str]:
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; give SentEval's folder of downstream data")
-    data = path.read_bytes()
+    with reading(path):
+        data = path.read_bytes()
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
         text = data.decode("latin-1")  # MR, CR and SUBJ as they were published
-    return [line.strip() for line in text.split("\n") if line.strip()]
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    if not lines:
+        raise ConfigError(f"{path} is empty; fetch SentEval's data again")
+    return lines
 
 
 def _sst(path: Path) -> Part:

@@ -33,7 +33,7 @@ from trainer.evaluation.comparison import check_same_items, verdicts_of
 from trainer.evaluation.corpus import Progress, counted, encoded_blocks, merge_keys, stored_blocks, watched
 from trainer.evaluation.encode import encode, encoder_forward
 from trainer.evaluation.faiss_search import load_faiss
-from trainer.evaluation.output import output_folder, write_json
+from trainer.evaluation.output import output_folder, write_json, write_text
 from trainer.evaluation.parts import PARTS_FOLDER, Parts, Results
 from trainer.evaluation.raw import BM25, RAW_FILE, RawResults, read_raw, write_raw
 from trainer.evaluation.report import Record, file_name, plot_records, results_markdown
@@ -43,6 +43,7 @@ from trainer.evaluation.retrieval import (
     RetrievalData,
     Run,
     bm25_run,
+    check_run_names,
     load_beir,
     score_run,
     write_run,
@@ -51,6 +52,7 @@ from trainer.evaluation.sts import STSTask, read_sts
 from trainer.evaluation.subject import choose_device, load_subject, untrained_encoder
 from trainer.evaluation.vectors import VectorStore, open_store, read_store, texts_digest, weights_digest, widest
 from trainer.stopping import STOP_FILE_VARIABLE, Stopped, StopRequests
+from trainer.whole_folder import check_place
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,10 @@ def evaluate_sizes(args: argparse.Namespace) -> int:
     # Files are read before the model, so that a wrong path is told at once.
     sts = [read_sts(path, subsets=args.sts_subsets) for path in args.sts]
     beir = [load_beir(path, split=args.split, max_documents=args.max_documents) for path in args.beir]
+    if args.save_runs:
+        check_run_names(beir)
+    if args.vectors:
+        check_place(args.vectors, "--vectors", link=True)
     _check_names([*(task.name for task in sts), *(data.name for data in beir)])
     against = read_raw(args.against / RAW_FILE) if args.against else None
     if against is not None:
@@ -118,7 +124,7 @@ def evaluate_sizes(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, content)
     if output:
-        (output / "table.md").write_text(table, encoding="utf-8")
+        write_text(output / "table.md", table)
         plot_records(records, output / "figures")
         write_raw(raw, output / RAW_FILE)
         write_json(output / "results.json", content)

@@ -7,7 +7,6 @@ uses both and they differ by points.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +19,11 @@ from scipy import stats
 from models.sizes import Size
 from trainer.config import ConfigError
 from trainer.evaluation.encode import EncodeTexts
+from trainer.evaluation.inputs import json_lines, text_lines, text_of, whole_number
 
 log = logging.getLogger(__name__)
 
+_MOST_ROWS = 10**9
 _JSON_NAMES = (("sentence1", "sentence2"), ("text1", "text2"), ("s1", "s2"))
 
 
@@ -57,16 +58,17 @@ class STSTask:
 def read_sts(path: str | Path, *, name: str | None = None, subsets: str | Path | None = None) -> STSTask:
     """Read score, sentence, sentence: TSV without a header, or jsonl with `score`, `sentence1`, `sentence2`.
 
-    `subsets`: a TSV with the header dataset, subset, first_row_0based, rows; lines of other data sets are skipped.
+    A name that ends in .gz is read through gzip. `subsets`: a TSV with the header dataset, subset,
+    first_row_0based, rows; lines of other data sets are skipped.
     """
     path = Path(path)
     name = name or path.name.split(".")[0]
     if not path.is_file():
         raise ConfigError(f"STS file {path} does not exist; give a TSV or jsonl file of scored sentence pairs")
     scores, pairs = [], []
-    for number, score, first, second in _jsonl_rows(path) if ".jsonl" in path.suffixes else _tsv_rows(path):
+    for where, score, first, second in _jsonl_rows(path) if ".jsonl" in path.suffixes else _tsv_rows(path):
         if not first.strip() or not second.strip():
-            raise ConfigError(f"{path} line {number} has an empty sentence; remove the line or fill it in")
+            raise ConfigError(f"{where} has an empty sentence; remove the line or fill it in")
         scores.append(score)
         pairs.append((first, second))
     if len(pairs) < 2:
@@ -137,53 +139,50 @@ def _correlation(function: Callable, a: np.ndarray, b: np.ndarray) -> float:
     return float(function(a, b).statistic)
 
 
-def _tsv_rows(path: Path) -> Iterator[tuple[int, float, str, str]]:
+def _tsv_rows(path: Path) -> Iterator[tuple[str, float, str, str]]:
     # Quotation marks are part of the sentences, so the csv module's rules do not apply; nor do Unicode line breaks.
-    with path.open(encoding="utf-8", newline="\n") as lines:
-        for number, line in enumerate(lines, 1):
-            columns = line.rstrip("\r\n").split("\t")
-            if columns == [""]:
-                continue
-            if len(columns) != 3:
-                raise ConfigError(
-                    f"{path} line {number} has {len(columns)} tab-separated columns; it needs score, sentence, sentence"
-                )
-            yield number, _number(columns[0], path, number), columns[1], columns[2]
+    for number, line in text_lines(path, "STS file"):
+        columns = line.rstrip("\r\n").split("\t")
+        if columns == [""]:
+            continue
+        where = f"{path} line {number}"
+        if len(columns) != 3:
+            raise ConfigError(f"{where} has {len(columns)} tab-separated columns; it needs score, sentence, sentence")
+        yield where, _number(columns[0], where), columns[1], columns[2]
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, float, str, str]]:
-    with path.open(encoding="utf-8", newline="\n") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{path} line {number} is not JSON ({error}); mend or remove it") from None
-            names = next((pair for pair in _JSON_NAMES if isinstance(row, dict) and set(pair) <= set(row)), None)
-            if names is None or "score" not in row:
-                raise ConfigError(f"{path} line {number} lacks one of the keys score, sentence1, sentence2; add it")
-            yield number, _number(row["score"], path, number), str(row[names[0]]), str(row[names[1]])
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, float, str, str]]:
+    for where, row in json_lines(path, "STS file"):
+        names = next((pair for pair in _JSON_NAMES if set(pair) <= set(row)), None)
+        if names is None or "score" not in row:
+            raise ConfigError(f"{where} lacks one of the keys score, sentence1, sentence2; add it")
+        yield where, _number(row["score"], where), text_of(row, names[0], where), text_of(row, names[1], where)
 
 
-def _number(value: object, path: Path, line: int) -> float:
+def _number(value: object, where: str) -> float:
     try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise ConfigError(f"{path} line {line} has the score {value!r}, which is no number; mend or remove the line")
+        raise ConfigError(f"{where} has the score {value!r:.60}, which is no number; mend or remove the line")
     return number
 
 
 def _read_subsets(path: Path, dataset: str) -> tuple[Subset, ...]:
     if not path.is_file():
         raise ConfigError(f"subsets file {path} does not exist; give a TSV of dataset, subset, first row and rows")
-    subsets = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[1:], 2):
-        columns = line.split("\t")
-        if len(columns) != 4 or not (columns[2].isdigit() and columns[3].isdigit()):
+    subsets: dict[str, Subset] = {}
+    for number, line in text_lines(path, "subsets file"):
+        columns = line.rstrip("\r\n").split("\t")
+        if number == 1 or columns == [""]:
+            continue
+        first, rows = (whole_number(each, most=_MOST_ROWS) for each in (*columns, "", "", "", "")[2:4])
+        if len(columns) != 4 or first is None or rows is None:
             raise ConfigError(f"{path} line {number} is not dataset, subset, first row, rows in four columns; mend it")
-        if columns[0] == dataset:
-            subsets.append(Subset(columns[1], int(columns[2]), int(columns[3])))
-    return tuple(subsets)
+        if columns[0] != dataset:
+            continue
+        if columns[1] in subsets:
+            raise ConfigError(f"{path} line {number} gives the subset {columns[1]!r} again; remove one of them")
+        subsets[columns[1]] = Subset(columns[1], first, rows)
+    return tuple(subsets.values())

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModel, PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
-from data.tokens import load_tokenizer
+from data.tokens import load_tokenizer, tokenizer_fingerprint
 from models.encoder import EmbeddingSettings, Encoder, load_encoder, longest_input
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from trainer.config import ConfigError
@@ -24,21 +24,57 @@ def load_subject(
     """The model of --model, with the sizes of --sizes."""
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
-    encoder = load_encoder(args.model, pooling=args.pooling)
-    tokenizer = load_tokenizer(args.model)
-    settings = _settings(args, encoder)
-    rows = encoder.word_embeddings.num_embeddings
-    if len(tokenizer) > rows:
-        raise ConfigError(
-            f"the tokenizer of {args.model} has {len(tokenizer)} tokens and the model's table {rows}; "
-            "give a folder whose tokenizer is the model's own"
-        )
+    encoder, tokenizer, own = load_model(args.model, pooling=args.pooling)
+    settings = _settings(args, encoder, own)
+    if (specials := tokenizer.num_special_tokens_to_add()) >= (length := min_length(settings)):
+        raise ConfigError(f"--max-length {length} leaves no room beside {specials} special tokens; give more")
     return encoder, tokenizer, settings, choose_sizes(args.sizes, settings.sizes, encoder)
 
 
-def _settings(args: argparse.Namespace, encoder: Encoder) -> EmbeddingSettings:
+def load_model(
+    source: str | Path, *, pooling: str | None = None
+) -> tuple[Encoder, PreTrainedTokenizerFast, EmbeddingSettings | None]:
+    """An encoder with the tokenizer and the settings beside it, which must belong together.
+
+    settings: None for a name on the hub, or a folder without barista.json.
+    """
+    settings = EmbeddingSettings.load(source) if Path(source).is_dir() else None
+    encoder = load_encoder(source, pooling=pooling)
+    tokenizer = load_tokenizer(source)
+    check_tokenizer(tokenizer, settings, rows=encoder.word_embeddings.num_embeddings, source=source)
+    return encoder, tokenizer, settings
+
+
+def check_tokenizer(
+    tokenizer: PreTrainedTokenizerFast, settings: EmbeddingSettings | None, *, rows: int, source: str | Path
+) -> None:
+    """Refuse a tokenizer that is not the weights' own. `rows`: of the table of token embeddings."""
+    # Ids may have gaps after tokens were added by hand, so the largest id counts, not the number of tokens.
+    if (ids := max(tokenizer.get_vocab().values(), default=-1) + 1) > rows:
+        raise ConfigError(
+            f"the tokenizer of {source} has {ids} tokens and the model's table {rows}; "
+            "give a folder whose tokenizer is the model's own"
+        )
+    if settings is None:
+        return
+    if settings.tokenizer is not None and settings.tokenizer != tokenizer_fingerprint(tokenizer):
+        raise ConfigError(
+            f"the tokenizer of {source} is not the one that its barista.json names, with which it was trained; "
+            "put that one back, or copy the model folder again"
+        )
+    if (specials := tokenizer.num_special_tokens_to_add()) >= (length := min_length(settings)):
+        raise ConfigError(
+            f"{source}/barista.json cuts texts at {length} tokens, of which {specials} are special; mend its lengths"
+        )
+
+
+def min_length(settings: EmbeddingSettings) -> int:
+    """The shorter of the two lengths at which texts are cut."""
+    return min(settings.query_max_length, settings.passage_max_length)
+
+
+def _settings(args: argparse.Namespace, encoder: Encoder, own: EmbeddingSettings | None) -> EmbeddingSettings:
     """The model's own settings, the command line's in their place; default lengths shrink to what the model takes."""
-    own = EmbeddingSettings.load(args.model) if Path(args.model).is_dir() else None
     found = own
     full = Size(encoder.num_layers, encoder.hidden_size)
     if found is None and STARBUCKS_LADDER.full == full:
@@ -104,7 +140,7 @@ def untrained_encoder(encoder: Encoder, *, seed: int = 0) -> Encoder:
     """The same architecture and pooling with fresh weights: the control that says what training gave."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        fresh = AutoModel.from_config(copy.deepcopy(encoder.config)).float()
+        fresh = AutoModel.from_config(copy.deepcopy(encoder.config), trust_remote_code=False).float()
     return Encoder(fresh, encoder.pooling)
 
 

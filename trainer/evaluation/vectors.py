@@ -16,24 +16,29 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
+import pydantic
 import torch
 from torch import Tensor
 
 from data.files import write_atomically
+from data.records import Record, read_record
 from models.encoder import Encoder
+from models.loading import NOT_COMPUTED_WITH
 from models.sizes import Size
 from trainer.config import ConfigError
 
 STORE_FILE = "store.json"
-_FORMAT = 1
-# What of a configuration says where a model comes from, not what it computes.
-_NOT_COMPUTED_WITH = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
+# From format 2 on, blocks end in their checksum; those of format 1 are read without.
+_FORMAT = 2
+_CHECKSUM_BYTES = 32
 _LARGEST = float(np.finfo(np.float16).max)
+_Count = Annotated[int, pydantic.Field(ge=1, lt=1 << 40)]
 _MENDS = "remove it, or give another --vectors folder"
 
 
@@ -61,7 +66,7 @@ def texts_digest(texts: Sequence[str]) -> str:
 
 def weights_digest(encoder: Encoder) -> str:
     """sha256 of all that the encoder computes with; a pooler takes no part, and may be fresh at every load."""
-    config = {key: value for key, value in encoder.config.to_dict().items() if key not in _NOT_COMPUTED_WITH}
+    config = {key: value for key, value in encoder.config.to_dict().items() if key not in NOT_COMPUTED_WITH}
     content = json.dumps([config, encoder.pooling], sort_keys=True, default=str)
     digest = hashlib.sha256(content.encode())
     for name, tensor in sorted(encoder.backbone.state_dict().items()):
@@ -80,6 +85,8 @@ class VectorStore:
     rows: int
     rows_per_block: int
     widths: Mapping[int, int]
+    has_checksums: bool = True
+    _verified: set[int] = field(default_factory=set, repr=False, compare=False)
 
     @property
     def num_blocks(self) -> int:
@@ -111,17 +118,27 @@ class VectorStore:
                     f"{_LARGEST:.0f}; evaluate without --vectors"
                 )
             parts.append(whole.astype(np.float16).tobytes())
+        if self.has_checksums:
+            parts.append(_checksum(parts))
         write_atomically(self._path(block), b"".join(parts))
 
     def read(self, block: int, layers: int) -> np.ndarray:
         """float16 [rows of the block, the layer's width], mapped, not read yet."""
         path, rows = self._path(block), len(self.rows_of(block))
         before = sum(width for other, width in self.widths.items() if other < layers)
-        expected = 2 * rows * sum(self.widths.values())
+        vectors = 2 * rows * sum(self.widths.values())
+        expected = vectors + _CHECKSUM_BYTES * self.has_checksums
         if not path.is_file():
             raise ConfigError(f"{path} is gone; --vectors must be a folder that stays, and that all ranks see")
         if path.stat().st_size != expected:
-            raise ConfigError(f"{path} has {path.stat().st_size} bytes in place of {expected}; remove it")
+            raise ConfigError(
+                f"{path} has {path.stat().st_size} bytes in place of {expected}; remove it, and it is made again"
+            )
+        if self.has_checksums and block not in self._verified:
+            whole = np.memmap(path, np.uint8, "r")
+            if _checksum([whole[:vectors].data]) != whole[vectors:].tobytes():
+                raise ConfigError(f"{path} is damaged (its checksum is another); remove it, and it is made again")
+            self._verified.add(block)
         shape = (rows, self.widths[layers])
         return np.memmap(path, np.float16, "r", offset=2 * rows * before, shape=shape)
 
@@ -143,7 +160,7 @@ def open_store(
         _make(folder, rows, rows_per_block, sizes, fingerprints)
     content = _content(folder)
     for name, value in fingerprints.items():
-        if content["fingerprints"].get(name) != value:
+        if content.fingerprints.get(name) != value:
             raise ConfigError(f"{folder} holds vectors of other {name}; {_MENDS}")
     store = read_store(folder)
     for size in widest(sizes):
@@ -154,20 +171,20 @@ def open_store(
 
 def read_store(folder: Path) -> VectorStore:
     content = _content(folder)
-    widths = {int(layers): int(width) for layers, width in content["widths"].items()}
-    return VectorStore(folder, int(content["rows"]), int(content["rows_per_block"]), dict(sorted(widths.items())))
+    widths = dict(sorted(content.widths.items()))
+    return VectorStore(folder, content.rows, content.rows_per_block, widths, has_checksums=content.format > 1)
 
 
 def _make(folder: Path, rows: int, rows_per_block: int, sizes: Sequence[Size], fingerprints: Mapping[str, str]) -> None:
     widths = {size.layers: size.dim for size in widest(sizes)}
     needed = 2 * rows * sum(widths.values())
-    folder.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(folder).free) < needed:
-        folder.rmdir()
+    place = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+    if (free := shutil.disk_usage(place).free) < needed:
         raise ConfigError(
             f"--vectors needs {needed / 2**20:,.0f} MiB for {folder}, which has {free / 2**20:,.0f} left; "
             "choose another folder or fewer sizes"
         )
+    folder.mkdir(parents=True, exist_ok=True)
     content = {
         "format": _FORMAT,
         "rows": rows,
@@ -178,12 +195,22 @@ def _make(folder: Path, rows: int, rows_per_block: int, sizes: Sequence[Size], f
     write_atomically(folder / STORE_FILE, json.dumps(content, indent=1) + "\n")
 
 
-def _content(folder: Path) -> dict:
-    path = folder / STORE_FILE
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] == _FORMAT and {"rows", "rows_per_block", "widths", "fingerprints"} <= content.keys():
-            return content
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise ConfigError(f"{path} is not a store's description that this program reads; {_MENDS}")
+class _Description(Record):
+    """store.json: `widths`, layers -> dims kept; `fingerprints` of all that decides the vectors."""
+
+    format: Literal[1, 2]
+    rows: _Count
+    rows_per_block: _Count
+    widths: dict[Annotated[int, pydantic.Field(strict=False, ge=1)], _Count] = pydantic.Field(min_length=1)
+    fingerprints: dict[str, str]
+
+
+def _content(folder: Path) -> _Description:
+    return read_record(folder / STORE_FILE, _Description, what="vectors' description", mend=_MENDS)
+
+
+def _checksum(parts: Iterable[bytes | memoryview]) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()

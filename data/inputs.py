@@ -1,0 +1,266 @@
+"""Which files the inputs of a command name: paths, globs, folders, and names of the Hugging Face hub.
+
+What is decided here:
+- Every file is read once. One that is named twice, in whatever way, is refused with both of its names.
+- Nothing is left out without a word. Links to nothing and folders that may not be read are refused; in a folder, files
+  of other endings are counted in a warning.
+- Links to folders are followed, each folder once, so that a loop of links ends.
+- What `data.prepare` wrote is no input of a folder that holds it: its output may lie below its inputs.
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import glob
+import logging
+import os
+import re
+import stat
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from data.errors import DataError
+from data.lines import COMPRESSIONS
+
+logger = logging.getLogger(__name__)
+
+FileKind = Literal["jsonl", "tsv", "txt", "parquet", "hub", "ids"]
+SUFFIXES: dict[str, FileKind] = {
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".ndjson": "jsonl",
+    ".tsv": "tsv",
+    ".txt": "txt",
+    ".parquet": "parquet",
+}
+# What data.prepare writes first into each folder that it makes.
+PREPARATION, SCRATCH = "preparation.json", ".plan"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def find_inputs(names: Sequence[str], *, output: Path | None = None) -> list[Path | str]:
+    """Files of paths, globs and folders, in a fixed order; names that can only be the hub's stay text.
+
+    What lies in `output` is left out of folders and globs.
+    """
+    found: list[Path | str] = []
+    named: dict[object, Path | str] = {}
+    for name in names:
+        for one in _find(name, output):
+            key = one if isinstance(one, str) else _identity(one)
+            if key in named:
+                other = "" if str(named[key]) == str(one) else f", also as {named[key]}"
+                raise DataError(f"{one} is given twice{other}; name each file once")
+            named[key] = one
+            found.append(one)
+    return found
+
+
+def kind_of(path: Path) -> FileKind:
+    """What a file holds, by its ending."""
+    kind = _kind(path)
+    if kind is None:
+        raise DataError(f"{path} is of an unknown format; give {_known_suffixes()}")
+    if kind == "parquet" and path.suffix.lower() in COMPRESSIONS:
+        raise DataError(f"{path} is a compressed parquet file; decompress it, for parquet needs random access")
+    return kind
+
+
+def check_name(name: str, what: str) -> None:
+    """Refuse a name that cannot be written down in the folder's own files."""
+    if "\0" in name:
+        raise DataError(f"the name of {what} {name!r} holds a NUL; choose another")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"the name of {what} {name!a} is not UTF-8; rename it") from error
+
+
+def _find(name: str, output: Path | None) -> list[Path | str]:
+    check_name(name, "input")
+    if not name:
+        raise DataError("an input is an empty text; name a file, a folder or a data set")
+    path = Path(name).expanduser()
+    status = _status(path)
+    if status is None:
+        if path.is_symlink():
+            raise _broken(path)
+        if glob.has_magic(name):
+            return [*_of_glob(name, path, output)]
+        if _HUB_NAME.fullmatch(name) and _kind(path) is None:
+            return [name]
+        raise DataError(f"file {name} does not exist; check the path and the folder you run in")
+    if stat.S_ISDIR(status.st_mode):
+        return [*_of_folder(name, path, output)]
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{name} is no regular file; write what it gives into a file, and name that")
+    return [path]
+
+
+def _of_folder(name: str, top: Path, output: Path | None) -> list[Path]:
+    if any((top / made).exists() for made in (PREPARATION, SCRATCH)):
+        raise DataError(f"folder {name} was written by data.prepare; name the files in it that are to be read")
+    files: list[Path] = []
+    left_out: Counter[str] = Counter()
+    for folder, entries in _folders(top, output):
+        if _was_prepared(entries):
+            left_out["folders written by data.prepare"] += 1
+            continue
+        for entry in entries:
+            path = folder / entry.name
+            if _is_folder(entry):
+                continue
+            if entry.name.startswith("."):
+                left_out["hidden files"] += _kind(path) is not None
+            elif entry.is_symlink() and not path.exists():
+                raise _broken(path)
+            elif not entry.is_file():
+                left_out["files that are not regular"] += 1
+            elif _kind(path) is None:
+                left_out[path.suffix or "files without an ending"] += 1
+            else:
+                files.append(path)
+    if not files:
+        raise DataError(f"folder {name} holds no {_known_suffixes()} files")
+    _say_left_out(name, left_out)
+    return _checked(sorted(files))
+
+
+def _of_glob(name: str, path: Path, output: Path | None) -> list[Path]:
+    parts = path.parts[1:] if path.is_absolute() else path.parts
+    matches = dict.fromkeys(_matches(Path(path.anchor) if path.is_absolute() else Path(), parts, output))
+    files: list[Path] = []
+    left_out: Counter[str] = Counter()
+    for match in sorted(matches, key=str):
+        status = _status(match)
+        if status is None:
+            raise _broken(match)
+        if stat.S_ISDIR(status.st_mode):
+            left_out["folders"] += 1
+        elif not stat.S_ISREG(status.st_mode):
+            raise DataError(f"{match} is no regular file; write what it gives into a file, and name that")
+        elif not _is_within(match, output):
+            files.append(match)
+    if not files:
+        raise DataError(f"no file matches {name}; check the pattern and the folder you run in")
+    if "**" not in parts:
+        _say_left_out(name, left_out)
+    return _checked(files)
+
+
+def _matches(folder: Path, parts: Sequence[str], output: Path | None) -> Iterator[Path]:
+    """What a glob's parts match below a folder, as `glob.glob` has it, but for the loops of `**`."""
+    if not parts:
+        yield folder
+        return
+    first, *rest = parts
+    if first == "**":
+        for below, entries in _folders(folder, output, as_glob=True):
+            if rest:
+                yield from _matches(below, rest, output)
+            else:
+                yield from (below / entry.name for entry in entries if not entry.name.startswith("."))
+    elif not glob.has_magic(first):
+        if os.path.lexists(folder / first):
+            yield from _matches(folder / first, rest, output)
+    elif (status := _status(folder)) and stat.S_ISDIR(status.st_mode):
+        for entry in _entries(folder):
+            if fnmatch.fnmatchcase(entry.name, first) and (first.startswith(".") or not entry.name.startswith(".")):
+                yield from _matches(folder / entry.name, rest, output)
+
+
+def _folders(top: Path, output: Path | None, *, as_glob: bool = False) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
+    """`top` and all folders below it with their entries, each once: those behind links come last.
+
+    Below a folder that `data.prepare` wrote nothing is looked at. A glob sees neither hidden folders nor what they are.
+    """
+    seen: set[tuple[int, int]] = set()
+    folders, links = deque([top]), deque[Path]()
+    while folders or links:
+        folder = (folders or links).popleft()
+        status = _status(folder)
+        if status is None or not stat.S_ISDIR(status.st_mode) or (status.st_dev, status.st_ino) in seen:
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        if _is_within(folder, output):
+            continue
+        entries = _entries(folder)
+        yield folder, entries
+        if not as_glob and _was_prepared(entries):
+            continue
+        for entry in entries:
+            if _is_folder(entry) and not (as_glob and entry.name.startswith(".")):
+                (links if entry.is_symlink() else folders).append(folder / entry.name)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False  # a link that leads in a circle, or where this user may not look
+
+
+def _was_prepared(entries: Iterable[os.DirEntry[str]]) -> bool:
+    return any(entry.name in (PREPARATION, SCRATCH) for entry in entries)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise DataError(
+            f"folder {folder} cannot be read ({error.strerror}); give this user leave to, or name other inputs"
+        ) from error
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """What stands at a path, behind links; None: nothing."""
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return None
+        raise DataError(f"{path} cannot be read ({error.strerror}); check the name and what this user may") from error
+
+
+def _checked(files: Iterable[Path]) -> list[Path]:
+    files = list(files)
+    for file in files:
+        check_name(str(file), "input")
+    return files
+
+
+def _broken(path: Path) -> DataError:
+    return DataError(f"{path} is a link that leads to no file; mend or remove it")
+
+
+def _is_within(path: Path, folder: Path | None) -> bool:
+    return folder is not None and path.resolve().is_relative_to(folder.resolve())
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def _kind(path: Path) -> FileKind | None:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        suffixes.pop()
+    return SUFFIXES.get(suffixes[-1]) if suffixes else None
+
+
+def _known_suffixes() -> str:
+    return "/".join(SUFFIXES) + " (or .gz/.zst of them)"
+
+
+def _say_left_out(name: str, left_out: Counter[str]) -> None:
+    counts = [f"{count} {what}" for what, count in sorted(left_out.items()) if count]
+    if counts:
+        logger.warning("of %s, these are left out: %s", name, ", ".join(counts))

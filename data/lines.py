@@ -1,0 +1,127 @@
+"""Lines of text files, plain and compressed.
+
+What is decided here:
+- A compressed file is read to its end, which must be the end of a frame: zstandard's own reader takes a file that was
+  cut off for a whole one.
+- Several frames may follow each other, and frames of `zstd --long` (windows of up to 2 GiB) are read.
+- A line, and a document of several, has at most LONGEST_LINE bytes unless more is asked for: three megabytes of gzip
+  may be one line of three gigabytes, which no process should try to hold.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from data.errors import DataError
+from data.files import open_regular, reading
+
+COMPRESSIONS = (".gz", ".zst")
+LONGEST_LINE = 2**30
+LARGEST_WINDOW = 2**31
+# A block of four bytes may stand for 128 KiB, so this many bytes never become more than 128 MiB at once.
+_BYTES_AT_A_TIME = 4096
+
+
+@dataclass
+class Tally:
+    """How far a reader has come, in bytes of its unit's `size`."""
+
+    bytes_read: int = 0
+
+
+def is_compressed(path: Path | str) -> bool:
+    return Path(path).suffix.lower() in COMPRESSIONS
+
+
+def lines(
+    path: Path, start: int = 0, stop: int | None = None, *, tally: Tally | None = None, longest: int = LONGEST_LINE
+) -> Iterator[tuple[int, bytes]]:
+    """(position, line) of the lines that begin in [start, stop): bytes, or lines of a compressed file.
+
+    A compressed file's positions are line numbers from 1, and `start` is how many lines are skipped.
+    """
+    tally = tally or Tally()
+    with reading(path, mend="fetch it again"), open_regular(path) as file:
+        if is_compressed(path):
+            stream = _decompressed(path, file)
+            number = 0
+            while line := stream.readline(longest + 1):
+                number += 1
+                _check_length(len(line), longest, f"{path}:{number}")
+                tally.bytes_read = file.tell()
+                if number > start:
+                    yield number, line
+            return
+        position = start
+        if start:
+            # The line that the cut falls into belongs to the unit before, unless the cut falls right before it.
+            file.seek(start - 1)
+            position -= 1
+            while skipped := file.readline(2**20):
+                position += len(skipped)
+                if skipped.endswith(b"\n"):
+                    break
+        while stop is None or position < stop:
+            line = file.readline(longest + 1)
+            if not line:
+                break
+            _check_length(len(line), longest, f"{path}, byte {position}")
+            tally.bytes_read = position + len(line) - start
+            yield position, line
+            position += len(line)
+
+
+def _check_length(length: int, longest: int, where: str) -> None:
+    if length > longest:
+        raise DataError(too_long(where, longest))
+
+
+def too_long(where: str, longest: int) -> str:
+    """What is said of a line or a document of more than `longest` bytes."""
+    return (
+        f"{where}: a line or a document is longer than {longest / 2**20:g} MiB; cut it, or allow more with "
+        "--longest-line"
+    )
+
+
+def _decompressed(path: Path, file: BinaryIO) -> io.BufferedIOBase:
+    if path.suffix.lower() == ".gz":
+        return gzip.GzipFile(fileobj=file)
+    return io.BufferedReader(_Frames(file), 2**20)
+
+
+class _Frames(io.RawIOBase):
+    """The decompressed bytes of the zstandard frames of a file, the last of which must be whole."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        import zstandard
+
+        self._file = file
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW)
+        self._frame: zstandard.ZstdDecompressionObj | None = None
+        self._compressed = b""
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        while not self._ready:
+            if not self._compressed and not (compressed := self._file.read(_BYTES_AT_A_TIME)):
+                if self._frame is not None:
+                    raise EOFError("it ends within a frame: a part of it is missing")
+                return 0
+            self._compressed = self._compressed or compressed
+            frame = self._frame or self._decompressor.decompressobj()
+            self._ready = memoryview(frame.decompress(self._compressed))
+            self._compressed = frame.unused_data if frame.eof else b""
+            self._frame = None if frame.eof else frame
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count

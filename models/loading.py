@@ -1,0 +1,269 @@
+"""The one loader of model folders: whole, plausible and finite weights of a known encoder, or one sentence.
+
+transformers fills weights that a file lacks with random numbers, asks on stdin whether a folder's own code may run, and
+raises whatever its parts raise. Here a folder is looked at first; no code of its own ever runs; every exception becomes
+a ModelError that names the folder; and what was loaded must be all of the encoder, and finite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
+
+from data.errors import DataError
+from data.files import first_line, refused_by
+from data.records import read_json
+from models.sizes import ModelError
+from models.static_embedding import StaticConfig
+
+log = logging.getLogger(__name__)
+
+# What of a configuration says where a model comes from, not what it computes.
+NOT_COMPUTED_WITH = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
+_MEND = "give a sound model folder"
+_WEIGHT_FILES = ("*.safetensors", "*.bin")
+# Buffers that older versions kept in files; models compute them.
+_COMPUTED = ("position_ids", "token_type_ids", "inv_freq")
+_POOLER = "pooler"
+# Far beyond every encoder that exists: what is larger is a mistake, and building it would take all memory.
+_LARGEST = {
+    "num_hidden_layers": 1_000,
+    "hidden_size": 1 << 17,
+    "num_attention_heads": 1 << 12,
+    "intermediate_size": 1 << 20,
+    "vocab_size": 1 << 27,
+    "max_position_embeddings": 1 << 24,
+}
+_NAMED = 3  # tensors that a sentence names
+
+
+def load_pretrained(auto: Any, source: str | Path) -> PreTrainedModel:
+    """The model that `auto` (AutoModel or AutoModelForMaskedLM) makes of a folder or of a hub name, in float32.
+
+    Raises:
+        ModelError: there is none; it is no encoder; its weights lack something, do not fit or are not finite.
+
+    """
+    thing = f"model {str(source)!r}"
+    folder = _local(source)
+    if folder is not None:
+        _look_at(folder)
+    with _refusing(source, thing):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    _check_family(config, thing)
+    _check_precision(config, thing)
+    check_plausible(config, thing)
+    if folder is not None:
+        _check_room(config, folder, thing)
+    model_class = auto._model_mapping.get(type(config), None)
+    if model_class is None:
+        raise ModelError(f"{thing} is of the type {config.model_type!r}, which has no layers to pre-train; {_MEND}")
+    extra = {}
+    # An unused pooler would still be decayed by the optimizer.
+    if "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
+        extra["add_pooling_layer"] = False
+    with _refusing(source, thing):
+        model, report = auto.from_pretrained(
+            source,
+            config=config,
+            dtype=torch.float32,
+            trust_remote_code=False,
+            output_loading_info=True,
+            # Listed in the report, so that the sentence can name them.
+            ignore_mismatched_sizes=True,
+            **extra,
+        )
+    _check_report(model, report, thing)
+    if not isinstance(model.get_input_embeddings(), nn.Embedding | nn.EmbeddingBag):
+        raise ModelError(f"{thing} has no table of token embeddings; give an encoder of texts")
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    check_finite(tensors, thing)
+    return cast(PreTrainedModel, model)
+
+
+def build_from_config(family: str, values: Mapping[str, Any], *, thing: str) -> PreTrainedModel:
+    """An untrained encoder with its MLM head. `thing`: where the values come from, as a sentence begins."""
+    mend = "mend its values"
+    with refused_by("transformers", thing, mend=mend, kind=ModelError):
+        config = AutoConfig.for_model(family, **values)
+    _check_family(config, thing)
+    check_plausible(config, thing)
+    needed, there = 4 * _parameters(config), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise ModelError(
+            f"{thing} asks for about {needed >> 30} GiB of weights, and this machine has {there >> 30} GiB of memory; "
+            "make the encoder smaller"
+        )
+    with refused_by("transformers", thing, mend=mend, kind=ModelError):
+        return cast(PreTrainedModel, AutoModelForMaskedLM.from_config(config, trust_remote_code=False))
+
+
+def check_plausible(config: PretrainedConfig, thing: str) -> None:
+    """Refuse counts of a configuration that are no counts, before anything of that size is built."""
+    for name, largest in _LARGEST.items():
+        value = getattr(config, name, None)
+        optional = name not in ("num_hidden_layers", "hidden_size", "vocab_size")
+        # Some families compute positions and say so by -1.
+        if (value is None and optional) or (name == "max_position_embeddings" and value == -1):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+            shown = str(value)[:40] if isinstance(value, int) else repr(value)[:40]
+            raise ModelError(
+                f"{thing} has the configuration {name} = {shown}; it must be a whole number from 1 to {largest}"
+            )
+    if isinstance(config, StaticConfig) and not all(type(index) is int for index in config.special_ids):
+        raise ModelError(f"{thing} has the configuration special_ids = {config.special_ids!r:.60}; they must be ids")
+
+
+def check_finite(tensors: Iterable[tuple[str, Tensor]], thing: str) -> None:
+    """Refuse NaN and infinity, naming the tensor: whatever is computed with them means nothing."""
+    for name, tensor in tensors:
+        # A sum takes no memory; it may overflow, so it only says where to look again.
+        if tensor.is_floating_point() and not tensor.sum().isfinite() and not tensor.isfinite().all():
+            raise ModelError(
+                f"{thing} holds NaN or infinity in {name}: its training diverged or its file is damaged; "
+                "take an earlier checkpoint, or train it again"
+            )
+
+
+def _local(source: str | Path) -> Path | None:
+    """The folder that a source names; None where it can only be a name on the hub."""
+    path, name = Path(source), str(source)
+    is_path = isinstance(source, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1
+    return path if is_path or path.exists() else None
+
+
+def _look_at(folder: Path) -> None:
+    """Refuse what transformers would crash at, ask about, or take as leave to load something else."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"no model in {folder}: config.json is missing; give the folder of a Hugging Face checkpoint")
+    if (folder / "adapter_config.json").exists():
+        raise ModelError(
+            f"model folder {folder} holds an adapter (adapter_config.json), which needs another model under it; "
+            "give the folder of the merged model"
+        )
+    try:
+        values = read_json(path, what="model configuration", mend=_MEND)
+    except DataError as error:
+        raise ModelError(str(error)) from error
+    family = values.get("model_type") if isinstance(values, dict) else None
+    if not isinstance(family, str):
+        raise ModelError(f"model configuration {path} names no model_type; {_MEND}")
+    if family not in CONFIG_MAPPING:
+        own_code = ", and code that a folder brings along is never run" if "auto_map" in values else ""
+        raise ModelError(
+            f"model configuration {path} names the model_type {family!r:.60}, which transformers does not "
+            f"know{own_code}; give an encoder of a family that it knows, such as bert"
+        )
+
+
+def _check_family(config: PretrainedConfig, thing: str) -> None:
+    """Encoders are what transformers has a masked language model of, and our own tables."""
+    is_masked = AutoModelForMaskedLM._model_mapping.get(type(config), None) is not None
+    as_decoder = getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False)
+    if not isinstance(config, StaticConfig) and (not is_masked or as_decoder):
+        raise ModelError(
+            f"{thing} is of the type {config.model_type!r}{' as a decoder' if is_masked else ''}, which is not an "
+            "encoder this program can use; give one of a family with masked language models, such as bert"
+        )
+
+
+def _check_precision(config: PretrainedConfig, thing: str) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"{thing} is quantised (quantization_config), and training and cutting need its floats; {_MEND}"
+        )
+
+
+def _check_room(config: PretrainedConfig, folder: Path, thing: str) -> None:
+    """Refuse a configuration of far more weights than the folder's files can hold, before they are made up."""
+    held = sum(path.stat().st_size for pattern in _WEIGHT_FILES for path in folder.glob(pattern) if path.is_file())
+    # A weight takes a byte at least; the estimate is a rough one.
+    if held and _parameters(config) > 4 * held + 10**7:
+        raise ModelError(
+            f"{thing} has a configuration of about {_parameters(config):,} weights, and its files hold {held:,} bytes; "
+            "config.json belongs to another model"
+        )
+
+
+def _parameters(config: PretrainedConfig) -> int:
+    """About how many weights an encoder of this configuration has."""
+    hidden = int(config.hidden_size)
+    tables = int(config.vocab_size) * int(getattr(config, "embedding_size", None) or hidden)
+    if isinstance(config, StaticConfig):
+        return tables
+    # ALBERT's layers share their weights.
+    layers = min(int(config.num_hidden_layers), int(getattr(config, "num_hidden_groups", 1_000)))
+    inner = getattr(config, "intermediate_size", None)
+    return tables + layers * hidden * (4 * hidden + 2 * (inner if isinstance(inner, int) else hidden))
+
+
+def _check_report(model: PreTrainedModel, report: Mapping[str, Collection[Any]], thing: str) -> None:
+    """Refuse a load after which a part of the encoder is random, or was left out. Poolers and heads do not count."""
+    base = model.base_model
+    prefix = "" if base is model else f"{model.base_model_prefix}."
+    parts = tuple(f"{name}." for name, _ in base.named_children() if name != _POOLER)
+
+    def of_encoder(name: str) -> bool:
+        own = name.removeprefix(f"{model.base_model_prefix}.")
+        return own.startswith(parts) and name.rpartition(".")[2] not in _COMPUTED
+
+    missing = sorted(name for name in report["missing_keys"] if not _is_pooler(name.removeprefix(prefix)))
+    if lost := [name for name in missing if name.startswith(prefix)]:
+        raise ModelError(f"the weights of {thing} lack {_some(lost)}, which would be random; {_MEND}")
+    if mismatched := sorted(report["mismatched_keys"], key=str):
+        name, stored, wanted = mismatched[0]
+        raise ModelError(
+            f"the weights of {thing} do not fit its configuration: {name} is {list(stored)} in place of "
+            f"{list(wanted)}{_and_more(len(mismatched) - 1)}; {_MEND}"
+        )
+    if left := sorted(name for name in report["unexpected_keys"] if of_encoder(name)):
+        raise ModelError(f"{thing} has weights that its configuration has no place for: {_some(left)}; {_MEND}")
+    if errors := report.get("error_msgs"):
+        raise ModelError(f"{thing} is refused by transformers ({str(errors)[:200]}); {_MEND}")
+    if missing:
+        _check_head(model, base, set(missing), thing)
+
+
+def _check_head(model: PreTrainedModel, base: nn.Module, missing: set[str], thing: str) -> None:
+    """A head may be absent as a whole, as beside every fine-tuned encoder, but not in part."""
+    tied = {id(parameter) for parameter in base.parameters()}
+    head = [name for name, each in model.named_parameters(remove_duplicate=False) if id(each) not in tied]
+    if set(head) - missing:
+        raise ModelError(f"the weights of {thing} lack {_some(sorted(missing))}, which would be random; {_MEND}")
+    log.warning("%s has no masked language model's head; a fresh one is trained", thing)
+
+
+def _is_pooler(name: str) -> bool:
+    return name.partition(".")[0] == _POOLER
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + _and_more(len(names) - _NAMED)
+
+
+def _and_more(count: int) -> str:
+    return f" and {count} more" if count > 0 else ""
+
+
+@contextlib.contextmanager
+def _refusing(source: str | Path, thing: str) -> Iterator[None]:
+    """As `refused_by`, for a folder or a hub name: what the system refuses may be mended by a network."""
+    with refused_by("transformers", thing, mend=_MEND, kind=ModelError):
+        try:
+            yield
+        except OSError as error:
+            raise ModelError(
+                f"cannot load the model {str(source)!r} ({first_line(error)}); "
+                "give a local folder, or a hub name on a machine with network"
+            ) from error

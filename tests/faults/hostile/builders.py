@@ -1,0 +1,284 @@
+"""What cases are built of: files of every format, recipes, commands, small disks, servers, and earlier commands.
+
+The functions that need the case's own place (`ran`, `small_disk`, `serve`) know it from `keep`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import http.server
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tomli_w
+import zstandard
+
+from tests.faults.hostile.case import Command
+from tests.faults.hostile.process import ROOT, Keeper, run_commands
+from tests.faults.hostile.rights import SmallDisk, mount_small_disk
+from tests.faults.hostile.verdict import Ended
+
+if TYPE_CHECKING:
+    from tests.faults.hostile.assets import Assets
+
+LADDER = [[1, 16], [2, 32]]
+MODEL = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 80,
+    "initializer_range": 0.15,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+STEPS = 8
+SAVE_EVERY_STEPS = 2
+
+Values = dict[str, dict[str, Any]]
+
+_keeper: Keeper | None = None
+
+
+def keep(keeper: Keeper) -> None:
+    """Called once in the process that keeps a case."""
+    global _keeper
+    _keeper = keeper
+
+
+def _kept() -> Keeper:
+    assert _keeper is not None, "call this in a case's build function"
+    return _keeper
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    """The file, with the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def jsonl(rows: Iterable[Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def lines(number: int, *, prefix: str = "the cat saw the dog") -> str:
+    """So many documents, each another."""
+    return jsonl({"text": f"{prefix} {index}"} for index in range(number))
+
+
+def zst(content: str | bytes) -> bytes:
+    return zstandard.compress(content.encode() if isinstance(content, str) else content)
+
+
+def gz(content: str | bytes) -> bytes:
+    return gzip.compress(content.encode() if isinstance(content, str) else content)
+
+
+def deep(levels: int = 100_000) -> str:
+    """JSON that is nested beyond every reader's recursion."""
+    return "[" * levels + "]" * levels
+
+
+def change_json(path: Path, change: Callable[[Any], Any]) -> None:
+    """`change` mutates the value, or returns another one."""
+    value = json.loads(path.read_bytes())
+    changed = change(value)
+    path.write_text(json.dumps(value if changed is None else changed))
+
+
+def beir(
+    folder: Path,
+    *,
+    corpus: str | bytes | None = None,
+    queries: str | bytes | None = None,
+    qrels: str | bytes | None = None,
+    split: str = "test",
+) -> Path:
+    """A BEIR folder of three queries and six documents, of which any file may be given."""
+    documents = [{"_id": f"d{i}", "title": "", "text": f"{word} and milk"} for i, word in enumerate(_WORDS)]
+    asked = [{"_id": f"q{i}", "text": f"what is {word}"} for i, word in enumerate(_WORDS[:3])]
+    judged = "query-id\tcorpus-id\tscore\n" + "".join(f"q{i}\td{i}\t1\n" for i in range(3))
+    write(folder / "corpus.jsonl", jsonl(documents) if corpus is None else corpus)
+    write(folder / "queries.jsonl", jsonl(asked) if queries is None else queries)
+    write(folder / "qrels" / f"{split}.tsv", judged if qrels is None else qrels)
+    return folder
+
+
+_WORDS = ("coffee", "water", "bread", "house", "river", "stone")
+
+
+def change_tensors(file: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+    """The tensors of a safetensors file (torch's), mutated or replaced by what `change` returns."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    save_file(change(tensors) or tensors, file, metadata={"format": "pt"})
+
+
+def safetensors_header(size: int) -> bytes:
+    """The first bytes of a safetensors file whose header is said to be so long."""
+    return struct.pack("<Q", size)
+
+
+# ----------------------------------------------------------------------------------------------------------- commands
+
+
+def prepare(assets: Assets, kind: str, *arguments: str, output: str = "out", processes: int = 1) -> Command:
+    """data.prepare of inputs, with further options among them."""
+    words = (kind, *arguments, "--output", output, "--tokenizer", str(assets.tokenizer), "--processes", str(processes))
+    return Command("data.prepare", words, outputs=(output,))
+
+
+def recipe_values(shards: Path | str, task: str = "masked", **sections: Mapping[str, Any]) -> Values:
+    """A tiny recipe as nested tables, into the run folder `run`; `sections` are laid over it key by key."""
+    values: Values = {
+        "run": {"seed": 7, "output": "run"},
+        "model": {"config": dict(MODEL), "ladder": LADDER},
+        "data": {
+            "shards": [str(shards)],
+            "max_length": 32,
+            "query_max_length": 16,
+            "passage_max_length": 32,
+            "num_negatives": 1,
+            "num_workers": 0,
+        },
+        "objective": {"name": task},
+        "optim": {"lr": 0.01, "schedule": "constant", "warmup_ratio": 0.0},
+        "train": {"steps": STEPS, "global_batch_size": 12, "micro_batch_size": 6},
+        "engine": {"ds_config": str(ROOT / "ds_configs" / "zero1_float32.json")},
+        "checkpoint": {"every_steps": SAVE_EVERY_STEPS, "keep": 2},
+        "log": {"every_steps": 1, "tensorboard": False},
+    }
+    for section, table in sections.items():
+        values[section] = {**values.get(section, {}), **table}
+    return values
+
+
+def train(folder: Path, values: Values, *overrides: str, name: str = "recipe.toml") -> Command:
+    """Writes the recipe and trains by it; `overrides`: --section.key=value, --resume auto."""
+    write(folder / name, tomli_w.dumps(values))
+    module = "trainer.pretrain" if values["objective"]["name"] == "masked" else "trainer.finetune"
+    return Command(module, ("--config", name, *overrides), outputs=(str(values["run"]["output"]),))
+
+
+def ranks(command: Command, *others: Command, world_size: int = 2, one_host: bool = False) -> list[Command]:
+    """The command as ranks of one job: rank 0, and `others` or the same again for the rest.
+
+    one_host: they are local ranks 0, 1, …; otherwise every one is the only rank of a host.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    every = [command, *others]
+    every += [every[-1]] * (world_size - len(every))
+    started = []
+    for rank, each in enumerate(every):
+        place = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(rank if one_host else 0),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        started.append(each.but(environment={**each.environment, **place}))
+    return started
+
+
+def evaluate(model: Path | str, *arguments: str, outputs: Sequence[str] = ()) -> Command:
+    """trainer.evaluate sizes of one model."""
+    return Command("trainer.evaluate", ("sizes", "--model", str(model), *arguments), outputs=tuple(outputs))
+
+
+def export(model: Path | str, *arguments: str, output: str = "export") -> Command:
+    return Command("trainer.export", ("--model", str(model), "--output", output, *arguments), outputs=(output,))
+
+
+def soup(*models: str, output: str = "soup", weights: Sequence[str] = ()) -> Command:
+    more = ("--weights", *weights) if weights else ()
+    return Command("trainer.soup", ("--models", *models, "--output", output, *more), outputs=(output,))
+
+
+def mine(model: Path | str, *arguments: str, output: str = "mined") -> Command:
+    words = (*arguments, "--model", str(model), "--output", output)
+    return Command("trainer.mine_negatives", words, outputs=(output,))
+
+
+# ------------------------------------------------------------------------------------------------- a case's own place
+
+
+def ran(command: Command, *others: Command, code: int | None = 0) -> Ended:
+    """Run an earlier command of the story; its end, which must be `code` (None: any)."""
+    ended, survivors = run_commands(_kept(), [command, *others])
+    assert code is None or ended[0].code == code, f"{command.module} ended with {ended[0].code}: {ended[0].err[-600:]}"
+    assert not survivors, f"{command.module} left {survivors}"
+    return ended[0]
+
+
+def small_disk(path: Path, kib: int) -> SmallDisk:
+    """A file system of so few KiB at the folder, until the case ends; or Skip."""
+    return mount_small_disk(path, kib)
+
+
+Answer = Callable[[http.server.BaseHTTPRequestHandler], bool]
+
+
+def serve(folder: Path, answer: Answer | None = None) -> str:
+    """An HTTP server of the folder's files, until the case ends; its address.
+
+    answer: asked first at every GET; it answers itself and returns True, or returns False.
+    """
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments, directory=str(folder))
+
+        def do_GET(self) -> None:
+            if answer is None or not answer(self):
+                super().do_GET()
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    port = server.server_address[1]
+    child = os.fork()
+    if child == 0:
+        try:
+            silence = os.open(os.devnull, os.O_RDWR)
+            for handle in (0, 1, 2):
+                os.dup2(silence, handle)
+            server.serve_forever()
+        finally:
+            os._exit(0)
+    server.socket.close()
+    _kept().helpers.append(child)
+    return f"http://127.0.0.1:{port}"
+
+
+def answer_with(handler: http.server.BaseHTTPRequestHandler, code: int, body: bytes = b"", **headers: str) -> bool:
+    """A whole answer of a server; True, as an Answer returns."""
+    handler.send_response(code)
+    for name, value in {"Content-Length": str(len(body)), **headers}.items():
+        handler.send_header(name.replace("_", "-"), value)
+    handler.end_headers()
+    handler.wfile.write(body)
+    return True
+
+
+def wait_for(happened: Callable[[], bool], *, seconds: float = 60.0) -> None:
+    """For `meanwhile`: until a file is there, a line is logged."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, f"it did not happen within {seconds:.0f} s"
+        time.sleep(0.005)

@@ -1,0 +1,27 @@
+"""The short form of the hostile cases, one a cause: nothing but sentences, results and clean folders."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.faults.hostile.case import load_cases
+from tests.faults.hostile.process import ROOT
+from tests.faults.hostile.runner import MUST_BE_0
+
+
+def test_no_hostile_input_ends_in_a_traceback_in_silence_or_in_litter(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "tests.faults.hostile", "--quick", "--json", str(figures)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert figures.exists(), ended.stdout + ended.stderr
+    values = json.loads(figures.read_bytes())
+    assert {name: values[name] for name in MUST_BE_0} == dict.fromkeys(MUST_BE_0, 0), ended.stdout
+    assert ended.returncode == 0 and values["cases"] == sum(each.quick for each in load_cases())
+
+
+def test_the_short_form_has_a_case_of_every_area() -> None:
+    cases = load_cases()
+    assert {each.name.split("/")[0] for each in cases if each.quick} == {each.name.split("/")[0] for each in cases}

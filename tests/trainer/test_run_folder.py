@@ -1,0 +1,75 @@
+"""A run's folder before the run: proven to be writable with nothing left in it, and what its metrics tell."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer import run_folder
+from trainer.config import ConfigError
+from trainer.run_folder import is_begun, prove_writable, steps_trained
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_nothing_is_left_of_the_proof(there: bool, tmp_path: Path) -> None:
+    output = tmp_path / "a" / "b" / "run"
+    if there:
+        output.mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    prove_writable(output)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_what_the_disk_says_no_to(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(handle: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(ConfigError, match=f"run.output {tmp_path}/run cannot be used: .*{os.strerror(number)}") as told:
+        prove_writable(tmp_path / "run")
+    assert run_folder.PROBE not in str(told.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kib", [0, 8])
+def test_a_disk_that_is_full(kib: int, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={max(kib, 4)}k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs leave to mount a small tmpfs")
+    try:
+        if not kib:
+            (disk / "full").write_bytes(b"x" * 4096)
+        before = sorted(disk.iterdir())
+        with pytest.raises(ConfigError, match="No space left on device"):
+            prove_writable(disk / "run")
+        assert sorted(disk.iterdir()) == before
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_files_of_a_first_moment() -> None:
+    assert is_begun("lock") and is_begun(f"{run_folder.PROBE}x1") and not is_begun("thesis.txt")
+
+
+@pytest.mark.parametrize(
+    ("content", "steps", "saved"),
+    [
+        (b"", 0, 0),
+        (b'{"step": 3, "loss": 1}\n{"step": 2, "checkpoint/mib": 1}\n', 3, 2),
+        (b'{"step": 3}\n\xff\xfe\n7\n[]\n{"step": "9"}\n{}\n{"st', 3, 0),
+        (b"[" * 100_000 + b'\n{"step": 1}\n', 1, 0),
+    ],
+)
+def test_how_far_a_run_came(content: bytes, steps: int, saved: int, tmp_path: Path) -> None:
+    path: Any = tmp_path / "metrics.jsonl"
+    assert steps_trained(path) == 0
+    path.write_bytes(content)
+    assert (steps_trained(path), steps_trained(path, saved=True)) == (steps, saved)

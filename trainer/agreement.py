@@ -1,0 +1,129 @@
+"""What all ranks must have in common before the first step: the recipe, the data, the models, and the software.
+
+Each rank reads its own files, which may be on a disk of its own, and its own command line. What differs between them
+would not stop a run: batches would overlap, learning rates would part, a guide would filter by other weights. So every
+rank's facts are gathered once, and a run in which they differ is refused, with the ranks and what they differ in.
+
+Files are compared by content, never by path, so each machine may keep its copies where it likes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from data.secrets import without_secrets
+from data.shards import ShardFolder
+from trainer.build import ModelParts
+from trainer.config import Recipe
+from trainer.distributed import Refused, World, gather_objects
+from trainer.engine import read_ds_config
+
+Facts = dict[str, str]
+
+# Each rank's own affair, or compared by content: places, a machine's means, and what only one rank looks at.
+FREE_KEYS = frozenset(
+    {
+        "data.shards",
+        "model.source",
+        "guide.model",
+        "engine.ds_config",
+        "data.cache_dir",
+        "data.cache_gib",
+        "data.num_workers",
+        "data.verify",
+        "train.stop_after_minutes",
+        "train.hang_seconds",
+    }
+)
+_PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
+_NAMED = 3
+_SHOWN = 60
+
+
+def check_agreement(recipe: Recipe, sources: Sequence[ShardFolder], parts: ModelParts, world: World) -> None:
+    """Raises Refused, on all ranks, where ranks differ. All ranks call it."""
+    if world.size == 1:
+        return
+    facts = facts_of(recipe, sources, parts)
+    # Most often all are equal, and a digest a rank tells.
+    digests = gather_objects(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest())
+    if len(set(digests)) > 1 and (problem := disagreement(gather_objects(facts))) is not None:
+        raise Refused(problem)
+
+
+def facts_of(recipe: Recipe, sources: Sequence[ShardFolder], parts: ModelParts) -> Facts:
+    """Name -> value, as it is shown, of all that this rank must have in common with the others."""
+    facts = {
+        f"{section}.{key}": json.dumps(value, sort_keys=True)
+        for section, table in vars(recipe).items()
+        for key, value in vars(table).items()
+        if f"{section}.{key}" not in FREE_KEYS
+    }
+    facts |= {f"data.shards[{index}]": f"manifest {each.fingerprint}" for index, each in enumerate(sources)}
+    facts["engine.ds_config"] = json.dumps(read_ds_config(recipe.engine.ds_config), sort_keys=True)
+    facts["tokenizer"] = sources[0].manifest.tokenizer["fingerprint"]
+    if recipe.model.source:
+        # Adapters are drawn, not read.
+        facts["model.source"] = f"weights {fingerprint(_read(parts.encoder.backbone))}"
+    if parts.guide is not None:
+        facts["guide.model"] = f"weights {fingerprint(_read(parts.guide.encoder))}"
+    return facts | {f"the version of {name}": importlib.metadata.version(name) for name in _PACKAGES}
+
+
+def disagreement(everyone: Sequence[Mapping[str, str]]) -> str | None:
+    """One sentence about what ranks differ in, or None."""
+    names = dict.fromkeys(name for facts in everyone for name in facts)
+    differing = [name for name in names if len({facts.get(name) for facts in everyone}) > 1]
+    if not differing:
+        return None
+    told = [f"{name} is {_who_has_what(name, everyone)}" for name in differing[:_NAMED]]
+    more = f"; and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+    return without_secrets(
+        f"the ranks do not train the same: {'; '.join(told)}{more}; start every rank with the same recipe, and give "
+        "every machine the same files"
+    )
+
+
+def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """sha256 of named values, their types and shapes; the same on every machine."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors, key=lambda each: each[0]):
+        values = tensor.detach().cpu().contiguous()
+        digest.update(f"{name}\0{values.dtype}\0{list(values.shape)}\0".encode())
+        digest.update(values.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def frozen_fingerprint(module: nn.Module) -> str:
+    """Of the parameters that do not train, which no checkpoint holds; "" where all train."""
+    frozen = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    return fingerprint(frozen) if frozen else ""
+
+
+def _read(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, parameter) for name, parameter in module.named_parameters() if "lora_" not in name]
+
+
+def _who_has_what(name: str, everyone: Sequence[Mapping[str, str]]) -> str:
+    """ "7 on ranks 0, 2 and 8 on rank 1"."""
+    ranks: dict[str, list[int]] = {}
+    for rank, facts in enumerate(everyone):
+        ranks.setdefault(facts.get(name, "absent"), []).append(rank)
+    shown = [f"{_short(value)} on {_listed(where)}" for value, where in ranks.items()]
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= _SHOWN else f"{value[:_SHOWN]}…"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:8]))}{', …' if len(ranks) > 8 else ''}"

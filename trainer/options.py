@@ -1,0 +1,48 @@
+"""Numbers on a command line, each with its bounds: types for argparse, which ends a command with code 2."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+
+LARGEST_COUNT = 2**31 - 1  # of texts, tokens, documents
+LARGEST_SEED = 2**63 - 1
+
+
+def count(*, least: int = 1, most: int = LARGEST_COUNT) -> Callable[[str], int]:
+    """A whole number from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        # Of ASCII digits alone: "²" is a digit to Python and no number.
+        if not re.fullmatch(r"[+-]?[0-9]{1,20}", text) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from {least} to {most}")
+        return int(text)
+
+    return parse
+
+
+def real(
+    *, least: float | None = None, above: float | None = None, below: float | None = None
+) -> Callable[[str], float]:
+    """A finite number within the bounds that are given."""
+    words = (("of at least", least), ("above", above), ("below", below))
+    kind = " ".join(["a finite number", *(f"{word} {bound:g}" for word, bound in words if bound is not None)])
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        inside = (
+            math.isfinite(value)
+            and (least is None or value >= least)
+            and (above is None or value > above)
+            and (below is None or value < below)
+        )
+        if not inside:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {kind}")
+        return value
+
+    return parse

@@ -1,0 +1,175 @@
+"""A run's folder before the run begins: whose it is, whether it can be gone on with, and whether it can be written.
+
+All of it is looked at before a device starts, and what is refused is left as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from data.files import describe_os_error
+from data.secrets import without_variables
+from trainer.checkpoint import Checkpointer
+from trainer.config import BEGUN, PROBE, ConfigError, Recipe, build_recipe, read_toml
+
+# What may change between the parts of one run: how it is watched and kept, and where it runs.
+_FREE_SECTIONS = ("engine", "checkpoint", "log", "evaluation", "debug")
+_FREE_KEYS = (
+    "run.output",
+    "run.resume",
+    "train.stop_at_step",
+    "train.stop_after_minutes",
+    "train.hang_seconds",
+    "train.max_skipped_steps",
+    "train.micro_batch_size",
+    "data.num_workers",
+    "data.cache_dir",
+    "data.cache_gib",
+    "data.verify",
+    "model.attention",
+    "train.compile",
+    "train.activation_checkpointing",
+    "train.logits_memory_mib",
+    "train.score_memory_mib",
+)
+
+# What a run writes before its first step, roughly: recipe.toml, environment.json, ds_config.json and the lock.
+_FIRST_BYTES = 12 * 1024
+
+
+def check_output_folder(recipe: Recipe) -> None:
+    """Refuse to write over another run, or to resume what is not there, cannot be loaded, or is another run.
+
+    Reads only, so every rank may call it.
+    """
+    output = Path(recipe.run.output)
+    _check_name(recipe.run.output)
+    try:
+        _check_folder(recipe, output)
+    except OSError as error:
+        raise _unusable(output, error) from error
+
+
+def _check_name(name: str) -> None:
+    if not name:
+        raise ConfigError("run.output is empty; name the run's folder")
+    if "\0" in name or any("\ud800" <= sign <= "\udfff" for sign in name):
+        raise ConfigError(f"run.output {name!a} is no name that a folder can have; use UTF-8 without NUL")
+
+
+def _check_folder(recipe: Recipe, output: Path) -> None:
+    saved = output / "recipe.toml"
+    if output.is_symlink() and not output.exists():
+        raise ConfigError(
+            f"run.output {output} is a link to {output.readlink()}, which is not there; see that its disk is mounted, "
+            "or remove the link"
+        )
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"run.output {output} is a file; name a folder")
+    if not saved.is_file():
+        if recipe.run.resume == "required":
+            raise ConfigError(f"run.resume = 'required', but {output} holds no run; check run.output or use 'auto'")
+        if output.is_dir() and any(not is_begun(path.name) for path in output.iterdir()):
+            raise ConfigError(f"run.output {output} holds files that are no run of ours; name another folder")
+        return
+    if recipe.run.resume == "never":
+        raise ConfigError(
+            f"run.output {output} holds another run; go on with it by --resume auto, or name another folder"
+        )
+    before = _flat(build_recipe(read_toml(saved)))
+    for key, value in _flat(recipe).items():
+        free = key.split(".")[0] in _FREE_SECTIONS or key in _FREE_KEYS
+        # The folder's recipe lacks passwords, and they may change.
+        if not free and _compared(key, before[key]) != _compared(key, value):
+            raise ConfigError(
+                f"run.output {output} holds a run with {key} = {before[key]!r}, not {value!r}; "
+                "resume with the run's own recipe, or name another folder"
+            )
+    if Checkpointer(output / "checkpoints", keep=1).newest() is None:
+        if recipe.run.resume == "required":
+            raise ConfigError(no_checkpoint(output))
+        if (lost := lost_training(output)) is not None:
+            raise ConfigError(lost)
+
+
+def is_begun(name: str) -> bool:
+    """Whether a file may be of a run that was killed in its first moment."""
+    return name in BEGUN or name.startswith(PROBE)
+
+
+def no_checkpoint(output: str | Path) -> str:
+    return (
+        f"{output} holds no whole checkpoint to resume; bring one back, or name another run.output to start from the "
+        "beginning"
+    )
+
+
+def lost_training(output: Path) -> str | None:
+    """Why a run without a checkpoint that can be loaded must not start over unasked; None where nothing was saved."""
+    signs = [name for name in ("DONE", "STOPPED") if (output / name).is_file()]
+    steps = steps_trained(output / "metrics.jsonl", saved=True)
+    if steps:
+        signs.append(f"a checkpoint of step {steps} in metrics.jsonl")
+    if Checkpointer(output / "checkpoints", keep=1).anything:
+        signs.append("damaged checkpoints")
+    if not signs:
+        return None
+    return (
+        f"{output} has trained, as {' and '.join(signs)} show, and holds no whole checkpoint; bring one back, or name "
+        "another run.output to start from the beginning"
+    )
+
+
+def steps_trained(metrics: Path, *, saved: bool = False) -> int:
+    """The last step that metrics.jsonl tells of; 0 where there is none. saved: of those with a checkpoint alone."""
+    steps = [0]
+    with contextlib.suppress(FileNotFoundError), metrics.open("rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, RecursionError):  # cut off, or no record
+                record = json.loads(line)
+                counts = isinstance(record, dict) and isinstance(record.get("step"), int)
+                if counts and (not saved or any(key.startswith("checkpoint/") for key in record)):
+                    steps.append(record["step"])
+    return max(steps)
+
+
+def prove_writable(output: Path) -> None:
+    """Refuse a folder that cannot be made, or in which a run cannot even begin. Nothing is left behind."""
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        handle, probe = tempfile.mkstemp(prefix=PROBE, dir=output)
+        try:
+            with os.fdopen(handle, "wb", buffering=0) as file:
+                file.write(b"\0" * _FIRST_BYTES)
+                file.write(b"\0")  # a disk that was full in the middle of the first says so now
+                os.fsync(handle)
+        finally:
+            Path(probe).unlink()
+        with contextlib.suppress(FileNotFoundError), (output / BEGUN[0]).open("r+b"):
+            pass  # another user's lock could not be taken
+    except OSError as error:
+        raise _unusable(output, error) from error
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _unusable(output: Path, error: OSError) -> ConfigError:
+    name = error.filename if error.filename and PROBE not in os.fsdecode(error.filename) else str(output)
+    sentence = describe_os_error(OSError(error.errno, error.strerror, name)) or f"{error}; name another folder"
+    return ConfigError(f"run.output {output} cannot be used: {sentence}")
+
+
+def _compared(key: str, value: Any) -> Any:
+    return [without_variables(each) for each in value] if key == "data.shards" else value
+
+
+def _flat(recipe: Recipe) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, table in vars(recipe).items() for key, value in vars(table).items()}
