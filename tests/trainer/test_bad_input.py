@@ -415,7 +415,7 @@ def test_output_folders(values: Values, refusal: Callable[..., str], tmp_path: P
     [
         ("", "run.output is empty"),
         ("a\0b", "run.output 'a\\x00b'"),
-        ("a\udcffb", "run.output=a\\udcffb"),
+        ("a\udcffb", "a\\udcffb"),
         ("x" * 300, "File name too long"),
         ("file/run", "Not a directory"),
         ("link", "is a link to /nowhere/at/all, which is not there"),
