@@ -120,8 +120,8 @@ def lost_training(output: Path) -> str | None:
     if not signs:
         return None
     return (
-        f"{output} has trained before ({', '.join(signs)}) and holds no whole checkpoint; bring one back, or name another "
-        "run.output to start from the beginning"
+        f"{output} has trained before ({', '.join(signs)}) and holds no whole checkpoint; bring one back, or name "
+        "another run.output to start from the beginning"
     )
 
 
