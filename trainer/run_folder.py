@@ -114,13 +114,13 @@ def lost_training(output: Path) -> str | None:
     signs = [name for name in ("DONE", "STOPPED") if (output / name).is_file()]
     steps = steps_trained(output / "metrics.jsonl", saved=True)
     if steps:
-        signs.append(f"a checkpoint of step {steps} in metrics.jsonl")
+        signs.append(f"a checkpoint of step {steps} in its metrics.jsonl")
     if Checkpointer(output / "checkpoints", keep=1).anything:
         signs.append("damaged checkpoints")
     if not signs:
         return None
     return (
-        f"{output} has trained, as {' and '.join(signs)} show, and holds no whole checkpoint; bring one back, or name "
+        f"{output} has trained before ({', '.join(signs)}) and holds no whole checkpoint; bring one back, or name "
         "another run.output to start from the beginning"
     )
 

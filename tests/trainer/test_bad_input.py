@@ -461,7 +461,7 @@ def test_what_cannot_be_gone_on_with(values: Values, refusal: Callable[..., str]
     for how in ("auto", "required"):
         sentence = refusal(values, "--resume", how)
         assert "holds no whole checkpoint" in sentence and "another run.output" in sentence
-    assert "a checkpoint of step 4 in metrics.jsonl" in refusal(values, "--resume", "auto")
+    assert "a checkpoint of step 4 in its metrics.jsonl" in refusal(values, "--resume", "auto")
     for marker in ("DONE", "STOPPED"):
         (output / "metrics.jsonl").unlink(missing_ok=True)
         (output / marker).write_text("")
