@@ -86,6 +86,7 @@ def test_a_traceback_is_kept_where_it_is_wanted(monkeypatch, tmp_path, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_the_log_and_kept_tracebacks_hide_secrets(tmp_path):
     """In a process of its own, as the log is set up once."""
     code = (

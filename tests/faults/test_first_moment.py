@@ -15,6 +15,8 @@ from trainer.distributed import World
 from trainer.run_folder import check_output_folder
 from trainer.run_lock import lock
 
+pytestmark = pytest.mark.processes
+
 
 class Killed(BaseException):
     pass

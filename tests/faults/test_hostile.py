@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.faults.hostile.case import load_cases
 from tests.faults.hostile.process import ROOT
 from tests.faults.hostile.runner import MUST_BE_0
+
+pytestmark = pytest.mark.processes
 
 
 def test_no_hostile_input_ends_in_a_traceback_in_silence_or_in_litter(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ from tests.faults.hostile.verdict import (
     same_result_as,
 )
 
+pytestmark = pytest.mark.processes
+
 NO_BYTECODE = {"PYTHONDONTWRITEBYTECODE": "1"}
 SECRET = "s3cr3tOfTheCase"
 REFUSAL = "sys.stderr.write('error: a.txt is empty; fill it\\n'); sys.exit(2)"

@@ -29,6 +29,8 @@ CALLS = """
 import sys
 from launch import demo
 from data.command import exit_code_of
+
+pytestmark = pytest.mark.processes
 depth, more, kind, patience = sys.argv[2:]
 demo._PATIENCE_SECONDS = float(patience)
 command = [sys.executable, "-c", sys.argv[1], depth, sys.argv[1], more]

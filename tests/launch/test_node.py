@@ -103,6 +103,7 @@ def test_refusals(tmp_path):
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "changes", "words"),
     [

@@ -112,6 +112,7 @@ def test_the_script_says_what_was_asked_for(place, capsys):
     assert not (place / "runs").exists()
 
 
+@pytest.mark.processes
 def test_directives_come_before_any_command(place, capsys):
     """Slurm stops reading them at the first line that is neither empty nor a comment."""
     lines = scripts_of(capsys, "r.toml", *ON_GPUS).splitlines()
@@ -128,6 +129,7 @@ def test_fine_tuning_and_no_gpus(place, capsys):
     assert "ranks=4 # a node" in script and "export DS_ACCELERATOR=cpu" in script and "--gpus-per-node" not in script
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -197,6 +199,7 @@ def test_a_working_folder_with_a_line_break_in_its_name(place, capsys, monkeypat
     assert "holds a line break" in refusal(capsys, folder, "r.toml", *ON_GPUS, "--dry-run")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("record", "words"),
     [('{"job": "4', "is no JSON"), ("[]", "holds no JSON object"), ('{"job": 4}', "job = 4"), ('{"job": "-x"}', "job")],
@@ -211,6 +214,7 @@ def test_a_damaged_record_of_an_earlier_submission(place, capsys, own_path, reco
     assert not (place / "bin/sbatch.calls").exists()
 
 
+@pytest.mark.processes
 def test_the_values_of_variables_are_their_owners(place, capsys, own_path, monkeypatch):
     """In one file that nobody else can read, which the script reads; what was not committed is as private."""
     fake_slurm(place, "echo 4242")
@@ -237,6 +241,7 @@ def test_the_values_of_variables_are_their_owners(place, capsys, own_path, monke
     assert done.stdout == "it's s3cr3t|s3cr3t=2|s3cr3t of here|"
 
 
+@pytest.mark.processes
 def test_a_reader_that_goes_cancels_nothing(place, own_path, monkeypatch):
     """As in `| head -1`: the job is in the queue."""
     fake_slurm(place, "echo 4242")
@@ -250,6 +255,7 @@ def test_a_reader_that_goes_cancels_nothing(place, own_path, monkeypatch):
     assert (place / "runs/r/job/001/environment.json").is_file() and not (place / "bin/scancel.calls").exists()
 
 
+@pytest.mark.processes
 def test_a_run_that_has_begun_or_is_done(place, capsys):
     (place / "runs/r/checkpoints").mkdir(parents=True)
     (place / "runs/r/recipe.toml").write_text("")

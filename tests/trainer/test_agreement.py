@@ -140,6 +140,7 @@ def test_what_is_frozen_has_a_fingerprint() -> None:
     assert frozen_fingerprint(module) != before
 
 
+@pytest.mark.launcher
 def test_two_ranks_that_differ_end_together_with_2(tuple_shards: Path, tmp_path: Path) -> None:
     """Under the real launcher: rank 1 reads another recipe, as on a second machine."""
     run = tmp_path / "run"

@@ -30,6 +30,7 @@ def test_a_line_of_proc(name: str) -> None:
     assert state_in(f"12 ({name}) {rest}\n") == ("S", 777)
 
 
+@pytest.mark.processes
 def test_a_process_lives_until_it_ends_even_if_nobody_waits_for_it() -> None:
     with subprocess.Popen(IDLE, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None and child.stdout.readline() == b"up\n"
@@ -89,6 +90,7 @@ def bound_over_proc_stat(file: Path) -> list[str]:
     return words
 
 
+@pytest.mark.processes
 def test_a_process_below_a_stepped_clock_lives_on(tmp_path: Path) -> None:
     """Negative control: by psutil's time of creation it becomes another process."""
     file = tmp_path / "stat"
@@ -109,6 +111,7 @@ def test_a_process_below_a_stepped_clock_lives_on(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.launcher
 def test_a_run_of_two_ranks_goes_on_when_the_clock_is_stepped(tuple_shards: Path, tmp_path: Path) -> None:
     """Under the real launcher; each step of the clock waits until all that watch have looked after it."""
     file = tmp_path / "stat"

@@ -37,6 +37,7 @@ def test_what_the_disk_says_no_to(number: int, tmp_path: Path, monkeypatch: pyte
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kib", [0, 8])
 def test_a_disk_that_is_full(kib: int, tmp_path: Path) -> None:
     disk = tmp_path / "disk"

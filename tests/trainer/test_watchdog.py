@@ -57,6 +57,7 @@ def test_three_of_the_longest_pauses_are_allowed(monkeypatch: pytest.MonkeyPatch
     assert found.stuck(now[0] + 59.0) is None and found.stuck(now[0] + 61.0) is not None
 
 
+@pytest.mark.processes
 def test_it_says_what_is_amiss_with_loader_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     found, late = at(NEXT_BATCH, patient=False), time.monotonic() + 100.0
     said = found.stuck(late)
@@ -88,6 +89,7 @@ print("left it")
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("hang_seconds", [0.05, 0.0])
 def test_it_ends_the_process_by_name(hang_seconds: float, tmp_path: Path) -> None:
     command = [sys.executable, "-c", STUCK.format(hang_seconds=hang_seconds)]
