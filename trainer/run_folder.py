@@ -81,7 +81,18 @@ def _check_folder(recipe: Recipe, output: Path) -> None:
         raise ConfigError(
             f"run.output {output} holds another run; go on with it by --resume auto, or name another folder"
         )
-    before = _flat(build_recipe(read_toml(saved)))
+    check_same_recipe(recipe)
+    if Checkpointer(output / "checkpoints", keep=1).newest() is None:
+        if recipe.run.resume == "required":
+            raise ConfigError(no_checkpoint(output))
+        if (lost := lost_training(output)) is not None:
+            raise ConfigError(lost)
+
+
+def check_same_recipe(recipe: Recipe) -> None:
+    """Refuse a recipe that is not the one of the run in its folder, where that run must be gone on with or is done."""
+    output = Path(recipe.run.output)
+    before = _flat(build_recipe(read_toml(output / "recipe.toml")))
     for key, value in _flat(recipe).items():
         free = key.split(".")[0] in _FREE_SECTIONS or key in _FREE_KEYS
         # The folder's recipe lacks passwords, and they may change.
@@ -90,11 +101,6 @@ def _check_folder(recipe: Recipe, output: Path) -> None:
                 f"run.output {output} holds a run with {key} = {before[key]!r}, not {value!r}; "
                 "resume with the run's own recipe, or name another folder"
             )
-    if Checkpointer(output / "checkpoints", keep=1).newest() is None:
-        if recipe.run.resume == "required":
-            raise ConfigError(no_checkpoint(output))
-        if (lost := lost_training(output)) is not None:
-            raise ConfigError(lost)
 
 
 def is_begun(name: str) -> bool:

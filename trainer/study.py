@@ -36,7 +36,7 @@ from trainer.config import ConfigError
 from trainer.evaluation.raw import RAW_FILE
 from trainer.evaluation.retrieval import load_beir
 from trainer.evaluation.sts import read_sts
-from trainer.run_folder import check_output_folder
+from trainer.run_folder import check_output_folder, check_same_recipe
 from trainer.study_plan import Result, Run, Study, load_study, results_of, runs_of
 from trainer.study_report import LATENCY_FILE, write_report
 from trainer.study_work import Job, Work, training_job
@@ -222,7 +222,10 @@ def _check_files(study: Study, runs: Sequence[Run]) -> None:
         load_beir(folder, split=study.evaluation.split)
     makers = _by_model(runs)
     for run in runs:
-        check_output_folder(run.recipe)
+        if is_done(run):
+            check_same_recipe(run.recipe)
+        else:
+            check_output_folder(run.recipe)
         start = makers.get(run.recipe.model.source)
         if start is not None and is_done(run) and not (is_done(start) and _finished(start) <= _finished(run)):
             raise ConfigError(

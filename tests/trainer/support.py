@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config import Recipe, build_recipe, check
+import tomli_w
+
+from trainer.config import Recipe, build_recipe, check, load_recipe
 
 LADDER = [[1, 16], [2, 32], [3, 48]]
 MODEL = {
@@ -105,3 +107,10 @@ def recipe_of(values: Mapping[str, Any]) -> Recipe:
     recipe = build_recipe(values)
     check(recipe)
     return recipe
+
+
+def loaded(values: Mapping[str, Any], folder: Path) -> Recipe:
+    """As a command reads it from a file: a key that is written out where nothing reads it is refused, too."""
+    path = folder / "written.toml"
+    path.write_text(tomli_w.dumps(dict(values)))
+    return load_recipe(path)

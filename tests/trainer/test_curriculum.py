@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from data.collate import PairBatch
-from tests.trainer.support import recipe_of, recipe_values
+from tests.trainer.support import loaded, recipe_of, recipe_values
 from trainer.build import open_shards, open_stream
 from trainer.config import ConfigError
 
@@ -112,11 +112,7 @@ def test_batches_without_duplicates_stay_so(crowded_shards: Path) -> None:
         ({"negatives_from": [0.5], "num_negatives": 0}, "num_negatives above 0"),
     ],
 )
-def test_schedules_that_mean_nothing_are_refused(data: dict[str, Any], word: str) -> None:
+def test_schedules_that_mean_nothing_are_refused(data: dict[str, Any], word: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=word):
-        recipe_of(values_of(Path("shards"), **data))
-    recipe_of(values_of(Path("shards")))
-    documents = values_of(Path("shards"))
-    documents["objective"] = {"name": "masked"}
-    with pytest.raises(ConfigError, match="of tuples"):
-        recipe_of(documents)
+        loaded(values_of(Path("shards"), **data), tmp_path)
+    loaded(values_of(Path("shards")), tmp_path)

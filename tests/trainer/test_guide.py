@@ -20,7 +20,7 @@ from data.collate import PairBatch, Texts
 from tests.launcher import launch
 from tests.reference import naive_guide
 from tests.run_folder import steps_of, weights
-from tests.trainer.support import float32_ds_config, recipe_of, recipe_values
+from tests.trainer.support import float32_ds_config, loaded, recipe_of, recipe_values
 from trainer import guide as guides
 from trainer.build import build_model, open_shards, open_stream
 from trainer.config import ConfigError
@@ -142,18 +142,24 @@ def good(tuple_shards: Path, guide_folder: Path, tmp_path: Path) -> Values:
     ("changes", "match"),
     [
         ({"guide.model": ""}, 'filter_by = "guide" needs one.*guide.model'),
-        ({"guide.model": "", "objective.filter_by": "full", "guide.pooling": "cls"}, "guide.pooling.*guide.model"),
-        ({"objective.filter_false_negatives": False}, "filter that is off"),
-        ({"objective.filter_by": "full"}, "nothing to do"),
+        (
+            {"guide.model": "", "objective.filter_by": "full", "guide.pooling": "cls"},
+            "guide.pooling = .*read by nothing",
+        ),
+        ({"objective.filter_false_negatives": False}, "take objective.filter_false_negatives = true"),
+        ({"objective.filter_by": "full"}, "guide.model = .*read by nothing"),
         ({"objective.filter_by": "student"}, "filter_by = 'student'.*full, guide"),
-        ({"objective.kl_teacher": "guide", "objective.kl": "none"}, 'kl_teacher = "guide" teaches scores'),
+        (
+            {"objective.kl_teacher": "guide", "objective.kl": "none"},
+            'kl_teacher = "guide" is read by nothing.*objective.kl = "scores"',
+        ),
         ({"objective.kl": "margins", "data.num_negatives": 0}, '"margins" is of hard negatives'),
         ({"objective.loss": "cosent", "objective.kl": "margins"}, '"cosent" has no negatives to score'),
-        ({"objective.loss": "cosent", "objective.kl": "none"}, '"cosent" has none'),
+        ({"objective.loss": "cosent", "objective.kl": "none"}, "num_negatives = 3 is read by nothing"),
         (
             {"objective.filter_by": "full", "objective.filter_false_negatives": False, "guide.model": ""}
             | {"objective.false_negative_margin": 0.1},
-            "false_negative_margin = 0.1 is of a filter that is off",
+            "take objective.filter_false_negatives = true",
         ),
         ({"guide.temperature": -1.0}, "guide.temperature = -1.0.*at least 0"),
         ({"objective.kl_size_weights": [1.0] * 3}, "3 entries for the 2 sizes below the full one"),
@@ -161,9 +167,9 @@ def good(tuple_shards: Path, guide_folder: Path, tmp_path: Path) -> Values:
         ({"guide.model": "/nowhere/guide"}, "guide.model = '/nowhere/guide'.*does not exist"),
     ],
 )
-def test_mistakes(changes: dict[str, Any], match: str, good: Values) -> None:
+def test_mistakes(changes: dict[str, Any], match: str, good: Values, tmp_path: Path) -> None:
     def load(values: Values) -> guides.Guide | None:
-        recipe = recipe_of(values)
+        recipe = loaded(values, tmp_path)
         return guides.load_guide(recipe, open_shards(recipe))
 
     changed = copy.deepcopy(good)

@@ -21,6 +21,7 @@ import torch
 from scipy import stats
 
 from data.command import run_command
+from data.errors import DataError
 from models.encoder import build_masked_lm
 from models.sizes import Size
 from tests import ROOT
@@ -283,7 +284,7 @@ def test_missing_results_are_listed(study_file: Path) -> None:
 def test_raw_results_read_back_as_written(tmp_path: Path) -> None:
     raw = RawResults()
     values = np.random.default_rng(1).random(7)
-    raw.add_sts("trained", STSTask("a", (("x", "y"),) * 7, tuple(range(7))), Size(1, 8), values)
+    raw.add_sts("trained", STSTask("a", (("x", "y"),) * 7, tuple(map(float, range(7)))), Size(1, 8), values)
     scores = RunScores({}, {"q1": {"map": 0.1}, "q2": {"map": float("nan")}}, 2)
     raw.add_retrieval("BM25", "b", (0, 0), scores, ["map"])
     path = tmp_path / "raw.jsonl.gz"
@@ -296,7 +297,7 @@ def test_raw_results_read_back_as_written(tmp_path: Path) -> None:
     write_raw(again, path)
     assert path.read_bytes() == first
     path.write_bytes(first[:-20])
-    with pytest.raises(ConfigError, match="damaged"):
+    with pytest.raises(DataError, match="damaged"):
         read_raw(path)
 
 
