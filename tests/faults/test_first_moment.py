@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,24 +19,21 @@ from trainer.run_lock import lock
 pytestmark = pytest.mark.processes
 
 
-class Killed(BaseException):
-    pass
-
-
 @pytest.mark.parametrize("resume", ["never", "auto"])
-def test_killed_while_the_recipe_is_written(resume: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_while_the_recipe_is_written(resume: str, tmp_path: Path) -> None:
     output = tmp_path / "run"
     output.mkdir()
     recipe = recipe_of(recipe_values(tmp_path, run={"output": str(output), "resume": resume}))
     held = lock(output)
 
-    def kill(handle: int) -> None:
-        raise Killed
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", kill)
-        with pytest.raises(Killed):
+    child = os.fork()
+    if child == 0:
+        try:
+            os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
             run._write_run_folder(recipe, World(0, 0, 1, torch.device("cpu")))
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     held.close()
     assert sorted(path.name for path in output.iterdir()) == ["lock", "recipe.toml.tmp"]
     check_output_folder(recipe)

@@ -140,6 +140,9 @@ def prepare(assets: Assets, kind: str, *arguments: str, output: str = "out", pro
     return Command("data.prepare", words, outputs=(output,))
 
 
+TUPLE_LENGTHS = {"query_max_length": 16, "passage_max_length": 32, "num_negatives": 1}
+
+
 def recipe_values(shards: Path | str, task: str = "masked", **sections: Mapping[str, Any]) -> Values:
     """A tiny recipe as nested tables, into the run folder `run`; `sections` are laid over it key by key."""
     values: Values = {
@@ -147,11 +150,9 @@ def recipe_values(shards: Path | str, task: str = "masked", **sections: Mapping[
         "model": {"config": dict(MODEL), "ladder": LADDER},
         "data": {
             "shards": [str(shards)],
-            "max_length": 32,
-            "query_max_length": 16,
-            "passage_max_length": 32,
-            "num_negatives": 1,
             "num_workers": 0,
+            # A key that the objective does not read would be refused.
+            **({"max_length": 32} if task == "masked" else TUPLE_LENGTHS),
         },
         "objective": {"name": task},
         "optim": {"lr": 0.01, "schedule": "constant", "warmup_ratio": 0.0},
