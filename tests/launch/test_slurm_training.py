@@ -92,11 +92,11 @@ def write_chain(folder: Path, docstrings: list[str], tokenizer: Path) -> Path:
     judged = "".join(f"q{k}\td{k}\t1\n" for k in range(20))
     (folder / "beir/qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n" + judged)
     train = {"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 4}
-    data = {"max_length": 32, "query_max_length": 16, "passage_max_length": 32, "num_workers": 0}
+    lengths = {"query_max_length": 16, "passage_max_length": 32}
     smae = {
         "run": {"output": str(folder / "smae")},
         "model": MODEL,
-        "data": {**data, "shards": [str(folder / "shards/documents")]},
+        "data": {"max_length": 32, "num_workers": 0, "shards": [str(folder / "shards/documents")]},
         "objective": {"name": "masked"},
         "train": train,
         "checkpoint": {"every_steps": 4},
@@ -105,7 +105,7 @@ def write_chain(folder: Path, docstrings: list[str], tokenizer: Path) -> Path:
     srl = {
         "run": {"output": str(folder / "srl")},
         "model": {"source": str(folder / "smae/model"), "ladder": MODEL["ladder"]},
-        "data": {**data, "shards": [str(folder / "shards/pairs")]},
+        "data": {**lengths, "num_workers": 0, "shards": [str(folder / "shards/pairs")]},
         "objective": {"name": "contrastive"},
         "train": {**train, "steps": 4},
         **SMALL,
