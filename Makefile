@@ -1,9 +1,21 @@
-# `make demo` is the whole road on this machine; `make test` and `make check` are what CI runs.
+# `make demo` is the whole road on this machine; `make check` and `make test-all` are what CI runs.
+#
+# Tests run in three lanes, each of which contains the one before it (CONTRIBUTING.md):
+#   make test-fast   no process is started: under 3 minutes on two plain cores
+#   make test        and those that start processes, and one real launch of each kind: under 10
+#   make test-all    and the products, each stage, recipe, kill and host: under 30
+# ARGS="-k srl" gives pytest more to go by, WORKERS=8 uses more cores, WORKERS=0 one process.
 PYTHON ?= python3
+WORKERS ?= 2
+ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test check format clean
+PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --durations=20
+# Of what is chosen by ARGS a lane may hold nothing, which pytest tells by 5.
+CHOSEN = $(if $(ARGS),$(ARGS) || test $$? -eq 5)
+
+.PHONY: setup demo test-fast test test-all check format clean
 
 setup: $(VENV)/installed
 
@@ -19,8 +31,15 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/python -m launch.demo $(if $(QUICK),--quick)
 
-test: setup
-	$(BIN)/python -m pytest
+# Modules whose cases share a launch stay in one worker; pure tests go wherever there is time.
+test-fast: setup
+	$(PYTEST) -m fast --dist worksteal $(CHOSEN)
+
+test: test-fast
+	$(PYTEST) -m launch --dist loadfile $(CHOSEN)
+
+test-all: test
+	$(PYTEST) -m full --dist loadfile $(CHOSEN)
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -1,14 +1,16 @@
 """Shared fixtures: real English that every installation holds, a small tokenizer trained on it, and shared test data.
 
 The environment is set before anything imports torch: one thread a process, since tests start ranks and workers of their
-own, no accelerator, and no network.
+own, no accelerator, and no network. Which lane a test runs in (tests/lanes.py) is set here.
 """
 
 from __future__ import annotations
 
 import ast
 import os
+import signal
 import sysconfig
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,13 +24,63 @@ os.environ.update(
 import pytest
 
 from tests import ROOT
+from tests.lanes import COLLECTED, DECLARATIONS, LANES, Guard, LaneError, declared_by, lane_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+GUARD = Guard()
 NUM_DOCSTRINGS = 3000
 # Other people's packages, tests, and modules whose docstrings are tables of codes.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, what in (LANES | DECLARATIONS).items():
+        config.addinivalue_line("markers", f"{name}: {what}")
+    config.addinivalue_line(
+        "markers", "needs(*names): the cases of its module's launch that a test needs (tests/needs.py)"
+    )
+    GUARD.install()
+    # A shell that starts the tests in its background has them ignore Ctrl-C, and so all that they start.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects by the marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark each test with the lane that follows from what it declares."""
+    config.stash[COLLECTED] = list(items)
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        try:
+            lane = lane_of(declared_by(item), marks)
+        except LaneError as error:
+            raise pytest.UsageError(f"{item.nodeid} {error}") from None
+        if lane not in marks:
+            item.add_marker(lane)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    with GUARD.watching(declared_by(item)):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    with GUARD.watching(declared_by(item)):
+        return (yield)
+
+
+@pytest.fixture(scope="session")
+def processes() -> None:
+    """Declares that the test or the fixture that asks for it starts processes (tests/lanes.py)."""
+
+
+@pytest.fixture(scope="session")
+def launcher() -> None:
+    """Declares that the test or the fixture that asks for it starts the real launcher, a Slurm cluster, or hosts."""
 
 
 @pytest.fixture(scope="session")

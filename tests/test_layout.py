@@ -68,6 +68,7 @@ def run_without_heavy_modules(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("what", ON_LOGIN_NODES)
 def test_login_nodes_need_no_torch(what, tmp_path):
     (tmp_path / "recipe.toml").write_text(as_toml(load_recipe(ROOT / "launch/recipes/srl_nli.toml")))
@@ -75,6 +76,7 @@ def test_login_nodes_need_no_torch(what, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.processes
 def test_a_heavy_import_is_noticed():
     """Negative control."""
     assert "imports {'numpy'}" in run_without_heavy_modules("import numpy").stderr

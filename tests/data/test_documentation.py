@@ -130,7 +130,7 @@ def test_docstrings_without_summary_or_body_make_no_pair(text: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def real() -> Documentation:
+def real(processes: None) -> Documentation:
     return installed_documentation(["stdlib", "numpy"], num_held_out=50, num_bodies=200, processes=2)
 
 
@@ -188,6 +188,7 @@ def masks_of_two(*, guarded: bool) -> None:
     print(found, signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("guarded", "said"), [(True, "[True, True] False"), (False, "[False, False] False")])
 def test_not_even_the_first_process_sees_an_interrupt(guarded: bool, said: str) -> None:
     """The first that is spawned starts multiprocessing's resource tracker, which unblocks SIGINT."""

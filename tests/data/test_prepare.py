@@ -95,6 +95,7 @@ def test_documents_read_back_as_the_same_texts(
     assert not (prepared / prepare.SCRATCH).exists()
 
 
+@pytest.mark.processes
 def test_processes_do_not_change_a_byte(
     prepared: Path, corpus: Path, tiny_tokenizer_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +106,7 @@ def test_processes_do_not_change_a_byte(
     assert contents(tmp_path / "seed")["shard-00000-000.tar"] != contents(prepared)["shard-00000-000.tar"]
 
 
+@pytest.mark.processes
 def test_kill_and_rerun_is_byte_identical_and_leaves_no_process(
     prepared: Path, corpus: Path, tiny_tokenizer_path: Path, tmp_path: Path
 ) -> None:
@@ -143,6 +145,7 @@ def stopped(corpus: Path, folder: Path, tokenizer: Path, *options: str, number: 
     raise AssertionError("the command ended before every signal")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupts_end_every_process(
     long_corpus: Path, tiny_tokenizer_path: Path, tmp_path: Path, number: signal.Signals
@@ -180,6 +183,7 @@ def test_a_finished_folder_is_left_alone_and_others_are_refused(
     assert contents(tmp_path / "mine") == {"thesis.txt": b"mine"}
 
 
+@pytest.mark.processes
 def test_mistakes_get_one_sentence_and_leave_nothing(
     corpus: Path, tiny_tokenizer_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

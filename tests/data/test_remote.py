@@ -152,7 +152,14 @@ def cached_bytes(cache: Cache) -> int:
 # ------------------------------------------------------------------------------------------------------ whole transfers
 
 
-@pytest.mark.parametrize(("world_size", "num_workers", "first"), [(1, 0, 0), (2, 0, 7), (1, 2, 3), (2, 1, 60)])
+TOPOLOGIES = [
+    (1, 0, 0),
+    (2, 0, 7),
+    *(pytest.param(*case, marks=pytest.mark.processes) for case in ((1, 2, 3), (2, 1, 60))),
+]
+
+
+@pytest.mark.parametrize(("world_size", "num_workers", "first"), TOPOLOGIES)
 def test_the_same_batches_over_http_as_from_disk(folder, server, cache, world_size, num_workers, first):
     expected = global_batches(27, ShardFolder(folder), first=first)
     source = ShardFolder(server.address, cache=cache)
@@ -164,6 +171,7 @@ def test_the_same_batches_over_http_as_from_disk(folder, server, cache, world_si
     assert {server.requests[shard.name] for shard in source.manifest.shards} == {1}, "one transfer a machine"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("protocol", ["file", "memory"])
 def test_other_protocols(folder, cache, protocol):
     address = f"file://{folder}"
@@ -299,6 +307,7 @@ def test_the_cache_keeps_its_bound_and_what_was_used_last(folder, server, tmp_pa
     assert first.tolist() == held, "a shard in use stays readable after its eviction"
 
 
+@pytest.mark.processes
 def test_batches_through_a_cache_of_one_shard(folder, server, tmp_path):
     cache = Cache.at(tmp_path / "cache", largest(folder) / GIB)
     source = ShardFolder(server.address, cache=cache)
@@ -320,6 +329,7 @@ def read_all(address: str, cache: Cache, seed: int, results: multiprocessing.Que
     results.put(sum(int(ids.sum()) for ids in source.documents(order)))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("num_shards", [2, 100])
 def test_processes_share_a_cache(folder, server, tmp_path, num_shards):
     """In a cache of two shards four processes evict each other all the time; in a large one all fetch each once."""
@@ -432,6 +442,7 @@ def naive_stand_in(source: ShardFolder, bad: list[int], index: int) -> int:
     return sum(sizes[:shard]) + (row % sizes[shard])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("over", ["disk", "http"])
 def test_skipped_shards_leave_every_rank_in_step(folder, copy, server, cache, caplog, over):
     sound = ShardFolder(folder)
@@ -458,6 +469,7 @@ def test_skipped_shards_leave_every_rank_in_step(folder, copy, server, cache, ca
         assert f"{place}/{entry.name}" in caplog.text and f"its {entry.samples} samples of 300" in caplog.text
 
 
+@pytest.mark.processes
 def test_stand_ins_are_counted_where_they_are_delivered(copy):
     bad_copy(copy)
     source = ShardFolder(copy, bad_shards="skip")

@@ -489,6 +489,7 @@ def run_and_kill(folder: Path, texts: list[list[int]], tokenizer, *, kill_after:
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.processes
 def test_a_killed_writer_goes_on_to_the_same_bytes(tmp_path, tiny_tokenizer, texts):
     events: list[None] = []
     write_all_units(tmp_path / "undisturbed", texts, tiny_tokenizer, after_event=lambda: events.append(None))

@@ -90,7 +90,12 @@ def global_batches(steps: int, *sources: ShardFolder, world_size: int = 1, state
     return batches
 
 
-TOPOLOGIES = [(1, 0), (2, 0), (3, 0), (12, 0), (1, 1), (1, 3), (2, 2), (4, 1)]
+def by_workers(cases):
+    """(ranks, workers) for parametrize: where there are workers, there are processes."""
+    return [pytest.param(*case, marks=pytest.mark.processes if case[1] else ()) for case in cases]
+
+
+TOPOLOGIES = by_workers([(1, 0), (2, 0), (3, 0), (12, 0), (1, 1), (1, 3), (2, 2), (4, 1)])
 
 
 @pytest.mark.parametrize(("world_size", "num_workers"), TOPOLOGIES)
@@ -124,6 +129,7 @@ def test_a_batch_may_span_several_epochs(small):
         assert sorted(sample[1] for sample in batch if sample[2] == epoch) == list(range(101))
 
 
+@pytest.mark.processes
 def test_draws_about_a_sample_do_not_depend_on_who_reads_it(small):
     for sample in global_batches(3, small, world_size=2, num_workers=1)[2]:
         assert sample[5] == draw(sample[2], sample[0], sample[1])
@@ -136,7 +142,14 @@ def test_without_shuffling_samples_come_in_order(small):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [((1, 0), (1, 0)), ((2, 0), (3, 1)), ((1, 2), (4, 0)), ((3, 1), (1, 3)), ((2, 2), (2, 2))]
+    ("before", "after"),
+    [
+        ((1, 0), (2, 0)),
+        *(
+            pytest.param(*case, marks=pytest.mark.processes)
+            for case in (((2, 0), (3, 1)), ((1, 2), (4, 0)), ((3, 1), (1, 3)), ((2, 2), (2, 2)))
+        ),
+    ],
 )
 def test_resume_under_another_topology(small, large, before, after):
     undisturbed = global_batches(24, small, large)
@@ -152,6 +165,7 @@ def test_resume_under_another_topology(small, large, before, after):
     assert resumed != undisturbed[10:-1]
 
 
+@pytest.mark.processes
 def test_a_running_stream_can_be_set_back(small):
     one = stream(small, num_workers=2)
     batches = [next(one) for _ in range(3)]
@@ -225,6 +239,7 @@ def test_the_same_folder_twice_is_read_in_two_orders(small):
     assert [s[1] for s in read if s[0] == 0] != [s[1] for s in read if s[0] == 1]
 
 
+@pytest.mark.processes
 def test_tensors_travel_from_workers(small):
     with_workers = stream(small, collate=as_tensors, num_workers=2)
     alone = stream(small, collate=as_tensors)
@@ -234,6 +249,7 @@ def test_tensors_travel_from_workers(small):
     with_workers.close()
 
 
+@pytest.mark.processes
 def test_workers_leave_the_global_generators_alone(small):
     torch.manual_seed(3)
     state = torch.get_rng_state()
@@ -243,17 +259,17 @@ def test_workers_leave_the_global_generators_alone(small):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_tuples_stream_too(tmp_path, tiny_tokenizer, texts):
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.processes)])
+def test_tuples_stream_too(tmp_path, tiny_tokenizer, texts, num_workers):
     with UnitWriter(tmp_path, 0, kind="tuples", vocabulary_size=len(tiny_tokenizer), chunk_samples=8) as writer:
         for index in range(50):
             writer.add_tuple(texts[index], texts[index + 1 : index + 4], num_positives=1)
     finish_folder(tmp_path, 1, tokenizer=tiny_tokenizer)
-    for num_workers in (0, 2):
-        one = stream(ShardFolder(tmp_path), collate=list, num_workers=num_workers)
-        for sample in next(one):
-            assert sample.payload.query.tolist() == texts[sample.index]
-            assert [ids.tolist() for ids in sample.payload.passages] == texts[sample.index + 1 : sample.index + 4]
-        one.close()
+    one = stream(ShardFolder(tmp_path), collate=list, num_workers=num_workers)
+    for sample in next(one):
+        assert sample.payload.query.tolist() == texts[sample.index]
+        assert [ids.tolist() for ids in sample.payload.passages] == texts[sample.index + 1 : sample.index + 4]
+    one.close()
 
 
 # ------------------------------------------------------------------------------ one dataset, no duplicates, last batch
@@ -322,7 +338,7 @@ FEEDS = [
     for batches in ("mixed", "one_dataset")
     for total in (None, 30 * B, 30 * B - 1, 29 * B + 1)
 ]
-UNEVEN_TOPOLOGIES = [(1, 0), (2, 0), (5, 0), (8, 1), (12, 0), (3, 3)]
+UNEVEN_TOPOLOGIES = by_workers([(1, 0), (2, 0), (5, 0), (8, 1), (12, 0), (3, 3)])
 
 
 @pytest.mark.parametrize("options", FEEDS, ids=str)
@@ -475,7 +491,7 @@ def test_a_seek_with_distinct_texts_reads_one_window(few_queries, pairs, monkeyp
     assert sum(read) == WINDOW_BATCHES * B + B
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.processes)])
 def test_what_cannot_be_parted_is_counted_and_said_once(tmp_path, tiny_tokenizer, texts, pairs, num_workers, caplog):
     folder = make_tuples(tmp_path, texts, tiny_tokenizer, samples=100, queries=3)
     steps, options = 20, {"collate": list, "distinct_texts": pairs.drawn_texts, "num_workers": num_workers}
@@ -504,7 +520,7 @@ def test_where_batches_decide_the_order_their_size_stays(small, options):
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.processes)])
 def test_a_damaged_shard_is_one_sentence_after_the_batches_before_it(tmp_path, tiny_tokenizer, texts, num_workers):
     folder = make_folder(tmp_path, texts, tiny_tokenizer)
     entry = read_manifest(tmp_path).shards[-1]
@@ -526,6 +542,7 @@ def test_a_damaged_shard_is_one_sentence_after_the_batches_before_it(tmp_path, t
     one.close()
 
 
+@pytest.mark.processes
 def test_our_own_faults_keep_their_traceback(small):
     one = stream(small, collate=broken_collator, num_workers=1)
     with pytest.raises(RuntimeError, match="Traceback"):

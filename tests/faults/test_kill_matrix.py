@@ -23,7 +23,7 @@ TRIALS = 4
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def result(launcher: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_matrix(tmp_path_factory.mktemp("killed") / "runs", trials=TRIALS, seed=1)
 
 

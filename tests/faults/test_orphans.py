@@ -14,6 +14,8 @@ import pytest
 
 from tests import ROOT
 
+pytestmark = pytest.mark.processes
+
 # Waits for its stdin, which the test's end closes.
 RANK = """
 import os, sys, time, psutil

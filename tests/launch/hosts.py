@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests import ROOT
+from tests.launcher import environment_of_ranks
 
 DEVICE = "eth0"
 TOOLS = ("ip", "nsenter", "unshare", "mount", "hostname")
@@ -104,21 +105,13 @@ def run_on_all(
     hosts: Sequence[Host], commands: Sequence[Sequence[str]], *, timeout_seconds: float = 900.0
 ) -> list[subprocess.CompletedProcess[str]]:
     """One command a host, at the same time, each in a process group of its own that ends with the timeout."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONWARNINGS": "ignore",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    }
     with contextlib.ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in hosts]
         processes = [
             subprocess.Popen(
                 host.command(command),
                 cwd=ROOT,
-                env=environment,
+                env=environment_of_ranks(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -38,10 +38,12 @@ def packages(text: str) -> set[str]:
     return set(installed.split("&&")[0].replace("\\", " ").split()) - {""}
 
 
+@pytest.mark.processes
 def test_dockerfile_passes_its_linter() -> None:
     assert lint(DOCKERFILE.read_text()) == []
 
 
+@pytest.mark.processes
 def test_the_linter_sees_faults() -> None:
     """Negative control: no tag, a change of folder by cd, an unpinned package."""
     found = "\n".join(lint("FROM ubuntu\nRUN cd /tmp && pip install torch\n"))

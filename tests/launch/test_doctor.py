@@ -34,6 +34,7 @@ def doctor(*arguments: str, shell: str = "", **environment: str) -> tuple[int, d
     return done.returncode, {each["check"]: each for each in told["findings"]}
 
 
+@pytest.mark.processes
 def test_a_sound_node_is_fit(tmp_path: Path) -> None:
     code, found = doctor("--folder", str(tmp_path / "runs"))
     bad = {name: each for name, each in found.items() if each["status"] == BAD}
@@ -42,6 +43,7 @@ def test_a_sound_node_is_fit(tmp_path: Path) -> None:
     assert not list((tmp_path / "runs").iterdir())
 
 
+@pytest.mark.processes
 def test_planted_faults_are_found_together(tmp_path: Path) -> None:
     """A file where the folder should be, a driver that lists a GPU, few open files, too little room."""
     (tmp_path / "file").write_text("")
@@ -63,6 +65,7 @@ def test_planted_faults_are_found_together(tmp_path: Path) -> None:
     assert all(each["mend"] for each in found.values() if each["status"] != OK)
 
 
+@pytest.mark.processes
 def test_packages_that_do_not_import_are_found(tmp_path: Path) -> None:
     (tmp_path / "deepspeed.py").write_text("raise ImportError('libcudart.so.12 is absent')\n")
     code, found = doctor(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
@@ -70,6 +73,7 @@ def test_packages_that_do_not_import_are_found(tmp_path: Path) -> None:
     assert "libcudart.so.12" in found["packages"]["seen"]
 
 
+@pytest.mark.processes
 def test_a_driver_that_fails_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
@@ -79,6 +83,7 @@ def test_a_driver_that_fails_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found.status == BAD and "version mismatch" in found.seen and "driver" in found.mend
 
 
+@pytest.mark.processes
 def test_a_rank_that_does_not_come_is_found(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -89,6 +94,7 @@ def test_a_rank_that_does_not_come_is_found(tmp_path: Path) -> None:
     assert f"127.0.0.1:{port}" in found["meeting"]["seen"] and "start all ranks" in found["meeting"]["mend"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("tasks", ["16", "1"])
 def test_srun_without_a_launcher_gives_ranks(tasks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scontrol = tmp_path / "scontrol"
@@ -200,6 +206,7 @@ def test_a_judgement_knows_sound_from_faulty(sound: Finding, faulty: Finding, st
     assert faulty.status == status and said in faulty.seen and faulty.mend
 
 
+@pytest.mark.processes
 def test_a_wrong_option_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     done = subprocess.run([sys.executable, "-m", "launch.doctor", "--disk-mib", "0"], cwd=ROOT, capture_output=True)
     assert done.returncode == 2 and done.stderr.startswith(b"error: ")
@@ -225,6 +232,7 @@ def on_hosts(hosts: Sequence[Host], folder: Path, arguments: Sequence[str], *, p
     return first.returncode, {each["host"]: {found["check"]: found for found in each["findings"]} for each in told}
 
 
+@pytest.mark.launcher
 def test_hosts_that_fit_together_and_hosts_that_do_not(tmp_path: Path) -> None:
     """Sound; then a folder that is another file system on the second host, and the loopback trap in /etc/hosts."""
     try:

@@ -30,7 +30,7 @@ CONTROL = "rank means"
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[list[Host]]:
+def hosts(launcher: None) -> Iterator[list[Host]]:
     try:
         with made(2) as both:
             yield both

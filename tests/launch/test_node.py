@@ -43,6 +43,7 @@ def start(tmp_path: Path, code: str, **changes: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_asks_the_ranks_to_stop(tmp_path, number):
     node = start(tmp_path, WAITS)
@@ -61,6 +62,7 @@ def test_a_signal_asks_the_ranks_to_stop(tmp_path, number):
     assert not list(tmp_path.glob("barista-stop-*"))
 
 
+@pytest.mark.processes
 def test_ranks_outlive_signals_that_reach_them_before_they_have_handlers(tmp_path):
     """As with proctrack/linuxproc, where all processes of a job are signalled."""
     stubborn = "import os, signal, sys\nfor n in (signal.SIGUSR1, signal.SIGTERM): os.kill(os.getpid(), n)\nsys.exit(0)"
@@ -70,6 +72,7 @@ def test_ranks_outlive_signals_that_reach_them_before_they_have_handlers(tmp_pat
     assert alone.returncode == -signal.SIGUSR1, "the control: without that, the first signal is the end"
 
 
+@pytest.mark.processes
 def test_a_failing_rank_ends_the_others(tmp_path, capfd):
     command = [sys.executable, "-c", FAILS]
     assert run_node(command, place=Place(0, 1, 3), logs=tmp_path, seconds_for_others=0.5) == 5
@@ -78,6 +81,7 @@ def test_a_failing_rank_ends_the_others(tmp_path, capfd):
     assert "ranks 0, 2 did not end by themselves" in said
 
 
+@pytest.mark.processes
 def test_a_killed_rank_is_no_success(tmp_path, capfd):
     command = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
     assert run_node(command, place=Place(0, 1, 1), logs=tmp_path) == 128 + signal.SIGKILL
@@ -91,6 +95,7 @@ def test_ranks_over_nodes():
     assert {each["WORLD_SIZE"] for each in places} == {"6"}
 
 
+@pytest.mark.processes
 def test_refusals(tmp_path):
     node = start(tmp_path, WAITS, CUDA_VISIBLE_DEVICES="3")
     assert node.wait(timeout=60) == 2

@@ -23,6 +23,7 @@ from launch.scaling import Collective, Model, Texts
 from models.encoder import EmbeddingSettings, build_masked_lm
 from tests import ROOT
 from tests.launch.hosts import Unavailable, deepspeed_commands, made, run_on_all
+from tests.needs import needed, own
 from tests.trainer.support import MODEL, recipe_of, recipe_values
 from trainer import build
 from trainer.config import Recipe, load_recipe
@@ -57,8 +58,11 @@ def wider_guide(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
+RECOMPUTED = pytest.param({"activation_checkpointing": True}, marks=pytest.mark.full, id="recomputed")
+
+
 @pytest.mark.parametrize("name", ["masked", "enhanced", "spans", "contrastive", "guided"])
-@pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": True}])
+@pytest.mark.parametrize("changes", [{}, RECOMPUTED])
 def test_products_are_those_computed(
     name: str, changes: dict[str, Any], document_shards: Path, tuple_shards: Path, wider_guide: Path
 ) -> None:
@@ -189,8 +193,15 @@ CONFIGS = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "zero1_float32": 1}
 
 
 @pytest.fixture(scope="module")
-def traffic(document_shards: Path, tuple_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Real steps of two hosts at every shipped configuration, by name."""
+def launched(
+    request: pytest.FixtureRequest,
+    launcher: None,
+    document_shards: Path,
+    tuple_shards: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Any]:
+    """Real steps of two hosts at the shipped configurations that are needed, by name."""
+    wanted = needed(request)
     folder = tmp_path_factory.mktemp("traffic")
     shards = {"masked": document_shards, "contrastive": tuple_shards}
     cases = []
@@ -198,7 +209,8 @@ def traffic(document_shards: Path, tuple_shards: Path, tmp_path_factory: pytest.
     for config in sorted(CONFIGS, key=lambda each: CONFIGS[each]):
         for name in shards:
             values = wider_values(shards[name], name) | {"engine": {"ds_config": f"ds_configs/{config}.json"}}
-            cases.append({"name": f"{name}-{config}", "values": values, "steps": 2})
+            if f"{name}-{config}" in wanted:
+                cases.append({"name": f"{name}-{config}", "values": values, "steps": 2})
     (folder / "cases.json").write_text(json.dumps(cases))
     words = ["tests.launch.traffic", str(folder / "cases.json"), str(folder / "results.json")]
     try:
@@ -212,6 +224,11 @@ def traffic(document_shards: Path, tuple_shards: Path, tmp_path_factory: pytest.
     return {case["name"]: case | result for case, result in zip(cases, results, strict=True)}
 
 
+@pytest.fixture
+def traffic(request: pytest.FixtureRequest, launched: dict[str, Any]) -> dict[str, Any]:
+    return own(request, launched)
+
+
 def planned_collectives(case: dict[str, Any], config: str) -> list[Collective]:
     recipe = recipe_of(case["values"])
     kept = scaling.ZERO1_FLOAT32 if config == "zero1_float32" else None
@@ -221,6 +238,7 @@ def planned_collectives(case: dict[str, Any], config: str) -> list[Collective]:
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", ["masked", "contrastive"])
+@pytest.mark.needs("{name}-{config}")
 def test_bytes_sent_are_as_counted(name: str, config: str, traffic: dict[str, Any]) -> None:
     """By collective, alike for every backend; and on the wire, where gloo's reduce-scatter is an all-reduce."""
     case = traffic[f"{name}-{config}"]
@@ -243,6 +261,7 @@ def test_bytes_sent_are_as_counted(name: str, config: str, traffic: dict[str, An
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", ["masked", "contrastive"])
+@pytest.mark.needs("{name}-{config}")
 def test_bytes_held_are_as_counted(name: str, config: str, traffic: dict[str, Any]) -> None:
     case = traffic[f"{name}-{config}"]
     recipe = recipe_of(case["values"])
@@ -261,6 +280,7 @@ def predictions(*arguments: str) -> list[dict[str, Any]]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.processes
 def test_a_plan_says_what_each_number_of_nodes_gives() -> None:
     rows = predictions("--nodes", "1..512", "--gpu", "h100", "--interconnect", "ib-ndr-8x")
     assert [row["nodes"] for row in rows] == [2**power for power in range(10)]
@@ -279,6 +299,7 @@ def test_a_plan_says_what_each_number_of_nodes_gives() -> None:
     assert none > first > second and 0.9 * second < third < 1.1 * second and second < none / 3
 
 
+@pytest.mark.processes
 def test_a_slower_link_and_a_smaller_gpu_are_noticed() -> None:
     options = ("--nodes", "16", "--batch-per-gpu", "64")
     fast, slow, old = (

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
+def slurm(launcher, tmp_path_factory):
     with cluster(tmp_path_factory.mktemp("slurm")) as started:
         yield started
 

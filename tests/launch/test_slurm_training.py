@@ -60,7 +60,7 @@ class Setting:
 
 
 @pytest.fixture(scope="module")
-def setting(tmp_path_factory, docstrings, tiny_tokenizer_path):
+def setting(launcher, tmp_path_factory, docstrings, tiny_tokenizer_path):
     folder = tmp_path_factory.mktemp("chain")
     chain = write_chain(folder, docstrings, tiny_tokenizer_path)
     with cluster(folder / "slurm") as slurm:

@@ -57,6 +57,7 @@ def check_shell(script: str) -> None:
         assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.processes
 def test_the_script_says_what_was_asked_for(place, capsys):
     (place / "v/bin").mkdir(parents=True)
     (place / "v/bin/activate").write_text("")
@@ -108,6 +109,7 @@ def test_directives_come_before_any_command(place, capsys):
     assert lines[0] == "#!/bin/bash"
 
 
+@pytest.mark.processes
 def test_fine_tuning_and_no_gpus(place, capsys):
     script = scripts_of(capsys, "r.toml", "--gpus-per-node=0", "--ranks-per-node=4", "--objective.name=contrastive")
     check_shell(script)
@@ -194,6 +196,7 @@ def chain(place) -> Path:
     return place
 
 
+@pytest.mark.processes
 def test_a_chain(chain, capsys):
     """Parts take files in turn, and the recipe that names their folder is given the parts."""
     script = scripts_of(capsys, "--chain=c.toml", "--account=a1")
@@ -234,6 +237,7 @@ def test_refused_chains(chain, capsys, change, words):
     assert words in refusal(capsys, chain, "--chain=c.toml", "--dry-run")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("path", sorted((ROOT / "launch/chains").glob("*.toml")), ids=lambda path: path.stem)
 def test_shipped_chains(tmp_path, monkeypatch, capsys, path):
     """With what they prepare from in place, every stage has a script; an array asks for no GPUs."""
@@ -266,6 +270,7 @@ def own_path(monkeypatch):
     monkeypatch.setenv("PATH", os.environ["PATH"])
 
 
+@pytest.mark.processes
 def test_what_is_written_and_how_it_is_chained(chain, capsys, own_path):
     fake_slurm(chain, f"wc -l < {chain}/bin/sbatch.calls")
     subprocess.run("git init -q && git add r.toml && git -c user.name=a -c user.email=a@b commit -qm a", shell=True)
@@ -293,6 +298,7 @@ def test_what_is_written_and_how_it_is_chained(chain, capsys, own_path):
     ]
 
 
+@pytest.mark.processes
 def test_what_slurm_refuses_leaves_nothing(chain, capsys, own_path):
     """The third stage is refused: those before it are cancelled, and nothing that was written stays."""
     fake_slurm(
@@ -305,6 +311,7 @@ def test_what_slurm_refuses_leaves_nothing(chain, capsys, own_path):
     assert not (chain / "runs").exists()
 
 
+@pytest.mark.processes
 def test_the_node_needs_nothing_but_python():
     """It runs outside containers, where nothing of ours is installed."""
     subprocess.run(

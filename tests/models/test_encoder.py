@@ -178,6 +178,7 @@ def test_a_plain_call_after_reading_computes_everything():
     assert torch.equal(before, after)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_the_compiled_encoder_is_the_encoder(pooling):
     """Tracing sees the hooks and lengths of the moment. Code generation is PyTorch's own to test, and slow."""

@@ -28,6 +28,7 @@ from models.encoder import Encoder, build_masked_lm, load_encoder
 from models.sizes import ModelError, Size
 from tests import ROOT
 from tests.launcher import launch
+from tests.needs import Lazy, needed, own
 from tests.reference import first_parameters, train_naively
 from tests.run_folder import steps_of, weights
 from tests.trainer.support import MODEL, float32_ds_config, recipe_of, recipe_values
@@ -93,33 +94,36 @@ def recipes(source: Path, document_shards: Path, tuple_shards: Path) -> dict[str
 
 
 @pytest.fixture(scope="module")
-def two_ranks(recipes: dict[str, Values], tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder = tmp_path_factory.mktemp("two")
+def launched_steps(
+    request: pytest.FixtureRequest,
+    launcher: None,
+    recipes: dict[str, Values],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Results:
+    folder, wanted = tmp_path_factory.mktemp("two"), needed(request)
     cases = []
 
     def add(name: str, ds_config: Path, *, control: str = "") -> None:
         values = recipes[name] | {"engine": {"ds_config": str(ds_config)}}
         label = control or f"{name}-{ds_config.stem}"
-        cases.append({"name": label, "values": values, "steps": STEPS, "control": control})
+        if label in wanted:
+            cases.append({"name": label, "values": values, "steps": STEPS, "control": control})
 
-    configs = {stage: float32_ds_config(folder, stage) for stage in STAGES}
-    for stage in (0, 1, 2):
-        for name in RECIPES:
-            add(name, configs[stage])
-    for name in recipes:
-        if name.endswith("_recomputed") or name.startswith("dropout"):
-            add(name, configs[1])
-    add("lora", configs[1], control="no world size factor")
-    for name, ds_config in ROUNDED[::2]:
-        add(name, ROOT / f"ds_configs/{ds_config}.json")
+    add("lora", float32_ds_config(folder, 1), control="no world size factor")
     # Stage 3 comes last: it changes F.linear for its process.
-    for name in (*RECIPES, *(f"{name}_recomputed" for name in RECOMPUTED)):
-        add(name, configs[3])
-    for name, ds_config in ROUNDED[1::2]:
-        add(name, ROOT / f"ds_configs/{ds_config}.json")
+    for stage in STAGES:
+        for name in recipes:
+            add(name, float32_ds_config(folder, stage))
+            add(name, ROOT / f"ds_configs/zero{stage}.json")
+    assert len(cases) == len(wanted)
     (folder / "cases.json").write_text(json.dumps(cases))
     launch("tests.trainer.worker", "steps", str(folder / "cases.json"), str(folder), ranks=2)
     return {case["name"]: torch.load(folder / f"{case['name']}.pt") for case in cases}
+
+
+@pytest.fixture
+def two_ranks(request: pytest.FixtureRequest, launched_steps: Results) -> Results:
+    return own(request, launched_steps)
 
 
 class WrittenOut(nn.Module):
@@ -152,25 +156,26 @@ def starts(recipes: dict[str, Values]) -> dict[str, dict[str, Tensor]]:
 @pytest.fixture(scope="module")
 def expected(recipes: dict[str, Values], starts: dict[str, dict[str, Tensor]], source: Path) -> Results:
     """Each recipe restated; of adapters, the factors alone are among the parameters."""
-    results = {}
-    for name in ("frozen_srl", "frozen_smae"):
+
+    def restate(name: str) -> list[dict[str, Any]]:
         values = copy.deepcopy(recipes[name])
-        frozen_layers = values["model"].pop("frozen_layers")
-        recipe = recipe_of(values)
-        module = build_model(recipe, open_shards(recipe)).module
-        for key, parameter in module.named_parameters():
-            parameter.requires_grad_(not re.search(FROZEN_NAMES[frozen_layers], key))
-        results[name] = train_naively(values, steps=STEPS, module=module)
-    for name in ("lora", "lora_above_frozen"):
+        if not name.startswith("lora"):
+            frozen_layers = values["model"].pop("frozen_layers")
+            recipe = recipe_of(values)
+            module = build_model(recipe, open_shards(recipe)).module
+            for key, parameter in module.named_parameters():
+                parameter.requires_grad_(not re.search(FROZEN_NAMES[frozen_layers], key))
+            return train_naively(values, steps=STEPS, module=module)
         factors = {key: value.clone() for key, value in starts[name].items() if ".lora_" in key}
-        model = recipes[name]["model"]
-        module = WrittenOut(source, factors, scale=model["lora_alpha"] / model["lora_rank"])
-        results[name] = train_naively(recipes[name], steps=STEPS, module=module)
-        for step in results[name]:
+        written_out = WrittenOut(source, factors, scale=values["model"]["lora_alpha"] / values["model"]["lora_rank"])
+        steps = train_naively(values, steps=STEPS, module=written_out)
+        for step in steps:
             step["parameters"] = {
                 key.removeprefix("factors.").replace("/", "."): value for key, value in step["parameters"].items()
             }
-    return results
+        return steps
+
+    return Lazy(restate)
 
 
 def differences(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> tuple[float, float, float]:
@@ -200,16 +205,19 @@ def stays(name: str, key: str) -> bool:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.needs("{name}-float32_zero{stage}")
 def test_two_ranks_equal_one_plain_process(name: str, stage: int, two_ranks: Results, expected: Results) -> None:
     assert_equal(two_ranks[f"{name}-float32_zero{stage}"], expected[name])
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", RECOMPUTED)
+@pytest.mark.needs("{name}_recomputed-float32_zero{stage}")
 def test_activation_checkpointing_changes_nothing(name: str, stage: int, two_ranks: Results, expected: Results) -> None:
     assert_equal(two_ranks[f"{name}_recomputed-float32_zero{stage}"], expected[name])
 
 
+@pytest.mark.needs("dropout_cached-float32_zero1", "dropout_direct-float32_zero1", "lora-float32_zero1")
 def test_adapter_dropout_is_the_same_in_both_passes(two_ranks: Results) -> None:
     assert_equal(two_ranks["dropout_cached-float32_zero1"], two_ranks["dropout_direct-float32_zero1"])
     loss, *_ = differences(two_ranks["dropout_cached-float32_zero1"], two_ranks["lora-float32_zero1"])
@@ -219,6 +227,7 @@ def test_adapter_dropout_is_the_same_in_both_passes(two_ranks: Results) -> None:
 @pytest.mark.parametrize(
     ("name", "engine"), [(name, f"float32_zero{stage}") for name in RECIPES for stage in STAGES] + ROUNDED
 )
+@pytest.mark.needs("{name}-{engine}")
 def test_what_is_frozen_stays_to_the_last_bit(
     name: str, engine: str, two_ranks: Results, starts: dict[str, dict[str, Tensor]]
 ) -> None:
@@ -229,6 +238,7 @@ def test_what_is_frozen_stays_to_the_last_bit(
     assert kept == {key for key in after if stays(name, key)}
 
 
+@pytest.mark.needs("no world size factor", "frozen_srl-float32_zero1", "frozen_smae-float32_zero1")
 def test_the_equalities_can_fail(two_ranks: Results, expected: Results, recipes: dict[str, Values]) -> None:
     """Negative controls: a factor lost between ranks, nothing frozen, and an adapter of another scale."""
     _, _, parameter = differences(two_ranks["no world size factor"], expected["lora"])
@@ -339,9 +349,14 @@ RUNS = ("lora_bf16", "lora_zero3", "frozen_bf16_zero3")  # stage 3 comes last
 
 
 @pytest.fixture(scope="module")
-def runs(recipes: dict[str, Values], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Whole commands: <name> uninterrupted, <name>-resumed stopped at step 3 and gone on with in new processes."""
-    folder = tmp_path_factory.mktemp("runs")
+def launched(
+    request: pytest.FixtureRequest,
+    launcher: None,
+    recipes: dict[str, Values],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Path]:
+    """The needed of whole commands: <name>, and <name>-resumed, stopped at step 3 and gone on with by new processes."""
+    folder, wanted = tmp_path_factory.mktemp("runs"), needed(request)
     gentle = {"lr": 1e-2, "eps": 1e-8, "schedule": "cosine", "warmup_ratio": 0.3}
     lora, smae = copy.deepcopy(recipes["lora_above_frozen"]), copy.deepcopy(recipes["frozen_smae"])
     lora["model"]["lora_dropout"] = 0.1
@@ -358,17 +373,25 @@ def runs(recipes: dict[str, Values], tmp_path_factory: pytest.TempPathFactory) -
         cases = []
         for name in RUNS:
             for suffix in outputs:
+                if f"{name}{suffix}" not in wanted:
+                    continue
                 stop = ["--train.stop_at_step=3"] if suffix and not extra else []
                 arguments = ["--config", str(folder / f"{name}.toml"), f"--run.output={folder / name}{suffix}"]
                 task = "contrastive" if name.startswith("lora") else "masked"
                 cases.append({"task": task, "arguments": [*arguments, *stop, *extra]})
         (folder / f"{label}.json").write_text(json.dumps(cases))
-        launch("tests.trainer.worker", "runs", str(folder / f"{label}.json"), str(folder), ranks=2)
+        if cases:
+            launch("tests.trainer.worker", "runs", str(folder / f"{label}.json"), str(folder), ranks=2)
 
     start("first", outputs=("", "-resumed"))
     assert not any((folder / f"{name}-resumed" / "DONE").exists() for name in RUNS)
     start("second", "--resume=required", outputs=("-resumed",))
-    return folder
+    return {name: folder / name for name in wanted}
+
+
+@pytest.fixture
+def runs(request: pytest.FixtureRequest, launched: dict[str, Path]) -> dict[str, Path]:
+    return own(request, launched)
 
 
 def losses(run: Path) -> list[tuple[int, float, float]]:
@@ -376,26 +399,30 @@ def losses(run: Path) -> list[tuple[int, float, float]]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_resumed_equals_uninterrupted(name: str, runs: Path) -> None:
-    assert [step for step, *_ in losses(runs / name)] == list(range(1, 7))
-    assert losses(runs / f"{name}-resumed") == losses(runs / name)
+@pytest.mark.needs("{name}", "{name}-resumed")
+def test_resumed_equals_uninterrupted(name: str, runs: dict[str, Path]) -> None:
+    assert [step for step, *_ in losses(runs[name])] == list(range(1, 7))
+    assert losses(runs[f"{name}-resumed"]) == losses(runs[name])
     files = ["model/model.safetensors"] + ["adapter/adapter_model.safetensors"] * name.startswith("lora")
     for file in files:
-        got, want = load_file(runs / f"{name}-resumed" / file), load_file(runs / name / file)
+        got, want = load_file(runs[f"{name}-resumed"] / file), load_file(runs[name] / file)
         assert got.keys() == want.keys()
         assert all(torch.equal(got[key], want[key]) for key in want)
 
 
 @pytest.mark.parametrize("name", ["lora_bf16", "lora_zero3"])
-def test_the_model_of_a_run_is_ordinary_and_merged(name: str, runs: Path, source: Path) -> None:
+@pytest.mark.needs("{name}")
+def test_the_model_of_a_run_is_ordinary_and_merged(
+    name: str, runs: dict[str, Path], source: Path, tmp_path: Path
+) -> None:
     """It is the source with the adapter of the run merged by peft, and needs no peft to be read."""
-    model, report = AutoModel.from_pretrained(runs / name / "model", output_loading_info=True)
+    model, report = AutoModel.from_pretrained(runs[name] / "model", output_loading_info=True)
     assert not report["unexpected_keys"] and all(key.startswith("pooler.") for key in report["missing_keys"])
-    assert not (runs / name / "model" / "adapter_config.json").exists()
+    assert not (runs[name] / "model" / "adapter_config.json").exists()
     before = load_encoder(source).backbone
     untouched = {key: value.clone() for key, value in before.state_dict().items()}
-    theirs = PeftModel.from_pretrained(before, str(runs / name / "adapter")).merge_and_unload().state_dict()
-    saved = weights(runs / name)
+    theirs = PeftModel.from_pretrained(before, str(runs[name] / "adapter")).merge_and_unload().state_dict()
+    saved = weights(runs[name])
     assert saved.keys() == theirs.keys()
     changed = set()
     for key, value in theirs.items():
@@ -405,12 +432,13 @@ def test_the_model_of_a_run_is_ordinary_and_merged(name: str, runs: Path, source
     layers = ("attention.self.query", "attention.output.dense", "output.dense")
     assert changed == {f"encoder.layer.{n}.{layer}.weight" for n in (1, 2) for layer in layers}
     assert model.config.num_hidden_layers == 3
-    folders = export_sizes(runs / name / "model", runs / f"{name}-export")
+    folders = export_sizes(runs[name] / "model", tmp_path)
     assert len(folders) == 3
 
 
-def test_frozen_layers_of_a_saved_model_are_the_sources(runs: Path, source: Path) -> None:
-    run = runs / "frozen_bf16_zero3"
+@pytest.mark.needs("frozen_bf16_zero3")
+def test_frozen_layers_of_a_saved_model_are_the_sources(runs: dict[str, Path], source: Path) -> None:
+    run = runs["frozen_bf16_zero3"]
     before, after = (load_file(folder / "model.safetensors") for folder in (source, run / "model"))
     assert before.keys() == after.keys()
     kept = {key for key, value in before.items() if torch.equal(after[key], value)}
@@ -419,8 +447,9 @@ def test_frozen_layers_of_a_saved_model_are_the_sources(runs: Path, source: Path
 
 
 @pytest.mark.parametrize(("key", "value"), [("lora_rank", 4), ("lora_alpha", 7.0), ("frozen_layers", 0)])
-def test_a_resume_with_other_adapters_is_refused(key: str, value: Any, runs: Path) -> None:
-    values = tomllib.loads((runs / "lora_zero3" / "recipe.toml").read_text())
+@pytest.mark.needs("lora_zero3")
+def test_a_resume_with_other_adapters_is_refused(key: str, value: Any, runs: dict[str, Path]) -> None:
+    values = tomllib.loads((runs["lora_zero3"] / "recipe.toml").read_text())
     values["run"]["resume"] = "auto"
     check_output_folder(recipe_of(values))
     values["model"][key] = value

@@ -370,6 +370,7 @@ def test_help_lists_every_key(task: str, capsys: pytest.CaptureFixture[str]) -> 
     assert "--config" in shown and "--resume" in shown
 
 
+@pytest.mark.processes
 def test_a_real_process_ends_with_2(values: Values, tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(tomli_w.dumps(changed(values, "train.steps", -3)))
     arguments = ["--config", str(tmp_path / "recipe.toml")]
@@ -378,6 +379,7 @@ def test_a_real_process_ends_with_2(values: Values, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.toml"]
 
 
+@pytest.mark.launcher
 def test_the_launcher_ends_with_2_and_one_sentence(values: Values, tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(tomli_w.dumps(changed(values, "train.global_batch_size", 1)))
     done = launch("trainer.finetune", "--config", str(tmp_path / "recipe.toml"), ranks=2, expect=2)

@@ -465,6 +465,7 @@ def launched(
     return done.stdout + done.stderr
 
 
+@pytest.mark.launcher
 def test_required_and_all_are_damaged(tuple_shards: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     launched(tmp_path, tuple_shards, output, extra=("--train.stop_at_step=1",))
@@ -477,6 +478,7 @@ def steps_of(output: Path, key: str) -> list[int]:
     return [line["step"] for line in lines_of(output) if key in line]
 
 
+@pytest.mark.launcher
 def test_one_rank_that_cannot_write(tuple_shards: Path, tmp_path: Path) -> None:
     """All ranks go on together, and save again at the next step."""
     output = tmp_path / "run"
@@ -492,6 +494,7 @@ def test_one_rank_that_cannot_write(tuple_shards: Path, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.launcher
 def test_a_full_disk(tuple_shards: Path, tmp_path: Path) -> None:
     """Checkpoints on a real file system with room for one and a half: the second save fails, the first stays."""
     output = tmp_path / "run"

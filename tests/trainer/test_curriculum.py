@@ -72,7 +72,10 @@ def test_epochs_count_as_steps_do(tuple_shards: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@pytest.mark.parametrize(("world_size", "workers"), [(1, 2), (2, 0), (3, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "workers"),
+    [(2, 0), *(pytest.param(*case, marks=pytest.mark.processes) for case in ((1, 2), (3, 1)))],
+)
 def test_ranks_workers_and_resumes_change_nothing(world_size: int, workers: int, tuple_shards: Path) -> None:
     want, _ = global_batches(values_of(tuple_shards))
     values = values_of(tuple_shards, num_workers=workers)

@@ -81,6 +81,7 @@ def drawn(run: Path) -> dict[tuple[str, str], dict[int, float]]:
     return found
 
 
+@pytest.mark.launcher
 def test_a_real_run(tmp_path: Path, tuple_shards: Path, tasks: list[str]) -> None:
     """Two ranks, evaluation on the grid: every curve, the layout, the heat map, texts and settings."""
     run = tmp_path / "run"

@@ -19,6 +19,7 @@ import tomli_w
 
 from tests import ROOT
 from tests.launcher import launch
+from tests.needs import needed, own
 from tests.run_folder import steps_of
 from tests.trainer.support import float32_ds_config, recipe_values
 
@@ -36,11 +37,24 @@ RUNS = {
     "stages": ("zero1", "zero0", "zero3", "zero2"),
     "masked-zero3": ("zero3",) * 4,
 }
+# The undisturbed run of each.
+WHOLE = {
+    **dict.fromkeys(("zero0", "zero1", "zero2", "stages"), "zero1-whole"),
+    "bf16": "bf16-whole",
+    "masked-zero3": "masked-zero3-whole",
+}
 
 
 @pytest.fixture(scope="module")
-def runs(document_shards: Path, tuple_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """<name> moved about as SEGMENTS says, and <engine>-whole on 2 ranks throughout; ids/<name> beside them."""
+def launched(
+    request: pytest.FixtureRequest,
+    launcher: None,
+    document_shards: Path,
+    tuple_shards: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Path]:
+    """The needed of <name>, moved about as SEGMENTS says, and <engine>-whole on 2 ranks throughout; ids/ beside."""
+    wanted = needed(request)
     folder = tmp_path_factory.mktemp("elastic")
     engines = {f"zero{stage}": float32_ds_config(folder, stage) for stage in range(4)}
     engines["bf16"] = ROOT / "ds_configs/zero1.json"
@@ -71,64 +85,71 @@ def runs(document_shards: Path, tuple_shards: Path, tmp_path_factory: pytest.Tem
     for number, (ranks, stop) in enumerate(SEGMENTS):
         cases = []
         if begin == 0:
-            cases = [case(f"{engine}-whole", engine) for engine in ("zero1", "bf16")]
-        going = {name: chosen for name, chosen in RUNS.items() if number < len(chosen)}
+            cases = [case(f"{engine}-whole", engine) for engine in ("zero1", "bf16") if f"{engine}-whole" in wanted]
+        going = {name: chosen for name, chosen in RUNS.items() if number < len(chosen) and name in wanted}
         for name, chosen in going.items():
             arguments = [f"--train.stop_at_step={stop}", *(["--resume=required"] if begin else [])]
             control = "moments stay behind" if name == CONTROL and begin else ""
             cases.append(case(name, chosen[number], *arguments, control=control))
-        if begin == 0:
+        if begin == 0 and "masked-zero3-whole" in wanted:
             cases.append(case("masked-zero3-whole", "zero3"))
         (folder / f"{begin}.json").write_text(json.dumps(cases))
-        launch("tests.trainer.elastic_worker", str(folder / f"{begin}.json"), ranks=ranks)
+        if cases:
+            launch("tests.trainer.elastic_worker", str(folder / f"{begin}.json"), ranks=ranks)
         for name in going:  # the same ranks come twice
             (folder / "ids" / name).rename(folder / "ids" / f"{name}.{number}")
         begin = stop
-    return folder
+    return {name: folder / name for name in wanted}
+
+
+@pytest.fixture
+def runs(request: pytest.FixtureRequest, launched: dict[str, Path]) -> dict[str, Path]:
+    return own(request, launched)
 
 
 def losses(run: Path) -> list[float]:
     return [line["loss"] for line in steps_of(run)]
 
 
-def samples(folder: Path) -> list[list[list[int]]]:
+def samples(run: Path, segment: str = "") -> list[list[list[int]]]:
     """The sorted (epoch, source, index) of every step's samples, over all ranks."""
+    folder = run.parent / "ids" / f"{run.name}{segment}"
     ranks = [[json.loads(line) for line in path.read_text().splitlines()] for path in folder.iterdir()]
     return [sorted(itertools.chain(*step)) for step in zip(*ranks, strict=True)]
 
 
-def whole(name: str) -> str:
-    return {"bf16": "bf16-whole", "masked-zero3": "masked-zero3-whole"}.get(name, "zero1-whole")
-
-
-@pytest.mark.parametrize("name", [name for name in RUNS if name != CONTROL])
-def test_every_step_takes_the_same_samples(name: str, runs: Path) -> None:
-    want = samples(runs / "ids" / whole(name))
-    parts = [samples(runs / "ids" / f"{name}.{number}") for number in range(len(SEGMENTS))]
+@pytest.mark.parametrize(("name", "whole"), WHOLE.items())
+@pytest.mark.needs("{name}", "{whole}")
+def test_every_step_takes_the_same_samples(name: str, whole: str, runs: dict[str, Path]) -> None:
+    want = samples(runs[whole])
+    parts = [samples(runs[name], f".{number}") for number in range(len(SEGMENTS))]
     assert [len(part) for part in parts] == [2, 3, 2, 1]
     assert list(itertools.chain(*parts)) == want
     assert all(len(step) == 12 for step in want)
     assert want[0] != want[1]
 
 
-@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "stages", "masked-zero3"])
-def test_losses_are_those_of_the_undisturbed_run(name: str, runs: Path) -> None:
-    got, want = losses(runs / name), losses(runs / whole(name))
+@pytest.mark.parametrize(("name", "whole"), [(name, whole) for name, whole in WHOLE.items() if name != "bf16"])
+@pytest.mark.needs("{name}", "{whole}")
+def test_losses_are_those_of_the_undisturbed_run(name: str, whole: str, runs: dict[str, Path]) -> None:
+    got, want = losses(runs[name]), losses(runs[whole])
     assert len(want) == STEPS
     assert got == pytest.approx(want, rel=0, abs=1e-5)
-    assert (runs / name / "DONE").is_file()
+    assert (runs[name] / "DONE").is_file()
 
 
-def test_bf16_weights_follow_too(runs: Path) -> None:
+@pytest.mark.needs("bf16", "bf16-whole")
+def test_bf16_weights_follow_too(runs: dict[str, Path]) -> None:
     """Masters and moments are exact; products in bf16 round by the shape of a rank's batch, which the ranks change."""
-    got, want = losses(runs / "bf16"), losses(runs / "bf16-whole")
+    got, want = losses(runs["bf16"]), losses(runs["bf16-whole"])
     assert got[:2] == want[:2]
     assert got[2] == pytest.approx(want[2], rel=0, abs=1e-4)  # before any step on other ranks
     assert got == pytest.approx(want, rel=0, abs=5e-3)
 
 
-def test_without_moments_the_losses_differ(runs: Path) -> None:
+@pytest.mark.needs(CONTROL, "zero1-whole")
+def test_without_moments_the_losses_differ(runs: dict[str, Path]) -> None:
     """Negative control: what is compared above to 1e-5 depends on the optimizer's state."""
-    got, want = losses(runs / CONTROL), losses(runs / "zero1-whole")
+    got, want = losses(runs[CONTROL]), losses(runs["zero1-whole"])
     assert got[:3] == pytest.approx(want[:3], rel=0, abs=1e-5)  # the first loss after the move is of the weights alone
     assert max(math.fabs(a - b) for a, b in zip(got[3:5], want[3:5], strict=True)) > 1e-4

@@ -204,6 +204,7 @@ def _encode_on_rank(rank: int, folder: str, texts: list[str], out: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.processes
 def test_two_ranks_equal_one(
     model_folder: Path, encoder: Encoder, tiny_tokenizer: PreTrainedTokenizerFast, docstrings: list[str], tmp_path: Path
 ) -> None:

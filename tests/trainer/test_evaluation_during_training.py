@@ -30,6 +30,7 @@ def tasks(tmp_path: Path, docstrings: list[str]) -> dict[str, list[str]]:
     return {"beir": [str(beir)], "sts": [str(sts)]}
 
 
+@pytest.mark.launcher
 @pytest.mark.parametrize("stage", [1, 3])
 def test_scores_are_those_of_the_saved_model(stage, tmp_path, tuple_shards, tasks):
     run = tmp_path / "run"

@@ -293,6 +293,7 @@ def test_stale_vectors_stop_the_command(
 # Ranks
 
 
+@pytest.mark.launcher
 def test_two_ranks_give_what_one_process_gives(
     model_folder: Path, tiny_tokenizer: PreTrainedTokenizerFast, tasks: list[str], tmp_path: Path
 ) -> None:
@@ -340,6 +341,7 @@ def die(arguments: Sequence[str], kill_at: str) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
 
 
+@pytest.mark.processes
 def test_a_killed_evaluation_goes_on(
     model_folder: Path,
     tiny_tokenizer: PreTrainedTokenizerFast,
@@ -384,6 +386,7 @@ def test_a_killed_evaluation_goes_on(
     assert killed == whole
 
 
+@pytest.mark.processes
 def test_what_was_kept_of_another_model_is_made_again(
     model_folder: Path,
     tiny_tokenizer: PreTrainedTokenizerFast,
@@ -431,6 +434,7 @@ def test_asked_to_stop_it_keeps_what_is_encoded(
     assert files_of(tmp_path / "stopped") == files_of(tmp_path / "whole")
 
 
+@pytest.mark.launcher
 def test_one_rank_is_asked_to_stop_and_all_do(
     model_folder: Path, tasks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def test_it_is_no_part_of_what_trains(values: Values) -> None:
     assert all(torch.equal(value, other[name]) for name, value in parts.module.state_dict().items())
 
 
+@pytest.mark.launcher
 def test_resumed_equals_uninterrupted_and_the_guide_stays_outside(
     tuple_shards: Path, guide_folder: Path, static_guide_folder: Path, tmp_path: Path
 ) -> None:

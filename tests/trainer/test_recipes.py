@@ -11,6 +11,7 @@ import pytest
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
 from tests import ROOT
 from tests.launcher import launch
+from tests.needs import needed, own
 from tests.run_folder import steps_of
 from trainer.config import load_recipe, read_toml
 from trainer.presets import preset_settings
@@ -23,10 +24,11 @@ STATIC_LADDER = [[1, dim] for _, dim in LADDER]
 
 
 @pytest.fixture(scope="module")
-def trained(
-    tmp_path_factory, document_shards, tuple_shards, graded_shards, tiny_tokenizer, guide_folder
+def launched(
+    request, launcher, tmp_path_factory, document_shards, tuple_shards, graded_shards, tiny_tokenizer, guide_folder
 ) -> dict[str, Path]:
-    """Recipe name -> run folder, all recipes trained in one launch; "NAME-direct" without gradient caching."""
+    """Recipe name -> run folder, those that are needed in one launch; "NAME-direct" without gradient caching."""
+    wanted = needed(request)
     root = tmp_path_factory.mktemp("recipes")
     shape = dict(hidden_size=48, num_hidden_layers=6, num_attention_heads=4, intermediate_size=96)
     shape |= dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
@@ -71,12 +73,13 @@ def trained(
             overrides["objective.size"] = "2x16"
         arguments = ["--config", str(path)]
         arguments += [f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in overrides.items()]
-        cases.append({"task": "masked" if masked else "contrastive", "arguments": arguments})
-        if path in CONTRASTIVE:
+        if path.stem in wanted:
+            cases.append({"task": "masked" if masked else "contrastive", "arguments": arguments})
+        if f"{path.stem}-direct" in wanted:
             # As many steps: a curriculum goes by the share of them that is done.
             changed = [f"--run.output={root / path.stem}-direct", "--objective.backward=direct"]
             cases.append({"task": "contrastive", "arguments": [*arguments, *changed]})
-        if path.stem == "srl_nli":
+        if path.stem == "srl_nli" and "feed" in wanted:
             # The same with all that can be said of how folders are fed.
             feed = {
                 "run.output": str(root / "feed"),
@@ -91,10 +94,16 @@ def trained(
             cases.append({"task": "contrastive", "arguments": arguments})
     (root / "cases.json").write_text(json.dumps(cases))
     launch("tests.trainer.worker", "runs", str(root / "cases.json"), str(root), ranks=2)
-    return {name: root / name for name in (*(path.stem for path in RECIPES), "feed")}
+    return {name: root / name for name in wanted}
+
+
+@pytest.fixture
+def trained(request, launched) -> dict[str, Path]:
+    return own(request, launched)
 
 
 @pytest.mark.parametrize("name", [*(path.stem for path in RECIPES), "feed"])
+@pytest.mark.needs("{name}")
 def test_recipe_trains(name, trained):
     run = trained[name]
     assert (run / "DONE").is_file()
@@ -109,6 +118,7 @@ def test_recipe_trains(name, trained):
     assert encoder.num_layers == settings.sizes.full.layers
 
 
+@pytest.mark.needs("feed")
 def test_prompts_are_recorded_where_all_folders_share_one(trained):
     settings = EmbeddingSettings.load(trained["feed"] / "model")
     assert settings is not None
@@ -118,13 +128,13 @@ def test_prompts_are_recorded_where_all_folders_share_one(trained):
 
 
 @pytest.mark.parametrize("name", [path.stem for path in CONTRASTIVE])
+@pytest.mark.needs("{name}", "{name}-direct")
 def test_recipe_trains_without_gradient_caching(name, trained):
     """The same first loss, to what bf16 keeps of texts that are padded otherwise."""
-    direct, cached = (steps_of(trained[name].with_name(folder)) for folder in (f"{name}-direct", name))
-    resolved = tomllib.loads((trained[name].with_name(f"{name}-direct") / "recipe.toml").read_text())
-    assert resolved["objective"]["backward"] == "direct"
-    assert (trained[name].with_name(f"{name}-direct") / "DONE").is_file()
-    assert direct[0]["loss"] == pytest.approx(cached[0]["loss"], rel=0.02)
+    cached, direct = trained[name], trained[f"{name}-direct"]
+    assert tomllib.loads((direct / "recipe.toml").read_text())["objective"]["backward"] == "direct"
+    assert (direct / "DONE").is_file()
+    assert steps_of(direct)[0]["loss"] == pytest.approx(steps_of(cached)[0]["loss"], rel=0.02)
 
 
 def test_every_method_has_a_recipe_for_both_fine_tunings():

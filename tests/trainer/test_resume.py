@@ -24,6 +24,7 @@ from models.encoder import EmbeddingSettings, load_encoder
 from models.sizes import Size
 from tests import ROOT
 from tests.launcher import launch
+from tests.needs import needed, own
 from tests.run_folder import CLOCKED, records, steps_of, weights
 from tests.trainer.support import LADDER, float32_ds_config, recipe_values, with_dropout
 from trainer.config import build_recipe, load_recipe, read_toml
@@ -35,8 +36,17 @@ Values = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def runs(document_shards: Path, tuple_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs: <name> uninterrupted, <name>-resumed in two processes; 'srl_zero1-seed' with another seed."""
+def launched(
+    request: pytest.FixtureRequest,
+    launcher: None,
+    document_shards: Path,
+    tuple_shards: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Path]:
+    """The runs that are needed: <name> uninterrupted, <name>-resumed in two launches and, as the first left it,
+    <name>-stopped; 'srl_zero1-seed' with another seed, 'srl_zero1-one' of one size."""
+    wanted = needed(request)
+    resumed = [name for name in RESUMED if {f"{name}-resumed", f"{name}-stopped"} & wanted]
     folder = tmp_path_factory.mktemp("resume")
     gentle = {"lr": 1e-3, "eps": 1e-8, "schedule": "cosine", "warmup_ratio": 0.3}
     common = {"optim": gentle, "checkpoint": {"every_steps": 3, "keep": 2}, "train": {"steps": STEPS}}
@@ -64,33 +74,42 @@ def runs(document_shards: Path, tuple_shards: Path, tmp_path_factory: pytest.Tem
         launch("tests.trainer.worker", "runs", str(folder / f"{name}.json"), str(folder), ranks=2)
 
     first = []
+    one = ["--objective.sizes=one", "--objective.size=2x32", "--train.steps=1"]
     for name in recipes:  # stage 3 comes last: it changes its process
-        if name != "srl_torn":
+        if name in wanted:
             first.append(run(name, name))
-        if name in RESUMED:
+        if name in resumed:
             stop = 4 if name == "srl_torn" else 3
             first.append(run(name, f"{name}-resumed", f"--train.stop_at_step={stop}"))
-        if name == "srl_zero1":
-            first.append(run(name, f"{name}-seed", "--run.seed=8"))
-            one = ["--objective.sizes=one", "--objective.size=2x32", "--train.steps=1"]
-            first.append(run(name, f"{name}-one", *one))
+        for suffix, changes in (("seed", ["--run.seed=8"]), ("one", one)):
+            if f"{name}-{suffix}" in wanted:
+                first.append(run(name, f"{name}-{suffix}", *changes))
     start("first", first)
 
-    for name in RESUMED:
+    for name in resumed:
         output = folder / f"{name}-resumed"
         assert not (output / "DONE").exists() and not (output / "model").exists()
         shutil.copytree(output, folder / f"{name}-stopped")
-    checkpoints = folder / "srl_torn-resumed" / "checkpoints"
-    newest = checkpoints / "step_00000004"
-    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[:-100])
-    # What a kill in the middle of a save leaves.
-    shutil.copytree(newest, checkpoints / "tmp-step_00000005")
+    if "srl_torn" in resumed:
+        checkpoints = folder / "srl_torn-resumed" / "checkpoints"
+        newest = checkpoints / "step_00000004"
+        largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+        largest.write_bytes(largest.read_bytes()[:-100])
+        # What a kill in the middle of a save leaves.
+        shutil.copytree(newest, checkpoints / "tmp-step_00000005")
 
-    start("second", [run(name, f"{name}-resumed", "--resume=auto") for name in RESUMED if name != "srl_bf16"])
-    arguments = run("srl_bf16", "srl_bf16-resumed", "--resume", "required")["arguments"]
-    launch("trainer.finetune", *arguments, ranks=2)
-    return folder
+    # One by the command itself, the others in one launch.
+    if "srl_bf16" in resumed:
+        launch("trainer.finetune", *run("srl_bf16", "srl_bf16-resumed", "--resume", "required")["arguments"], ranks=2)
+        resumed.remove("srl_bf16")
+    if resumed:
+        start("second", [run(name, f"{name}-resumed", "--resume=auto") for name in resumed])
+    return {name: folder / name for name in wanted}
+
+
+@pytest.fixture
+def runs(request: pytest.FixtureRequest, launched: dict[str, Path]) -> dict[str, Path]:
+    return own(request, launched)
 
 
 def trained(run: Path) -> dict[str, torch.Tensor]:
@@ -109,91 +128,107 @@ def trained(run: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", RESUMED)
-def test_resumed_equals_uninterrupted(name: str, runs: Path) -> None:
-    whole = runs / {"srl_torn": "srl_zero1"}.get(name, name)
-    resumed = runs / f"{name}-resumed"
-    got, want = records(resumed), records(whole)
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("smae_zero0", "smae_zero0"),
+        ("srl_bf16", "srl_bf16"),
+        ("smae_zero3", "smae_zero3"),
+        ("srl_torn", "srl_zero1"),
+    ],
+)
+@pytest.mark.needs("{name}-resumed", "{whole}")
+def test_resumed_equals_uninterrupted(name: str, whole: str, runs: dict[str, Path]) -> None:
+    resumed = runs[f"{name}-resumed"]
+    got, want = records(resumed), records(runs[whole])
     assert [record["step"] for record in want] == list(range(1, STEPS + 1))
     assert got == want
-    got_weights, want_weights = weights(resumed), weights(whole)
+    got_weights, want_weights = weights(resumed), weights(runs[whole])
     assert got_weights.keys() == want_weights.keys()
     assert all(torch.equal(got_weights[key], want_weights[key]) for key in want_weights)
     assert (resumed / "DONE").is_file()
 
 
-def test_the_resumed_runs_did_resume(runs: Path) -> None:
+@pytest.mark.needs(*(f"{name}-stopped" for name in RESUMED), "srl_torn-resumed", "smae_zero3-resumed")
+def test_the_resumed_runs_did_resume(runs: dict[str, Path]) -> None:
     for name in RESUMED:
-        stopped = runs / f"{name}-stopped"
+        stopped = runs[f"{name}-stopped"]
         assert [record["step"] for record in records(stopped)] == list(range(1, 5 if name == "srl_torn" else 4))
     # The torn checkpoint was passed over, so steps 3 and 4 were taken, and written, again.
-    lines, before = steps_of(runs / "srl_torn-resumed"), steps_of(runs / "srl_torn-stopped")
+    lines, before = steps_of(runs["srl_torn-resumed"]), steps_of(runs["srl_torn-stopped"])
     assert lines[:2] == before[:2]
     assert lines[2] != before[2]
-    assert steps_of(runs / "smae_zero3-resumed")[:3] == steps_of(runs / "smae_zero3-stopped")
+    assert steps_of(runs["smae_zero3-resumed"])[:3] == steps_of(runs["smae_zero3-stopped"])
 
 
-def test_another_seed_is_another_run(runs: Path) -> None:
+@pytest.mark.needs("srl_zero1-seed", "srl_zero1")
+def test_another_seed_is_another_run(runs: dict[str, Path]) -> None:
     """Negative control: the records and weights that are compared above can differ."""
-    other, run = runs / "srl_zero1-seed", runs / "srl_zero1"
+    other, run = runs["srl_zero1-seed"], runs["srl_zero1"]
     assert all(a["loss"] != b["loss"] for a, b in zip(records(other), records(run), strict=True))
     assert not all(torch.equal(value, weights(run)[key]) for key, value in weights(other).items())
 
 
-def test_stages_agree_on_a_whole_run(runs: Path) -> None:
+@pytest.mark.needs("smae_zero3", "smae_zero0")
+def test_stages_agree_on_a_whole_run(runs: dict[str, Path]) -> None:
     """Dropout is drawn alike at every stage, so whole runs differ by rounding alone."""
-    for ours, theirs in zip(records(runs / "smae_zero3"), records(runs / "smae_zero0"), strict=True):
+    for ours, theirs in zip(records(runs["smae_zero3"]), records(runs["smae_zero0"]), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-    stage_0, stage_3 = weights(runs / "smae_zero0"), weights(runs / "smae_zero3")
+    stage_0, stage_3 = weights(runs["smae_zero0"]), weights(runs["smae_zero3"])
     assert stage_0.keys() == stage_3.keys()
     for name, value in stage_0.items():
         if "key.bias" not in name:  # its gradient is rounding alone, of which Adam makes steps of full size
             torch.testing.assert_close(stage_3[name], value, rtol=0, atol=5e-4)
 
 
-def test_learning_rates_follow_the_schedule(runs: Path) -> None:
-    rates = [record["lr"] for record in records(runs / "srl_bf16-resumed")]
+@pytest.mark.needs("srl_bf16-resumed")
+def test_learning_rates_follow_the_schedule(runs: dict[str, Path]) -> None:
+    rates = [record["lr"] for record in records(runs["srl_bf16-resumed"])]
     expected = [0.5e-3, 1e-3] + [1e-3 * (1 + math.cos(math.pi * part / 4)) / 2 for part in range(4)]
     assert rates == pytest.approx(expected)
 
 
-def test_checkpoints_are_kept_as_asked(runs: Path) -> None:
-    folder = runs / "srl_zero1" / "checkpoints"
+@pytest.mark.needs("srl_zero1")
+def test_checkpoints_are_kept_as_asked(runs: dict[str, Path]) -> None:
+    folder = runs["srl_zero1"] / "checkpoints"
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["step_00000003", "step_00000006"]
     assert (folder / "latest").read_text() == "step_00000006"
 
 
-def test_the_recipe_in_the_run_folder_is_the_recipe(runs: Path) -> None:
-    output = runs / "srl_bf16-resumed"
+@pytest.mark.needs("srl_bf16-resumed")
+def test_the_recipe_in_the_run_folder_is_the_recipe(runs: dict[str, Path]) -> None:
+    output = runs["srl_bf16-resumed"]
     again = build_recipe(read_toml(output / "recipe.toml"))
     overrides = [f"run.output={output}", "run.resume=required"]
-    assert again == load_recipe(runs / "srl_bf16.toml", overrides)
+    assert again == load_recipe(output.with_name("srl_bf16.toml"), overrides)
 
 
-def test_records(runs: Path) -> None:
+@pytest.mark.needs("srl_bf16-resumed", "smae_zero0", "srl_zero1")
+def test_records(runs: dict[str, Path]) -> None:
     names = [f"{n}x{d}" for n, d in LADDER]
     common = {"step", "epoch", "samples", "loss", "lr", "grad_norm", "padding_share", "skipped_steps", *CLOCKED}
     expected = {
         "srl_bf16-resumed": {f"loss/{name}" for name in names} | {f"kl/{name}" for name in names[:-1]},
         "smae_zero0": {f"{side}/{name}" for side in ("encoder", "decoder") for name in names},
     }
-    for run, own in expected.items():
-        for number, line in enumerate(steps_of(runs / run), 1):
-            assert set(line) == common | own
+    for run, added in expected.items():
+        for number, line in enumerate(steps_of(runs[run]), 1):
+            assert set(line) == common | added
             assert all(math.isfinite(value) for value in line.values())
             assert (line["step"], line["samples"]) == (number, 12 * number)
             assert 0 <= line["padding_share"] < 1 and line["tokens_per_second"] > 0 and line["mfu"] > 0
     # The loss is what SPEC makes of its parts: means over sizes.
-    for line in records(runs / "srl_zero1"):
+    for line in records(runs["srl_zero1"]):
         total = sum(line[f"loss/{name}"] for name in names) + sum(line[f"kl/{name}"] for name in names[:-1])
         assert line["loss"] == pytest.approx(total / 3, rel=1e-5)
-    for line in records(runs / "smae_zero0"):
+    for line in records(runs["smae_zero0"]):
         parts = sum(line[f"{side}/{name}"] for side in ("encoder", "decoder") for name in names)
         assert line["loss"] == pytest.approx(parts / 3, rel=1e-5)
 
 
-def test_tensorboard_shows_the_records(runs: Path) -> None:
-    run = runs / "srl_bf16-resumed"
+@pytest.mark.needs("srl_bf16-resumed")
+def test_tensorboard_shows_the_records(runs: dict[str, Path]) -> None:
+    run = runs["srl_bf16-resumed"]
     places = {name: (".", f"train/{name}") for name in ("loss", "lr", "grad_norm")}
     places |= {name: (".", f"speed/{name}") for name in ("tokens_per_second", "mfu", "memory_mib")}
     places |= {"loss/1x16": ("1_1x16", "losses/contrastive"), "kl/1x16": ("1_1x16", "losses/kl")}
@@ -205,8 +240,9 @@ def test_tensorboard_shows_the_records(runs: Path) -> None:
         assert [scalar.value for scalar in scalars] == pytest.approx([line[name] for line in steps_of(run)])
 
 
-def test_other_files_of_a_run(runs: Path) -> None:
-    run = runs / "srl_bf16-resumed"
+@pytest.mark.needs("srl_bf16-resumed")
+def test_other_files_of_a_run(runs: dict[str, Path]) -> None:
+    run = runs["srl_bf16-resumed"]
     assert json.loads((run / "environment.json").read_text())["world_size"] == 2
     assert json.loads((run / "ds_config.json").read_text())["bf16"] == {"enabled": True, "check_grad_overflow": True}
     names = {path.name for path in run.iterdir()}
@@ -215,8 +251,9 @@ def test_other_files_of_a_run(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["srl_zero1", "srl_bf16-resumed"])
-def test_the_model_is_an_ordinary_checkpoint_of_what_was_trained(name: str, runs: Path) -> None:
-    run = runs / name
+@pytest.mark.needs("{name}", "srl_zero1-seed")
+def test_the_model_is_an_ordinary_checkpoint_of_what_was_trained(name: str, runs: dict[str, Path]) -> None:
+    run = runs[name]
     model, report = AutoModel.from_pretrained(run / "model", output_loading_info=True)
     assert not report["unexpected_keys"] and all(key.startswith("pooler.") for key in report["missing_keys"])
     saved = trained(run)
@@ -225,7 +262,7 @@ def test_the_model_is_an_ordinary_checkpoint_of_what_was_trained(name: str, runs
     for key, value in loaded.items():
         assert value.dtype == torch.float32
         assert torch.equal(value, saved[key])
-    before = weights(runs / "srl_zero1-seed")
+    before = weights(runs["srl_zero1-seed"])
     assert not all(torch.equal(value, before[key]) for key, value in weights(run).items())
 
     settings = EmbeddingSettings.load(run / "model")
@@ -239,8 +276,9 @@ def test_the_model_is_an_ordinary_checkpoint_of_what_was_trained(name: str, runs
     assert [tuple(each.shape) for each in vectors] == [(2, 16), (2, 48)]
 
 
-def test_the_pretrained_model_keeps_its_head(runs: Path) -> None:
-    run = runs / "smae_zero0"
+@pytest.mark.needs("smae_zero0")
+def test_the_pretrained_model_keeps_its_head(runs: dict[str, Path]) -> None:
+    run = runs["smae_zero0"]
     model, report = AutoModelForMaskedLM.from_pretrained(run / "model", output_loading_info=True)
     assert not report["unexpected_keys"] and not report["missing_keys"]
     saved = trained(run)
@@ -254,8 +292,9 @@ def test_the_pretrained_model_keeps_its_head(runs: Path) -> None:
     assert not any("decoder.query" in key for key in weights(run))  # the decoder is thrown away
 
 
-def test_a_size_trained_alone_is_a_model_of_its_own(runs: Path) -> None:
-    folder = runs / "srl_zero1-one" / "model"
+@pytest.mark.needs("srl_zero1-one")
+def test_a_size_trained_alone_is_a_model_of_its_own(runs: dict[str, Path]) -> None:
+    folder = runs["srl_zero1-one"] / "model"
     settings = EmbeddingSettings.load(folder)
     assert settings is not None and settings.ladder == ((2, 32),)
     model, report = AutoModel.from_pretrained(folder, output_loading_info=True)

@@ -62,6 +62,8 @@ def arguments(folder: Path, *more: str, seeds: str = "3 8", output: str = "out")
     return [str(folder / "recipe.toml"), "--seeds", *seeds.split(), *options, *more]
 
 
+@pytest.mark.full
+@pytest.mark.processes
 def test_the_best_is_the_run_of_its_seed_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from models.encoder import EmbeddingSettings, Encoder, build_masked_lm, load_enc
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
 from tests.launcher import launch
+from tests.needs import needed, own
 from tests.reference import train_naively
 from tests.run_folder import lines_of
 from tests.trainer.support import float32_ds_config, recipe_of, recipe_values
@@ -31,6 +32,8 @@ from trainer.static_init import principal_components, sif_weights
 
 LADDER = [[1, 8], [1, 16], [1, 48]]
 MODEL = {"config": {"model_type": "static", "hidden_size": 48}, "ladder": LADDER, "pooling": "mean"}
+CASES = ("nested", "sharded", "dot", "taught", "one", "lonely", "unguided")
+CASES += ("guided", "guided_by_a_table", "taught_by_guide")
 
 
 @pytest.fixture(scope="module")
@@ -65,33 +68,55 @@ def cases(
         "taught_by_guide": taught | {"guide": {"model": str(guide_folder)}},
     }
     found["lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}  # one sample: the other rank has no text
+    assert found.keys() == set(CASES)
     return found
 
 
-def run_cases(cases: dict[str, dict], folder: Path, *, ranks: int) -> dict[str, Any]:
-    listed = [{"name": name, "values": values, "steps": 1, "control": ""} for name, values in cases.items()]
-    (folder / "cases.json").write_text(json.dumps(listed))
-    launch("tests.trainer.worker", "steps", str(folder / "cases.json"), str(folder), ranks=ranks)
-    return {name: torch.load(folder / f"{name}.pt")[0] for name in cases}
+@pytest.fixture(scope="module")
+def launched(
+    request: pytest.FixtureRequest, launcher: None, cases: dict[str, dict], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """Each needed case's one step, by "NAME-RANKS"; one launch a number of ranks."""
+    found, wanted = {}, needed(request)
+    for ranks in (1, 2):
+        folder = tmp_path_factory.mktemp("steps")
+        names = [name for name in cases if f"{name}-{ranks}" in wanted]
+        listed = [{"name": name, "values": cases[name], "steps": 1, "control": ""} for name in names]
+        (folder / "cases.json").write_text(json.dumps(listed))
+        if names:
+            launch("tests.trainer.worker", "steps", str(folder / "cases.json"), str(folder), ranks=ranks)
+        found |= {f"{name}-{ranks}": torch.load(folder / f"{name}.pt")[0] for name in names}
+    return found
+
+
+@pytest.fixture
+def steps(request: pytest.FixtureRequest, launched: dict[str, Any]) -> dict[str, Any]:
+    return own(request, launched)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_is_the_step_of_one_plain_process(ranks: int, cases: dict[str, dict], tmp_path: Path) -> None:
-    got = run_cases(cases, tmp_path, ranks=ranks)
-    for name, values in cases.items():
-        (want,) = train_naively(values, steps=1)
-        # The restatement subtracts scores of up to 20 in float32.
-        assert got[name]["loss"] == pytest.approx(want["loss"], rel=1e-6, abs=2e-6), name
-        assert got[name]["norm"] == pytest.approx(want["norm"], rel=2e-5), name
-        assert got[name]["parameters"].keys() == want["parameters"].keys()
-        for key, value in want["parameters"].items():
-            assert (got[name]["parameters"][key] - value).abs().max() < 1e-5, name
-    (unguided,) = train_naively(cases["unguided"], steps=1)
-    assert abs(got["guided"]["loss"] - unguided["loss"]) > 1e-2
-    # Negative control: what another loss gives is far from it.
-    (other,) = train_naively(cases["taught"], steps=1)
-    (key,) = other["parameters"]
-    assert (got["nested"]["parameters"][key] - other["parameters"][key]).abs().max() > 1e-3
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.needs("{name}-{ranks}")
+def test_a_step_is_the_step_of_one_plain_process(
+    name: str, ranks: int, cases: dict[str, dict], steps: dict[str, Any]
+) -> None:
+    got = steps[f"{name}-{ranks}"]
+    (want,) = train_naively(cases[name], steps=1)
+    # The restatement subtracts scores of up to 20 in float32.
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-6, abs=2e-6)
+    assert got["norm"] == pytest.approx(want["norm"], rel=2e-5)
+    assert got["parameters"].keys() == want["parameters"].keys()
+    for key, value in want["parameters"].items():
+        assert (got["parameters"][key] - value).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(("name", "other"), [("guided", "unguided"), ("nested", "taught")])
+def test_other_losses_are_far(name: str, other: str, cases: dict[str, dict]) -> None:
+    """Negative controls of the equality: a guide acts, and another loss is another step."""
+    (one,), (another,) = train_naively(cases[name], steps=1), train_naively(cases[other], steps=1)
+    assert abs(one["loss"] - another["loss"]) > 1e-2
+    (key,) = another["parameters"]
+    assert (one["parameters"][key] - another["parameters"][key]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -229,6 +254,7 @@ def test_training_starts_from_a_table(encoder_folder: Path, cases: dict[str, dic
     assert parts.encoder.is_static and torch.equal(parts.encoder.word_embeddings.weight, start)
 
 
+@pytest.mark.launcher
 def test_a_run_on_two_ranks_evaluates_what_it_saves(tuple_shards: Path, docstrings: list[str], tmp_path: Path) -> None:
     """Flat evaluation through the engine, ranks together, gives the scores of the saved folder by padded passes."""
     rows = [

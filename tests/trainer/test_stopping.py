@@ -18,6 +18,7 @@ import pytest
 import tomli_w
 
 from tests.launcher import launch
+from tests.needs import needed
 from tests.run_folder import records
 from tests.trainer.support import float32_ds_config, recipe_values, with_dropout
 from trainer.run_lock import Locked, lock
@@ -54,7 +55,8 @@ def folder(tuple_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def case(folder: Path, name: str, fault: dict[str, Any] | None, *more: str) -> dict[str, Any]:
     """The recipe into folder/<name>."""
     arguments = ["--config", str(folder / "recipe.toml"), f"--run.output={folder / name}", *more]
-    return {"task": "contrastive", "arguments": arguments, "fault": fault, "stop_file": str(folder / f"{name}.stop")}
+    stop_file = str(folder / f"{name}.stop")
+    return {"name": name, "task": "contrastive", "arguments": arguments, "fault": fault, "stop_file": stop_file}
 
 
 def start(folder: Path, name: str, cases: list[dict[str, Any]], *, expect: int | None) -> Any:
@@ -64,10 +66,17 @@ def start(folder: Path, name: str, cases: list[dict[str, Any]], *, expect: int |
 
 
 @pytest.fixture(scope="module")
-def stops(folder: Path) -> str:
-    """Runs <name> that stopped, copied to <name>-stopped and gone on with, and `undisturbed`; what the first said."""
-    every_2 = ["--checkpoint.every_steps=2"]
-    first = start(folder, "first", [case(folder, "SIGTERM", fault("signal SIGTERM", 1))], expect=STOPPED_CODE)
+def stops(request: pytest.FixtureRequest, launcher: None, folder: Path) -> str:
+    """The runs <name> that are needed: stopped, copied to <name>-stopped and gone on with; and `undisturbed`.
+
+    Gives what was said of a SIGTERM, which has a launch of its own, for it is the launcher's exit code that counts.
+    """
+    wanted, every_2 = needed(request), ["--checkpoint.every_steps=2"]
+    assert wanted <= {*STOPS, "undisturbed"}
+    said = ""
+    if "SIGTERM" in wanted:
+        cases = [case(folder, "SIGTERM", fault("signal SIGTERM", 1))]
+        said = start(folder, "first", cases, expect=STOPPED_CODE).stderr
     others = [
         case(folder, "undisturbed", None),
         case(folder, "SIGUSR1", fault("signal SIGUSR1", 0)),
@@ -75,18 +84,18 @@ def stops(folder: Path) -> str:
         case(folder, "clock", None, "--train.stop_after_minutes=0.0001"),
         case(folder, "save", fault("signal in a save", 0), *every_2),
     ]
-    start(folder, "others", others, expect=0)
-    for name in STOPS:
+    others = [each for each in others if each["name"] in wanted]
+    if others:
+        start(folder, "others", others, expect=0)
+    stopped = [name for name in STOPS if name in wanted]
+    for name in stopped:
         shutil.copytree(folder / name, folder / f"{name}-stopped")
         (folder / f"{name}.stop").unlink(missing_ok=True)
     more = {"save": every_2}
-    start(
-        folder,
-        "resumed",
-        [case(folder, name, None, "--resume=required", *more.get(name, [])) for name in STOPS],
-        expect=0,
-    )
-    return first.stderr
+    again = [case(folder, name, None, "--resume=required", *more.get(name, [])) for name in stopped]
+    if again:
+        start(folder, "resumed", again, expect=0)
+    return said
 
 
 def fault(kind: str, rank: int) -> dict[str, Any]:
@@ -102,6 +111,7 @@ def stopped(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", STOPS)
+@pytest.mark.needs("{name}", "undisturbed")
 def test_stops_with_a_checkpoint_and_goes_on(name: str, stops: str, folder: Path) -> None:
     reason, step, kept = STOPS[name]
     run, want = folder / f"{name}-stopped", records(folder / "undisturbed")
@@ -113,11 +123,13 @@ def test_stops_with_a_checkpoint_and_goes_on(name: str, stops: str, folder: Path
     assert (folder / name / "DONE").is_file() and not (folder / name / "STOPPED").exists()
 
 
+@pytest.mark.needs("SIGTERM")
 def test_what_is_said(stops: str) -> None:
     """Under the real launcher it comes with code 75, which the fixture asks for."""
     assert "stopped after step 3 (SIGTERM); go on with --resume auto" in stops and "Traceback" not in stops
 
 
+@pytest.mark.launcher
 def test_a_second_signal_ends_at_once(folder: Path) -> None:
     """Even where the main thread never comes back to Python's handlers."""
     ended = start(folder, "twice", [case(folder, "twice", fault("two signals", 0))], expect=None)
@@ -126,6 +138,7 @@ def test_a_second_signal_ends_at_once(folder: Path) -> None:
     assert not checkpoints(folder / "twice") and not (folder / "twice" / "STOPPED").exists()
 
 
+@pytest.mark.launcher
 @pytest.mark.parametrize(
     ("kind", "rank", "reason"),
     [
@@ -147,6 +160,8 @@ def test_a_rank_that_breaks_ends_the_job_by_name(kind: str, rank: int, reason: s
     assert not checkpoints(folder / name) and not (folder / name / "DONE").exists()
 
 
+@pytest.mark.launcher
+@pytest.mark.needs("undisturbed")
 def test_ranks_do_not_outlive_their_launcher(stops: str, folder: Path) -> None:
     run = folder / "launcher"
     start(folder, "launcher", [case(folder, "launcher", fault("launcher", 1))], expect=None)
@@ -156,6 +171,7 @@ def test_ranks_do_not_outlive_their_launcher(stops: str, folder: Path) -> None:
     assert checkpoints(run) == [f"step_{step:08d}"] and records(run) == records(folder / "undisturbed")[:step]
 
 
+@pytest.mark.processes
 def test_one_run_a_folder(tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from trainer.run_lock import lock; held = lock(Path(sys.argv[1]));"
     code += "print('held', flush=True); sys.stdin.read()"

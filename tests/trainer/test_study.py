@@ -339,6 +339,8 @@ def real_study(
     yield write_toml(folder / "study.toml", values)
 
 
+@pytest.mark.full
+@pytest.mark.processes
 def test_the_whole_study(real_study: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     output = real_study.parent / "out"
     words = [sys.executable, "-m", "trainer.study", str(real_study)]
@@ -405,6 +407,7 @@ def nap(name: str, statement: str, **options: Any) -> Job:
 FOREVER = "import time; time.sleep(600)"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_signals_reach_the_runs_in_progress(tmp_path: Path, number: int) -> None:
     work = Work(tmp_path, places=2)
@@ -432,6 +435,7 @@ def timings(output: Path) -> list[tuple[str, bool]]:
     return [(line["name"], line["complete"]) for line in lines]
 
 
+@pytest.mark.processes
 def test_jobs_wait_for_what_they_need_and_share_the_cores(tmp_path: Path) -> None:
     """Two places: `late` needs `first`; `first` and `beside` run together, for each waits for the other's file."""
 
@@ -457,6 +461,7 @@ def test_jobs_wait_for_what_they_need_and_share_the_cores(tmp_path: Path) -> Non
     assert sorted(timings(tmp_path)) == [("beside", True), ("first", True), ("late", True)]
 
 
+@pytest.mark.processes
 def test_a_failure_stops_the_others_and_is_what_is_said(tmp_path: Path) -> None:
     work = Work(tmp_path, places=2)
     with pytest.raises(RunFailed, match=r"broken ended with code 1 .*broken.log"):
@@ -562,6 +567,7 @@ def test_all_shipped_studies_are_looked_at() -> None:
     assert shipped == {"starbucks_small.toml", "starbucks_smoke.toml", "starbucks_longer.toml", "matryoshka.toml"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["starbucks_small.toml", "starbucks_smoke.toml"])
 def test_shipped_studies_are_sound(name: str) -> None:
     """Every recipe of every run resolves, and pre-training is compared from the same start for the same tokens."""
@@ -580,6 +586,7 @@ def test_shipped_studies_are_sound(name: str) -> None:
     assert len({(each.train.steps, each.train.global_batch_size, each.optim.lr) for each in tuned}) == 1
 
 
+@pytest.mark.full
 def test_the_longer_study_differs_in_its_steps_alone() -> None:
     """From the encoders of starbucks_small.toml, on its tests, each arm with its recipe but for the steps."""
     short, long = (load_study(ROOT / "launch" / "studies" / f"starbucks_{name}.toml") for name in ("small", "longer"))
@@ -595,6 +602,7 @@ def test_the_longer_study_differs_in_its_steps_alone() -> None:
             assert getattr(run.recipe, part) == getattr(other, part), (run.name, part)
 
 
+@pytest.mark.full
 def test_the_matryoshka_study_is_sound() -> None:
     """All arms start from one encoder with the same budget, and no test of it shares rows with its training pairs."""
     study = load_study(ROOT / "launch" / "studies" / "matryoshka.toml")
