@@ -18,6 +18,7 @@ from launch.scaling import BUCKET_ELEMENTS
 from models.encoder import build_masked_lm
 from tests import ROOT
 from tests.launcher import launch
+from tests.needs import Lazy, needed, own
 from tests.reference import first_parameters, train_naively
 from tests.trainer.support import MODEL, float32_ds_config, recipe_values, with_dropout
 
@@ -26,23 +27,23 @@ PARAMETER_TOLERANCE = 1e-5  # absolute, after steps that move parameters by up t
 NORM_TOLERANCE = 2e-5  # relative; squares are summed in another order
 
 STAGES = (0, 1, 2, 3)
-RECIPES = ("smae", "mlm", "srl", "direct", "two_d", "mrl", "cosent", "coordinates", "adaptive", "one", "sparse")
-RECIPES += ("weighted", "crowded", "filtered", "srl_uneven", "smae_uneven", "srl_lonely", "smae_lonely")
-RECIPES += ("guided", "guided_lonely", "taught_by_guide", "guided_masked_pairs", "margins")
-RECIPES += ("own_margins",)
-RECIPES += (
-    "symmetric_spans",
-    "symmetric_spans_lonely",
-    "enhanced",
-    "enhanced_lonely",
-    "spans",
-    "spans_lonely",
-    "masked_pairs",
-)
+# At every stage: all ways in which a step runs the engine, one or two passes, one or two models, decoders, layers that
+# a step leaves out, micro-batches and ranks without anything to learn, and a step that is not clipped (adaptive).
+AT_EVERY_STAGE = ("smae", "srl", "mlm", "direct", "two_d", "one", "enhanced", "spans", "guided", "guided_masked_pairs")
+AT_EVERY_STAGE += ("smae_lonely", "srl_lonely", "guided_lonely", "enhanced_lonely", "spans_lonely", "sparse")
+AT_EVERY_STAGE += ("adaptive",)
+# These run it as one of those does and differ in what is computed of its outputs, on whole tensors of float32.
+AT_ONE_STAGE = ("mrl", "cosent", "coordinates", "weighted", "crowded", "filtered", "margins")
+AT_ONE_STAGE += ("own_margins", "taught_by_guide", "masked_pairs", "symmetric_spans", "symmetric_spans_lonely")
+AT_ONE_STAGE += ("srl_uneven", "smae_uneven")
+# In `make test`, one a stage.
+LAUNCHED = [("srl", 0), ("smae", 1), ("srl", 2), ("smae", 3)]
 # These take a second step, which would find gradients left over.
 TWICE = ("smae", "srl")
-ON_ONE_RANK = ("smae", "srl", "two_d", "mrl")
-ON_FOUR_RANKS = ("srl", "two_d", "mrl", "smae", "crowded", "srl_uneven", "smae_lonely")
+ON_RANKS = {
+    1: ("smae", "srl", "two_d", "mrl"),
+    4: ("srl", "two_d", "mrl", "smae", "crowded", "srl_uneven", "smae_lonely"),
+}
 CONTROLS = {
     "passage gradients stay": "srl",
     "no world size factor": "srl",
@@ -144,11 +145,14 @@ def recipes(
     return cases
 
 
-def run_cases(cases: list[dict[str, Any]], folder: Path, *, ranks: int) -> Results:
+def run_cases(cases: list[dict[str, Any]], wanted: set[str], folder: Path, *, ranks: int) -> Results:
+    """Take the steps of those cases that are wanted, in one launch."""
     folder.mkdir()
-    (folder / "cases.json").write_text(json.dumps(cases))
+    chosen = [case for case in cases if case["name"] in wanted]
+    assert len(chosen) == len(wanted), f"no such cases: {wanted - {case['name'] for case in cases}}"
+    (folder / "cases.json").write_text(json.dumps(chosen))
     launch("tests.trainer.worker", "steps", str(folder / "cases.json"), str(folder), ranks=ranks)
-    return {case["name"]: torch.load(folder / f"{case['name']}.pt") for case in cases}
+    return {case["name"]: torch.load(folder / f"{case['name']}.pt") for case in chosen}
 
 
 def case(recipes: dict[str, Any], name: str, ds_config: Path, *, label: str = "", control: str = "") -> dict[str, Any]:
@@ -177,48 +181,57 @@ def small_buckets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(recipes: dict[str, Any], ds_configs: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> Results:
-    # Stage 3 comes last everywhere: it changes F.linear for its process.
-    cases = [case(recipes, name, ds_configs[stage]) for stage in STAGES for name in ON_ONE_RANK]
-    return run_cases(cases, tmp_path_factory.mktemp("one") / "run", ranks=1)
-
-
-@pytest.fixture(scope="module")
-def two_ranks(
+def launched_on_two(
+    request: pytest.FixtureRequest,
+    launcher: None,
     recipes: dict[str, Any],
     ds_configs: dict[int, Path],
     small_buckets: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Results:
-    everywhere = RECIPES
-    variants = ("smae_recomputed", "srl_recomputed", "smae_packed", "srl_packed")
-    cases = [case(recipes, name, ds_configs[stage]) for stage in (0, 1, 2) for name in everywhere]
-    cases += [case(recipes, name, ds_configs[1]) for name in recipes if name.endswith("_dropout") or name in variants]
-    cases += [case(recipes, name, ds_configs[1], label=c, control=c) for c, name in CONTROLS.items()]
-    cases += [case(recipes, name, ROOT / f"ds_configs/{ds}.json") for ds in BF16[:3] for name in ("smae", "srl")]
-    cases += [case(recipes, name, small_buckets[ds]) for ds in BF16[1:3] for name in ("smae", "srl")]
-    cases += [case(recipes, name, ds_configs[3]) for name in (*everywhere, *variants, "srl_dropout")]
-    cases += [case(recipes, name, ROOT / f"ds_configs/{ds}.json") for ds in BF16[3:] for name in ("smae", "srl")]
-    cases += [case(recipes, name, small_buckets[ds]) for ds in BF16[3:] for name in ("smae", "srl")]
-    return run_cases(cases, tmp_path_factory.mktemp("two") / "run", ranks=2)
+    # Stage 3 comes last everywhere: it changes F.linear for its process.
+    shipped = {ds: ROOT / f"ds_configs/{ds}.json" for ds in BF16}
+    cases = [case(recipes, name, ds_configs[1], label=c, control=c) for c, name in CONTROLS.items()]
+    for stage in STAGES:
+        cases += [case(recipes, name, ds_configs[stage]) for name in recipes]
+        cases += [case(recipes, name, shipped[f"zero{stage}"]) for name in TWICE]
+        if stage > 0:
+            cases += [case(recipes, name, small_buckets[f"zero{stage}"]) for name in TWICE]
+    return run_cases(cases, needed(request), tmp_path_factory.mktemp("two") / "run", ranks=2)
+
+
+@pytest.fixture
+def two_ranks(request: pytest.FixtureRequest, launched_on_two: Results) -> Results:
+    return own(request, launched_on_two)
 
 
 @pytest.fixture(scope="module")
-def four_ranks(
-    recipes: dict[str, Any], ds_configs: dict[int, Path], tmp_path_factory: pytest.TempPathFactory
+def launched_on(
+    request: pytest.FixtureRequest,
+    launcher: None,
+    recipes: dict[str, Any],
+    ds_configs: dict[int, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Results:
-    cases = [case(recipes, name, ds_configs[stage]) for stage in STAGES for name in ON_FOUR_RANKS]
-    return run_cases(cases, tmp_path_factory.mktemp("four") / "run", ranks=4)
+    """On one rank and on four: by "NAME-float32_zeroSTAGE-RANKS"."""
+    found, wanted = {}, needed(request)
+    for ranks, names in ON_RANKS.items():
+        cases = [case(recipes, name, ds_configs[stage]) for stage in STAGES for name in names]
+        these = {name.removesuffix(f"-{ranks}") for name in wanted if name.endswith(f"-{ranks}")}
+        if these:
+            results = run_cases(cases, these, tmp_path_factory.mktemp("ranks") / "run", ranks=ranks)
+            found |= {f"{name}-{ranks}": result for name, result in results.items()}
+    return found
 
 
 @pytest.fixture(scope="module")
 def expected(recipes: dict[str, Any]) -> Results:
-    """The restatement of every recipe; dropout's draws are those of two ranks."""
-    return {
-        name: train_naively(values, steps=2 if name in TWICE else 1, world_size=2 if "dropout" in name else 1)
-        for name, values in recipes.items()
-        if "recomputed" not in name and "packed" not in name
-    }
+    """The restatement of a recipe, made when it is asked for; dropout's draws are those of two ranks."""
+    return Lazy(
+        lambda name: train_naively(
+            recipes[name], steps=2 if name in TWICE else 1, world_size=2 if "dropout" in name else 1
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -249,29 +262,43 @@ def assert_equal(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
     assert parameter < PARAMETER_TOLERANCE
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", RECIPES)
+PRODUCT = [(name, stage) for stage in STAGES for name in AT_EVERY_STAGE] + [(name, 1) for name in AT_ONE_STAGE]
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        pytest.param(
+            name, stage, id=f"{name}-stage{stage}", marks=pytest.mark.launch if (name, stage) in LAUNCHED else ()
+        )
+        for name, stage in PRODUCT
+    ],
+)
+@pytest.mark.needs("{name}-float32_zero{stage}")
 def test_two_ranks_equal_one_plain_process(name: str, stage: int, two_ranks: Results, expected: Results) -> None:
     assert_equal(two_ranks[f"{name}-float32_zero{stage}"], expected[name])
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ON_ONE_RANK)
-def test_one_rank_equals_one_plain_process(name: str, stage: int, one_rank: Results, expected: Results) -> None:
-    assert_equal(one_rank[f"{name}-float32_zero{stage}"], expected[name])
+@pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, names in ON_RANKS.items() for name in names])
+@pytest.mark.needs("{name}-float32_zero{stage}-{ranks}")
+def test_other_ranks_equal_one_plain_process(
+    name: str, ranks: int, stage: int, launched_on: Results, expected: Results
+) -> None:
+    assert_equal(launched_on[f"{name}-float32_zero{stage}-{ranks}"], expected[name])
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ON_FOUR_RANKS)
-def test_four_ranks_equal_one_plain_process(name: str, stage: int, four_ranks: Results, expected: Results) -> None:
-    assert_equal(four_ranks[f"{name}-float32_zero{stage}"], expected[name])
+def test_every_recipe_is_in_the_product(recipes: dict[str, Any]) -> None:
+    in_product = {*AT_EVERY_STAGE, *AT_ONE_STAGE}
+    assert not set(AT_EVERY_STAGE) & set(AT_ONE_STAGE)
+    variants = ("_recomputed", "_packed", "_dropout", "_without_dropout")
+    only_compared = {"uncrowded", "lighter_spans"}
+    assert {name for name in recipes if not name.endswith(variants)} - only_compared == in_product
 
 
-def test_the_cases_are_the_hard_ones(two_ranks: Results, expected: Results) -> None:
-    """Ranks have unequal numbers of micro-batches, several each, and clipping acts."""
-    assert two_ranks["srl_lonely-float32_zero3"][0]["micro_batches"][1] == 0
-    # Masking, filtering and the contrastive term beside the masked losses act.
-    for name, other in (
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
         ("crowded", "uncrowded"),
         ("filtered", "crowded"),
         ("guided", "crowded"),
@@ -281,20 +308,34 @@ def test_the_cases_are_the_hard_ones(two_ranks: Results, expected: Results) -> N
         ("guided_masked_pairs", "masked_pairs"),
         ("spans", "lighter_spans"),
         ("symmetric_spans", "spans"),
-    ):
-        loss, *_ = differences(expected[name], expected[other])
-        assert loss > 100 * LOSS_TOLERANCE, (name, other)
-    for step in two_ranks["srl-float32_zero3"]:
-        assert min(step["micro_batches"]) > 1
-    assert any(len(set(step["micro_batches"])) > 1 for step in two_ranks["srl-float32_zero3"])
-    assert two_ranks["direct-float32_zero1"][0]["micro_batches"] == [0, 0]  # it cuts none
-    assert sum(results[0]["norm"] > 1.0 for results in expected.values()) > len(expected) // 2
-    # A step moves parameters by far more than the tolerance.
+    ],
+)
+def test_what_a_recipe_is_for_acts(name: str, other: str, expected: Results) -> None:
+    """Masking, filtering, guides and the contrastive term beside the masked losses are not nothing."""
+    loss, *_ = differences(expected[name], expected[other])
+    assert loss > 100 * LOSS_TOLERANCE
+
+
+def test_steps_are_steep_and_clipped(expected: Results) -> None:
+    """A step moves parameters by far more than the tolerance, and clipping acts on most of them."""
+    norms = [expected[name][0]["norm"] for name in (*AT_EVERY_STAGE, *AT_ONE_STAGE)]
+    assert sum(norm > 1.0 for norm in norms) > len(norms) // 2
     first, second = (step["parameters"] for step in expected["srl"])
     assert max(float((second[name] - first[name]).abs().max()) for name in first) > 1e3 * PARAMETER_TOLERANCE
 
 
+@pytest.mark.needs("srl_lonely-float32_zero3", "srl-float32_zero3", "direct-float32_zero1")
+def test_the_cases_are_the_hard_ones(two_ranks: Results) -> None:
+    """Ranks have unequal numbers of micro-batches, several each, or none."""
+    assert two_ranks["srl_lonely-float32_zero3"][0]["micro_batches"][1] == 0
+    for step in two_ranks["srl-float32_zero3"]:
+        assert min(step["micro_batches"]) > 1
+    assert any(len(set(step["micro_batches"])) > 1 for step in two_ranks["srl-float32_zero3"])
+    assert two_ranks["direct-float32_zero1"][0]["micro_batches"] == [0, 0]  # it cuts none
+
+
 @pytest.mark.parametrize(("name", "widths"), [("srl", 16 + 32 + 48), ("one", 32), ("crowded", 96), ("srl_lonely", 96)])
+@pytest.mark.needs("{name}-float32_zero1")
 def test_embeddings_are_sent_once_each_way(name: str, widths: int, two_ranks: Results) -> None:
     """Passages alone, in float32, at the ladder's widths; their gradients back. Shares are padded to the largest."""
     (step, *_) = two_ranks[f"{name}-float32_zero1"]
@@ -303,6 +344,7 @@ def test_embeddings_are_sent_once_each_way(name: str, widths: int, two_ranks: Re
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.needs("srl_dropout-float32_zero{stage}")
 def test_dropout_is_the_same_in_both_passes(stage: int, two_ranks: Results, expected: Results) -> None:
     """Several micro-batches a rank, each with the dropout its number stands for, in one graph without caching."""
     assert_equal(two_ranks[f"srl_dropout-float32_zero{stage}"], expected["srl_dropout"])
@@ -313,18 +355,21 @@ def test_dropout_is_the_same_in_both_passes(stage: int, two_ranks: Results, expe
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("variant", ["recomputed", "packed"])
 @pytest.mark.parametrize("name", ["smae", "srl"])
+@pytest.mark.needs("{name}_{variant}-float32_zero{stage}")
 def test_how_it_is_computed_changes_nothing(
     name: str, variant: str, stage: int, two_ranks: Results, expected: Results
 ) -> None:
     assert_equal(two_ranks[f"{name}_{variant}-float32_zero{stage}"], expected[name][:1])
 
 
+@pytest.mark.needs("one_chunk_dropout-float32_zero1", "direct_dropout-float32_zero1")
 def test_cached_equals_direct_with_dropout(two_ranks: Results) -> None:
     cached, direct = two_ranks["one_chunk_dropout-float32_zero1"], two_ranks["direct_dropout-float32_zero1"]
     assert_equal(cached, direct)
 
 
 @pytest.mark.parametrize(("control", "name"), CONTROLS.items())
+@pytest.mark.needs("{control}")
 def test_a_broken_trainer_is_noticed(control: str, name: str, two_ranks: Results, expected: Results) -> None:
     _, _, parameter = differences(two_ranks[control], expected[name])
     assert parameter > 100 * PARAMETER_TOLERANCE
@@ -332,6 +377,7 @@ def test_a_broken_trainer_is_noticed(control: str, name: str, two_ranks: Results
 
 @pytest.mark.parametrize("ds_config", BF16)
 @pytest.mark.parametrize("name", ["smae", "srl"])
+@pytest.mark.needs("{name}-{ds_config}")
 def test_bf16_stays_near(
     name: str, ds_config: str, starts: dict[str, dict[str, torch.Tensor]], two_ranks: Results, expected: Results
 ) -> None:
@@ -347,6 +393,7 @@ def test_bf16_stays_near(
 
 @pytest.mark.parametrize("ds_config", BF16[1:])
 @pytest.mark.parametrize("name", ["smae", "srl"])
+@pytest.mark.needs("{name}-{ds_config}", "{name}-{ds_config}_small_buckets")
 def test_a_parameter_larger_than_a_bucket_changes_nothing(name: str, ds_config: str, two_ranks: Results) -> None:
     """As XLM-R's table is in the shipped ones."""
     shipped, small = two_ranks[f"{name}-{ds_config}"], two_ranks[f"{name}-{ds_config}_small_buckets"]
