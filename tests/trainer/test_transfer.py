@@ -127,14 +127,6 @@ def test_files_are_read_as_senteval_has_them(tmp_path: Path) -> None:
     assert tasks["SST2"].train.labels[:2] == (1, 0)
     assert tasks["TREC"].train.labels[:2] == (1, 0) and tasks["TREC"].train.first[0] == "what about count 0 ?"
     assert tasks["MRPC"].train.second[1] == "good 1" and tasks["MRPC"].train.labels[:2] == (0, 1)
-    # The word gives the class away: counting it is enough, and nothing else is.
-    vectors = {Size(1, 2): lambda text: [text.count("good") + text.count("count"), len(text)]}
-    records = evaluate_transfer(
-        lambda texts: {size: np.array([f(t) for t in texts], np.float32) for size, f in vectors.items()},
-        list(tasks.values()),
-    )
-    scores = {(r.task, r.metric): r.value for r in records}
-    assert all(scores[name, "accuracy"] > 0.95 for name in TASKS), scores
     (folder / "TREC" / "TREC_10.label").write_text("HUM:x who ?\n")
     with pytest.raises(ConfigError, match="class 'HUM'"):
         read_task(folder, "TREC")
@@ -142,17 +134,32 @@ def test_files_are_read_as_senteval_has_them(tmp_path: Path) -> None:
         read_task(folder / "MR", "MR")
 
 
+@pytest.mark.full
+def test_a_word_that_gives_the_class_away_is_enough(tmp_path: Path) -> None:
+    """Counting it is enough, and the other feature is none."""
+    folder = senteval_folder(tmp_path)
+    tasks = {name: read_task(folder, name) for name in TASKS}
+    vectors = {Size(1, 2): lambda text: [text.count("good") + text.count("count"), len(text)]}
+    records = evaluate_transfer(
+        lambda texts: {size: np.array([f(t) for t in texts], np.float32) for size, f in vectors.items()},
+        list(tasks.values()),
+    )
+    scores = {(r.task, r.metric): r.value for r in records}
+    assert all(scores[name, "accuracy"] > 0.95 for name in TASKS), scores
+
+
 def test_command(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = senteval_folder(tmp_path / "data")
     command = ["transfer", "--model", str(model_folder), "--data", str(folder), "--device", "cpu"]
     output = tmp_path / "out"
-    assert evaluate.main([*command, "--tasks", "MR", "MRPC", "--output", str(output)]) == 0
+    assert evaluate.main([*command, "--tasks", "MRPC", "--output", str(output)]) == 0
     table = capsys.readouterr().out
-    assert "### MR\n" in table and "| F1" in table.replace("     F1", "| F1") and (output / "results.json").is_file()
+    assert "### MRPC\n" in table and "| F1" in table.replace("     F1", "| F1") and (output / "results.json").is_file()
     assert evaluate.main([*command, "--tasks", "NO"]) == 2
     assert "SentEval task 'NO' is unknown" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_mteb_gives_our_scores(
     model_folder: Path, docstrings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
