@@ -25,6 +25,7 @@ from tests.trainer.support import float32_ds_config, recipe_values, with_dropout
 RANKS = 2
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = 195
+LADDER = [[1, 16], [2, 32]]
 GLOBAL_BATCH_SIZE = 12
 STEPS = 18
 DOCUMENTS = GLOBAL_BATCH_SIZE * STEPS - 5
@@ -59,7 +60,7 @@ def write_inputs(folder: Path) -> None:
         )
     )
     values["model"]["config"] |= {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
-    values["model"]["ladder"] = [[1, 16], [2, 32]]
+    values["model"]["ladder"] = LADDER
     for stage in range(4):
         values["engine"] = {"ds_config": str(float32_ds_config(folder, stage))}
         (folder / f"zero{stage}.toml").write_text(tomli_w.dumps(values))
