@@ -32,7 +32,8 @@ DECLARATIONS = {
     "processes": "starts processes of its own",
     "launcher": "starts the real launcher of several ranks, a Slurm cluster, or hosts",
 }
-LAUNCHERS = {"deepspeed", "torchrun", "srun", "sbatch"}
+# Not those of Slurm: its commands are stand-ins in most tests, and a real cluster is a fixture that declares itself.
+LAUNCHERS = {"deepspeed", "torchrun"}
 # What Python tells its audit hooks when it starts a process. multiprocessing's spawn alone tells nothing.
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"}
 

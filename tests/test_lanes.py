@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lanes import COLLECTED, LANES, LAUNCHERS, LaneError, declared_by, lane_of
+from tests.lanes import COLLECTED, LANES, LAUNCHERS, LaneError, crossed, declared_by, lane_of
 from tests.launcher import launcher_command, run_process
 
 
@@ -43,6 +43,13 @@ def test_the_lane_follows_from_what_is_declared(declared: tuple[str, ...], marks
 def test_marks_that_contradict_are_refused(marks: tuple[str, ...], reason: str) -> None:
     with pytest.raises(LaneError, match=reason):
         lane_of((), marks)
+
+
+def test_a_product_is_whole_and_its_corners_wait() -> None:
+    names, cases = crossed(a=[1, 2], b=["x", "y", "z"], c=[None, True])
+    assert names == ["a", "b", "c"] and len({case.values for case in cases}) == len(cases) == 12
+    waiting = {case.values for case in cases if case.marks}
+    assert waiting == {(2, "y", True), (2, "z", True)}
 
 
 PLANTED = """

@@ -214,8 +214,7 @@ def test_a_damaged_record_of_an_earlier_submission(place, capsys, own_path, reco
     assert not (place / "bin/sbatch.calls").exists()
 
 
-@pytest.mark.launcher  # a stand-in of sbatch
-@pytest.mark.launch
+@pytest.mark.processes
 def test_the_values_of_variables_are_their_owners(place, capsys, own_path, monkeypatch):
     """In one file that nobody else can read, which the script reads; what was not committed is as private."""
     fake_slurm(place, "echo 4242")
@@ -242,8 +241,7 @@ def test_the_values_of_variables_are_their_owners(place, capsys, own_path, monke
     assert done.stdout == "it's s3cr3t|s3cr3t=2|s3cr3t of here|"
 
 
-@pytest.mark.launcher  # a stand-in of sbatch
-@pytest.mark.launch
+@pytest.mark.processes
 def test_a_reader_that_goes_cancels_nothing(place, own_path, monkeypatch):
     """As in `| head -1`: the job is in the queue."""
     fake_slurm(place, "echo 4242")
@@ -377,8 +375,7 @@ def own_path(monkeypatch):
     monkeypatch.setenv("PATH", os.environ["PATH"])
 
 
-@pytest.mark.launcher  # a stand-in of sbatch
-@pytest.mark.launch
+@pytest.mark.processes
 def test_what_is_written_and_how_it_is_chained(chain, capsys, own_path):
     fake_slurm(chain, f"wc -l < {chain}/bin/sbatch.calls")
     subprocess.run("git init -q && git add r.toml && git -c user.name=a -c user.email=a@b commit -qm a", shell=True)
@@ -406,8 +403,7 @@ def test_what_is_written_and_how_it_is_chained(chain, capsys, own_path):
     ]
 
 
-@pytest.mark.launcher  # a stand-in of sbatch
-@pytest.mark.launch
+@pytest.mark.processes
 def test_what_slurm_refuses_leaves_nothing(chain, capsys, own_path):
     """The third stage is refused: those before it are cancelled, and nothing that was written stays."""
     fake_slurm(
