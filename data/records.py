@@ -34,7 +34,7 @@ Schema = TypeVar("Schema", bound=Record)
 
 
 def read_record(path: Path, schema: type[Schema], *, what: str = "file", mend: str = _REMAKE) -> Schema:
-    """A JSON file as its schema says.
+    """Read a JSON file and check it against its schema.
 
     Raises:
         OtherFormat: another version wrote it.
@@ -46,7 +46,7 @@ def read_record(path: Path, schema: type[Schema], *, what: str = "file", mend: s
 
 
 def parse_record(content: bytes | str, schema: type[Schema], *, where: str, mend: str = _REMAKE) -> Schema:
-    """JSON text as its schema says; `where` names it in errors, which are those of `read_record`."""
+    """Check JSON text against a schema. Errors begin with `where`, and are of the classes that `read_record` raises."""
     with contextlib.suppress(pydantic.ValidationError):
         return schema.model_validate_json(content)
     # What does not fit is looked at again, for the sentence.
@@ -57,7 +57,7 @@ def parse_record(content: bytes | str, schema: type[Schema], *, where: str, mend
 
 
 def check_record(values: dict[str, Any], schema: type[Schema], *, where: str, mend: str = _REMAKE) -> Schema:
-    """Parsed JSON as its schema says; as `parse_record`."""
+    """Check parsed JSON against a schema, as `parse_record` checks text."""
     known = schema.model_fields.get("format")
     if known is not None and isinstance(values.get("format"), int):
         formats = get_args(known.annotation) or (known.default,)
@@ -75,13 +75,13 @@ def check_record(values: dict[str, Any], schema: type[Schema], *, where: str, me
 
 
 def read_json(path: Path, *, what: str = "file", mend: str = _REMAKE) -> Any:
-    """A JSON file of any shape."""
+    """Read a JSON file of any shape."""
     content = read_bytes(path, what=what, mend=mend)
     return parse_json(content, where=f"{what} {path}", mend=mend)
 
 
 def parse_json(content: bytes | str, *, where: str, mend: str = _REMAKE) -> Any:
-    """JSON text of any shape; `where` names it in the errors."""
+    """Parse JSON text of any shape. Errors begin with `where`."""
     try:
         return json.loads(content)
     except UnicodeDecodeError as error:

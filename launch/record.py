@@ -79,7 +79,7 @@ def submission(job: str, options: JobOptions, *, argv: Sequence[str], folder: Pa
 
 
 def shown_command(argv: Sequence[str]) -> list[str]:
-    """A command without the values of `--env` and the secrets of addresses."""
+    """The command with the values of `--env`, and the passwords in addresses, hidden."""
     shown = []
     for before, word in zip(["", *argv], argv):
         own = re.fullmatch(r"(--env=)?([^=]*)=.*", word, re.DOTALL)

@@ -115,7 +115,7 @@ class _Asked(dict[str, Any]):
 def check_ds_config(recipe: Recipe) -> None:
     """Have DeepSpeed's own classes look at the engine configuration, before anything is written.
 
-    A key at the top that they do not ask for would be read by nothing.
+    DeepSpeed ignores top-level keys that its classes do not know, so such keys are refused here.
     """
     from deepspeed.runtime.config import DeepSpeedConfig
 

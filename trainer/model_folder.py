@@ -51,7 +51,7 @@ def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:
 
 
 def _write(full: dict[int, torch.Tensor], parts: ModelParts, recipe: Recipe) -> None:
-    """DONE stays until the new model is whole, and comes back when it stands in its place."""
+    """Write the model folder and then DONE. An earlier DONE is removed only when the new folders are complete."""
     output, model = Path(recipe.run.output), parts.saved
     tensors = {name: full[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     expected = set(model.state_dict())

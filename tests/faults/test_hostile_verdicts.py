@@ -199,7 +199,7 @@ def test_a_case_that_fails_itself_is_not_ok(tmp_path: Path) -> None:
 
 
 def test_rights_and_room_that_are_taken(tmp_path: Path) -> None:
-    """The commands' own complaints show that they are bound; where the machine cannot do it, it is said."""
+    """A case can take rights and disk space from its command. It is skipped where this machine does not permit that."""
 
     def unreadable(folder: Path, assets: object) -> Command:
         write(folder / "a.txt", "input").chmod(0o000)

@@ -91,7 +91,7 @@ def test_the_mean_runs_in_float32_under_autocast():
 
 
 def test_the_decoders_score_of_position_0_runs_in_float32_under_autocast():
-    """The equation of models/mae_decoder.py; gradients come through it."""
+    """The score that models/mae_decoder.py computes for position 0 is that of float64, and it has a gradient."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, 5, 8, generator=generator, requires_grad=True)
     key = torch.randn(3, 2, 4, 8, generator=generator)

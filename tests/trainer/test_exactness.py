@@ -32,7 +32,8 @@ STAGES = (0, 1, 2, 3)
 AT_EVERY_STAGE = ("smae", "srl", "mlm", "direct", "two_d", "one", "enhanced", "spans", "guided", "guided_masked_pairs")
 AT_EVERY_STAGE += ("smae_lonely", "srl_lonely", "guided_lonely", "enhanced_lonely", "spans_lonely", "sparse")
 AT_EVERY_STAGE += ("adaptive",)
-# These run it as one of those does and differ in what is computed of its outputs, on whole tensors of float32.
+# These use the engine as one of those above does. They differ only in the loss, which is computed from the engine's
+# outputs: whole float32 tensors at every stage.
 AT_ONE_STAGE = ("mrl", "cosent", "coordinates", "weighted", "crowded", "filtered", "margins")
 AT_ONE_STAGE += ("own_margins", "taught_by_guide", "masked_pairs", "symmetric_spans", "symmetric_spans_lonely")
 AT_ONE_STAGE += ("srl_uneven", "smae_uneven")

@@ -43,8 +43,11 @@ def launched(
     tuple_shards: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Path]:
-    """The runs that are needed: <name> uninterrupted, <name>-resumed in two launches and, as the first left it,
-    <name>-stopped; 'srl_zero1-seed' with another seed, 'srl_zero1-one' of one size."""
+    """Run folders by name, of the runs that the selected tests need.
+
+    <name> is trained without interruption. <name>-resumed is trained in two launches, and <name>-stopped is a copy of
+    its folder after the first. srl_zero1-seed has another seed, and srl_zero1-one trains one size.
+    """
     wanted = needed(request)
     resumed = [name for name in RESUMED if {f"{name}-resumed", f"{name}-stopped"} & wanted]
     folder = tmp_path_factory.mktemp("resume")
