@@ -14,6 +14,8 @@ import pytest
 from launch.demo import main
 from tests import ROOT
 
+pytestmark = pytest.mark.processes
+
 # As the deepspeed command does: it starts a launcher, which starts a rank; all are told apart by what they write.
 STARTS = """
 import os, signal, subprocess, sys, time
@@ -30,7 +32,6 @@ import sys
 from launch import demo
 from data.command import exit_code_of
 
-pytestmark = pytest.mark.processes
 depth, more, kind, patience = sys.argv[2:]
 demo._PATIENCE_SECONDS = float(patience)
 command = [sys.executable, "-c", sys.argv[1], depth, sys.argv[1], more]
