@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import stat
 from collections.abc import Iterator
@@ -113,8 +114,8 @@ def refused_by(library: str, thing: str, *, mend: str, kind: type[DataError] | t
         raise kind(f"{thing} is refused by {library} ({type(error).__name__}: {first_line(error)}); {mend}") from error
 
 
-def first_line(error: BaseException, *, limit: int = 300) -> str:
-    """The first line of an exception's text that is not empty, cut to `limit` characters; its class without any.
+def first_line(error: object, *, limit: int = 300) -> str:
+    """The first line of a text that is not empty, cut to `limit` characters; of an exception without any, its class.
 
     Of pydantic's exceptions, whose first line says only how many problems there are, the first problem.
     """
@@ -124,7 +125,7 @@ def first_line(error: BaseException, *, limit: int = 300) -> str:
         return f"{'.'.join(map(str, first['loc']))} = {str(first['input'])[:80]!r}: {first['msg']}"[:limit]
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
-        return type(error).__name__
+        return type(error).__name__ if isinstance(error, BaseException) else ""
     return lines[0] if len(lines[0]) <= limit else f"{lines[0][:limit]} …"
 
 
@@ -143,6 +144,26 @@ def open_regular(path: Path | str) -> BufferedReader:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def sha256_of(path: Path | str) -> str:
+    """The sha256 of a whole file, in hexadecimal digits."""
+    with reading(path), open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def looks_of(status: os.stat_result) -> str:
+    """Tells a file from another and, unless somebody forges it, from itself with other bytes."""
+    return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written as UTF-8; names that are not UTF-8, and halves of surrogate pairs, cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_bytes(path: Path | str, *, what: str = "file", mend: str = _RESTORE) -> bytes:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from data.errors import DataError
+from data.files import is_unicode
 from data.lines import COMPRESSIONS
 
 logger = logging.getLogger(__name__)
@@ -73,10 +74,8 @@ def check_name(name: str, what: str) -> None:
     """Refuse a name that cannot be written down in the folder's own files."""
     if "\0" in name:
         raise DataError(f"the name of {what} {name!r} holds a NUL; choose another")
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"the name of {what} {name!a} is not UTF-8; rename it") from error
+    if not is_unicode(name):
+        raise DataError(f"the name of {what} {name!a} is not UTF-8; rename it")
 
 
 def _find(name: str, output: Path | None) -> list[Path | str]:

@@ -67,7 +67,7 @@ from data.documentation import (
 )
 from data.encoding import TextEncoder
 from data.errors import CommandEnd, DataError, OtherFormat
-from data.files import open_regular, read_text, reading, write_atomically
+from data.files import looks_of, read_text, reading, sha256_of, write_atomically
 from data.inputs import PREPARATION, SCRATCH, check_name
 from data.lines import LONGEST_LINE, Tally
 from data.masking import draws, sample_keys
@@ -467,7 +467,7 @@ class _Inputs:
     def identity(self) -> dict[str, Any]:
         """What decides the output, as JSON values."""
         found: dict[str, Any] = {path: {"sha256": digest} for path, (_, digest) in self._seen.items()}
-        found |= {name: {"sha256": _sha256(Path(path))} for name, path in self._joined.items()}
+        found |= {name: {"sha256": sha256_of(path)} for name, path in self._joined.items()}
         return found | dict.fromkeys(self._others)
 
     def remember(self) -> None:
@@ -494,14 +494,8 @@ class _Inputs:
 def _seen(path: str, before: list[str] | None) -> list[str]:
     """[what a file looks like, its sha256], which is that of `before` if it looks the same."""
     with reading(path):
-        status = Path(path).stat()
-        looks = f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
-        return before if before is not None and before[0] == looks else [looks, _sha256(Path(path))]
-
-
-def _sha256(path: Path) -> str:
-    with reading(path), open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        looks = looks_of(Path(path).stat())
+        return before if before is not None and before[0] == looks else [looks, sha256_of(path)]
 
 
 def _skipped(units: Sequence[Unit]) -> str | None:

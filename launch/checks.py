@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.files import first_line
+
 GIB, MIB = 2**30, 2**20
 OK, WARN, BAD = "ok", "warn", "bad"
 SEVERITY = {OK: 0, WARN: 1, BAD: 2}
@@ -365,8 +367,3 @@ def deepspeed_step(device: Any) -> Finding:
 
 def _existing(folder: Path) -> Path:
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-
-
-def first_line(error: object) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:200] if lines else ""

@@ -31,6 +31,7 @@ from typing import Any
 
 from data.command import exit_code_of, printable
 from data.errors import UserError
+from data.files import first_line
 from launch import checks
 from launch.checks import BAD, OK, SEVERITY, Finding
 from launch.record import commit
@@ -85,7 +86,7 @@ def _diagnose(args: argparse.Namespace) -> int:
     except Exception as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         mend = "start all ranks; let every node reach the first one at that address and port"
-        seen = f"rank {rank} of {size} did not meet the others at {address} ({checks.first_line(error)})"
+        seen = f"rank {rank} of {size} did not meet the others at {address} ({first_line(error)})"
         findings.append(Finding("meeting", BAD, seen, mend))
         return _report([(socket.gethostname(), findings)], args.json)
     try:
@@ -94,7 +95,7 @@ def _diagnose(args: argparse.Namespace) -> int:
         told = [(host, [Finding(**each) for each in found]) for host, found in everyone]
     except Exception as error:
         mend = "look at that rank's own output; raise --timeout-seconds if it is only slow"
-        findings.append(Finding("meeting", BAD, f"a rank went silent ({checks.first_line(error)})", mend))
+        findings.append(Finding("meeting", BAD, f"a rank went silent ({first_line(error)})", mend))
         return _report([(socket.gethostname(), findings)], args.json)
     code = _report(told, args.json) if rank == 0 else _code(told)
     # A launcher ends all ranks when the first one has gone.
@@ -172,7 +173,7 @@ def _with_group(peers: Peers, seconds: float) -> list[Finding]:
         found.append(checks.guarded("deepspeed", lambda: checks.deepspeed_step(device)))
     except Exception as error:
         mend = f"set {backend.upper()}_SOCKET_IFNAME to the cluster's network device; NCCL_DEBUG=INFO says more"
-        return [Finding(backend, BAD, f"{type(error).__name__}: {checks.first_line(error)}", mend)]
+        return [Finding(backend, BAD, f"{type(error).__name__}: {first_line(error)}", mend)]
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

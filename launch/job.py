@@ -23,9 +23,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.files import is_unicode
 from data.secrets import HIDDEN, variables_of, without_secrets
 from launch.options import JobOptions
-from trainer.config import BEGUN, PROBE, ConfigError, Recipe, as_tables, as_toml, check_world
+from trainer.config import ConfigError, Recipe, as_tables, as_toml, check_world, is_begun
 
 TEMPLATES = Path(__file__).resolve().parent / "slurm"
 VARIABLES = "variables.sh"
@@ -62,7 +63,7 @@ def training_job(recipe: Recipe, options: JobOptions, *, where: str, resume: boo
     trained = any((run / part).exists() for part in ("checkpoints", "metrics.jsonl"))
     if run.exists() and not run.is_dir():
         raise ConfigError(f"run.output {run} is a file; name a folder")
-    foreign = run.is_dir() and any(path.name not in BEGUN and not path.name.startswith(PROBE) for path in run.iterdir())
+    foreign = run.is_dir() and any(not is_begun(path.name) for path in run.iterdir())
     if foreign and not (run / "recipe.toml").is_file():
         raise ConfigError(f"run.output {run} holds files that are no run of ours; name another folder")
     if (run / "DONE").exists():
@@ -130,7 +131,7 @@ def fill(template: str, **values: str) -> str:
     text = (TEMPLATES / template).read_text(encoding="utf-8")
     assert set(_PLACE.findall(text)) == set(values), (template, set(_PLACE.findall(text)) ^ set(values))
     filled = _PLACE.sub(lambda place: values[place[1]], text)
-    if "\0" in filled or any("\ud800" <= sign <= "\udfff" for sign in filled):
+    if "\0" in filled or not is_unicode(filled):
         raise ConfigError("a name in the job's script holds a zero byte, or is not UTF-8; choose another name")
     return filled
 

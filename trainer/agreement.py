@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from data.secrets import without_secrets
 from data.shards import ShardFolder
 from trainer.build import ModelParts
-from trainer.config import Recipe
-from trainer.distributed import Refused, World, gather_objects
+from trainer.config import Recipe, flat
+from trainer.distributed import Refused, World, gather_objects, named_ranks
 from trainer.engine import read_ds_config
 
 Facts = dict[str, str]
@@ -41,7 +41,7 @@ FREE_KEYS = frozenset(
         "train.hang_seconds",
     }
 )
-_PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
+_PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "tokenizers")
 _NAMED = 3
 _SHOWN = 60
 
@@ -59,12 +59,7 @@ def check_agreement(recipe: Recipe, sources: Sequence[ShardFolder], parts: Model
 
 def facts_of(recipe: Recipe, sources: Sequence[ShardFolder], parts: ModelParts) -> Facts:
     """Name -> value, as it is shown, of all that this rank must have in common with the others."""
-    facts = {
-        f"{section}.{key}": json.dumps(value, sort_keys=True)
-        for section, table in vars(recipe).items()
-        for key, value in vars(table).items()
-        if f"{section}.{key}" not in FREE_KEYS
-    }
+    facts = {key: json.dumps(value, sort_keys=True) for key, value in flat(recipe).items() if key not in FREE_KEYS}
     facts |= {f"data.shards[{index}]": f"manifest {each.fingerprint}" for index, each in enumerate(sources)}
     facts["engine.ds_config"] = json.dumps(read_ds_config(recipe.engine.ds_config), sort_keys=True)
     facts["tokenizer"] = sources[0].manifest.tokenizer["fingerprint"]
@@ -73,7 +68,12 @@ def facts_of(recipe: Recipe, sources: Sequence[ShardFolder], parts: ModelParts) 
         facts["model.source"] = f"weights {fingerprint(_read(parts.encoder.backbone))}"
     if parts.guide is not None:
         facts["guide.model"] = f"weights {fingerprint(_read(parts.guide.encoder))}"
-    return facts | {f"the version of {name}": importlib.metadata.version(name) for name in _PACKAGES}
+    return facts | {f"the version of {name}": version for name, version in versions().items()}
+
+
+def versions() -> dict[str, str]:
+    """Of the packages on which a run's numbers depend."""
+    return {name: importlib.metadata.version(name) for name in _PACKAGES}
 
 
 def disagreement(everyone: Sequence[Mapping[str, str]]) -> str | None:
@@ -115,15 +115,9 @@ def _who_has_what(name: str, everyone: Sequence[Mapping[str, str]]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, facts in enumerate(everyone):
         ranks.setdefault(facts.get(name, "absent"), []).append(rank)
-    shown = [f"{_short(value)} on {_listed(where)}" for value, where in ranks.items()]
+    shown = [f"{_short(value)} on {named_ranks(where, most=8)}" for value, where in ranks.items()]
     return f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def _short(value: str) -> str:
     return value if len(value) <= _SHOWN else f"{value[:_SHOWN]}…"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:8]))}{', …' if len(ranks) > 8 else ''}"

@@ -24,7 +24,7 @@ from typing import Any
 import tomli_w
 
 from data.errors import UserError
-from data.files import reading
+from data.files import is_unicode, reading
 from data.secrets import HIDDEN, without_secrets
 from models.sizes import Ladder, ModelError, Size
 from trainer.presets import PRESETS, PRESETS_FOR, preset_settings
@@ -34,6 +34,11 @@ LOCK = "lock"  # in a run's folder: held by the run that writes there (trainer/r
 # What a run that was killed in its first moment leaves in its folder.
 BEGUN = (LOCK, "recipe.toml.tmp")
 PROBE = ".probe-"  # begins the name of a file that is there for a moment, to see whether the folder can be written
+
+
+def is_begun(name: str) -> bool:
+    """Whether a file in a run's folder may be of a run that was killed in its first moment."""
+    return name in BEGUN or name.startswith(PROBE)
 
 
 class ConfigError(UserError):
@@ -411,7 +416,7 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
     given: dict[str, dict[str, Any]] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
-        if not _is_unicode(override):
+        if not is_unicode(override):
             raise ConfigError(f"{ascii(key)[1:-1]} {text!a} is not UTF-8; use a name that is")
         section, dot, name = key.partition(".")
         if not (equals and dot and name):
@@ -497,7 +502,7 @@ def _refuse_unread(layers: Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
     before the layers above, because a child may switch off what makes its base's keys read. A resolved recipe, as runs
     write it, has every key and is not judged.
     """
-    defaults = _flat(Recipe())
+    defaults = flat(Recipe())
     above: set[str] = set()
     for number in reversed(range(len(layers))):
         written = {
@@ -516,8 +521,9 @@ def _refuse_unread(layers: Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
             raise ConfigError(why_unread(recipe, unread[0], own[unread[0]]))
 
 
-def _flat(recipe: Recipe) -> dict[str, Any]:
-    return {f"{s}.{key}": value for s, table in dataclasses.asdict(recipe).items() for key, value in table.items()}
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """Every key, as SECTION.KEY, with its value."""
+    return {f"{section}.{key}": value for section, table in vars(recipe).items() for key, value in vars(table).items()}
 
 
 def build_recipe(values: Mapping[str, Any]) -> Recipe:
@@ -541,28 +547,28 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
 
 def check(recipe: Recipe) -> None:
     """Everything that can be known to be wrong without a device, a model or data."""
-    flat = _flat(recipe)
+    values = flat(recipe)
     for key, choices in _CHOICES.items():
-        if flat[key] not in choices:
-            raise ConfigError(f"{key} = {flat[key]!r} is unknown; choose one of {', '.join(choices)}")
+        if values[key] not in choices:
+            raise ConfigError(f"{key} = {values[key]!r} is unknown; choose one of {', '.join(choices)}")
     for key, least in _AT_LEAST.items():
-        if flat[key] < least:
-            raise ConfigError(f"{key} = {flat[key]} is too small; it must be at least {least}")
+        if values[key] < least:
+            raise ConfigError(f"{key} = {values[key]} is too small; it must be at least {least}")
     for key in _ABOVE_ZERO:
-        if not flat[key] > 0:
-            raise ConfigError(f"{key} = {flat[key]} must be above 0")
+        if not values[key] > 0:
+            raise ConfigError(f"{key} = {values[key]} must be above 0")
     for key, most in _AT_MOST.items():
-        if flat[key] > most:
-            raise ConfigError(f"{key} = {_short(flat[key])} is too large; it must be at most {_number(most)}")
+        if values[key] > most:
+            raise ConfigError(f"{key} = {_short(values[key])} is too large; it must be at most {_number(most)}")
     for key, smallest in _SMALLEST.items():
-        if flat[key] < smallest:
-            raise ConfigError(f"{key} = {flat[key]} is too small; it must be at least {smallest}")
+        if values[key] < smallest:
+            raise ConfigError(f"{key} = {values[key]} is too small; it must be at least {smallest}")
     for key in _SHARES:
-        if not 0 < flat[key] < 1:
-            raise ConfigError(f"{key} = {flat[key]} must lie between 0 and 1")
+        if not 0 < values[key] < 1:
+            raise ConfigError(f"{key} = {values[key]} must lie between 0 and 1")
     for key in _UNIT:
-        if not 0 <= flat[key] < 1:
-            raise ConfigError(f"{key} = {flat[key]} must be at least 0 and below 1")
+        if not 0 <= values[key] < 1:
+            raise ConfigError(f"{key} = {values[key]} must be at least 0 and below 1")
     try:
         ladder = recipe.ladder
         one = recipe.single_size
@@ -728,15 +734,6 @@ def as_tables(recipe: Recipe) -> dict[str, dict[str, Any]]:
 def as_toml(recipe: Recipe) -> str:
     """The resolved recipe, every key written out, but for the secrets of its addresses."""
     return tomli_w.dumps(as_tables(recipe))
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether a text can be written; bytes of a command line that are not UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _short(value: float) -> str:

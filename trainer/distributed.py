@@ -28,6 +28,14 @@ class Refused(CommandEnd):
     exit_code = UserError.exit_code
 
 
+def named_ranks(ranks: Sequence[int], *, most: int | None = None) -> str:
+    """ "rank 3", or "ranks 0, 1"; of more than `most` the first ones."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = ", …" if most is not None and len(ranks) > most else ""
+    return f"ranks {', '.join(map(str, ranks[:most]))}{more}"
+
+
 @dataclass(frozen=True)
 class World:
     """This process among all."""

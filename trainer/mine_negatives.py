@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import glob
-import hashlib
 import json
 import logging
 import os
@@ -39,7 +38,7 @@ from transformers.utils import logging as hf_logging
 from data.command import run_command
 from data.corpora import TUPLE_FORMATS, Unit, corpus_of, plan_tuples
 from data.errors import UserError
-from data.files import read_text, refused_by, sync, write_atomically
+from data.files import read_text, refused_by, sha256_of, sync, write_atomically
 from data.passages import Passages, build, is_built
 from data.records import Record, read_json, read_record
 from models.sizes import Size
@@ -443,7 +442,7 @@ def load_miner(args: argparse.Namespace) -> tuple[Miner, dict[str, Any]]:
 
     files = [*sorted(folder.glob("*.safetensors")), folder / "barista.json", *sorted(folder.glob("tokenizer.json"))]
     identity = {
-        "files": {path.name: _sha256(path) for path in files},
+        "files": {path.name: sha256_of(path) for path in files},
         "size": str(small),
         "rerank": str(large),
         "batch_tokens": args.batch_tokens,
@@ -509,12 +508,7 @@ def _files_of(name: str) -> list[Path]:
 def _file_identity(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"file {path} does not exist; check --corpus and the inputs")
-    return {"path": str(path.resolve()), "bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {"path": str(path.resolve()), "bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def _vectors_file(work: Path, size: Size) -> Path:

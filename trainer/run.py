@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import logging
 import os
@@ -30,7 +29,7 @@ from data.errors import UserError
 from data.files import describe_os_error, write_atomically
 from data.secrets import without_secrets
 from data.stream import Stream
-from trainer.agreement import check_agreement, frozen_fingerprint
+from trainer.agreement import check_agreement, frozen_fingerprint, versions
 from trainer.build import ModelParts, build_model, build_objective, check_shared_memory, open_shards, open_stream
 from trainer.checkpoint import Checkpointer, SavedCheckpoint, Saves
 from trainer.config import ConfigError, Recipe, as_toml, check_world, load_recipe
@@ -301,14 +300,13 @@ def _write_run_folder(recipe: Recipe, world: World) -> None:
     """What the run is, for people and for a resume. DONE and STOPPED stay until there is something newer."""
     output, problem = Path(recipe.run.output), None
     if world.is_main:
-        packages = ("torch", "deepspeed", "transformers", "numpy", "tokenizers")
         environment = {
             "command": [without_secrets(word) for word in sys.argv],
             "commit": _commit(),
             "world_size": world.size,
             "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor(),
             "python": platform.python_version(),
-            "versions": {name: importlib.metadata.version(name) for name in packages},
+            "versions": versions(),
         }
         files = {
             "recipe.toml": as_toml(recipe),

@@ -12,10 +12,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from data.files import describe_os_error
+from data.files import describe_os_error, is_unicode
 from data.secrets import without_variables
 from trainer.checkpoint import Checkpointer
-from trainer.config import BEGUN, PROBE, ConfigError, Recipe, build_recipe, read_toml
+from trainer.config import LOCK, PROBE, ConfigError, Recipe, build_recipe, flat, is_begun, read_toml
 
 # What may change between the parts of one run: how it is watched and kept, and where it runs.
 _FREE_SECTIONS = ("engine", "checkpoint", "log", "evaluation", "debug")
@@ -58,7 +58,7 @@ def check_output_folder(recipe: Recipe) -> None:
 def _check_name(name: str) -> None:
     if not name:
         raise ConfigError("run.output is empty; name the run's folder")
-    if "\0" in name or any("\ud800" <= sign <= "\udfff" for sign in name):
+    if "\0" in name or not is_unicode(name):
         raise ConfigError(f"run.output {name!a} is no name that a folder can have; use UTF-8 without NUL")
 
 
@@ -92,8 +92,8 @@ def _check_folder(recipe: Recipe, output: Path) -> None:
 def check_same_recipe(recipe: Recipe) -> None:
     """Refuse a recipe that is not the one of the run in its folder, where that run must be gone on with or is done."""
     output = Path(recipe.run.output)
-    before = _flat(build_recipe(read_toml(output / "recipe.toml")))
-    for key, value in _flat(recipe).items():
+    before = flat(build_recipe(read_toml(output / "recipe.toml")))
+    for key, value in flat(recipe).items():
         free = key.split(".")[0] in _FREE_SECTIONS or key in _FREE_KEYS
         # The folder's recipe lacks passwords, and they may change.
         if not free and _compared(key, before[key]) != _compared(key, value):
@@ -101,11 +101,6 @@ def check_same_recipe(recipe: Recipe) -> None:
                 f"run.output {output} holds a run with {key} = {before[key]!r}, not {value!r}; "
                 "resume with the run's own recipe, or name another folder"
             )
-
-
-def is_begun(name: str) -> bool:
-    """Whether a file may be of a run that was killed in its first moment."""
-    return name in BEGUN or name.startswith(PROBE)
 
 
 def no_checkpoint(output: str | Path) -> str:
@@ -157,7 +152,7 @@ def prove_writable(output: Path) -> None:
                 os.fsync(handle)
         finally:
             Path(probe).unlink()
-        with contextlib.suppress(FileNotFoundError), (output / BEGUN[0]).open("r+b"):
+        with contextlib.suppress(FileNotFoundError), (output / LOCK).open("r+b"):
             pass  # another user's lock could not be taken
     except OSError as error:
         raise _unusable(output, error) from error
@@ -175,7 +170,3 @@ def _unusable(output: Path, error: OSError) -> ConfigError:
 
 def _compared(key: str, value: Any) -> Any:
     return [without_variables(each) for each in value] if key == "data.shards" else value
-
-
-def _flat(recipe: Recipe) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, table in vars(recipe).items() for key, value in vars(table).items()}

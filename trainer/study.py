@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from data.command import run_command
-from data.files import write_atomically
+from data.files import sha256_of, write_atomically
 from data.records import read_json
 from trainer.config import ConfigError
 from trainer.evaluation.raw import RAW_FILE
@@ -205,8 +205,7 @@ def _receipt(result: Result) -> Path:
 def _receipt_content(study: Study, result: Result) -> dict[str, object]:
     digest = hashlib.sha256()
     for path in sorted((result.run.folder / "model").glob("*.safetensors")):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        digest.update(bytes.fromhex(sha256_of(path)))
     return {"command": evaluation_command(study, result), "weights_sha256": digest.hexdigest()}
 
 

@@ -32,7 +32,7 @@ import psutil
 import torch.distributed as dist
 
 from data.secrets import without_secrets
-from trainer.distributed import World
+from trainer.distributed import World, named_ranks
 from trainer.processes import Process
 
 DIED_CODE = 1
@@ -202,7 +202,9 @@ class Watchdog:
             places.setdefault(f"{phase!r} of step {step}", []).append(rank)
         # The rank that all wait for is most often where fewest are.
         rarest_first = sorted(places.items(), key=lambda item: len(item[1]))
-        where = "; ".join(f"{_ranks(ranks)} at {place}" for place, ranks in rarest_first) + _about_loaders(self._phase)
+        where = "; ".join(f"{named_ranks(ranks)} at {place}" for place, ranks in rarest_first) + _about_loaders(
+            self._phase
+        )
         return self._decide(f"no rank has got on for {still:.0f} s: {where}", DIED_CODE)
 
     def _dead_neighbour(self) -> str | None:
@@ -253,7 +255,3 @@ def _about_loaders(phase: str) -> str:
 def _is_a_consequence(error: BaseException) -> bool:
     """Whether a collective failed, as it does where another rank is gone."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

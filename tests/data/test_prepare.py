@@ -404,8 +404,8 @@ def test_inputs_are_hashed_again_only_where_they_look_different(
     small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[str] = []
-    original = prepare._sha256
-    monkeypatch.setattr(prepare, "_sha256", lambda path: (hashed.append(path.name), original(path))[1])
+    original = prepare.sha256_of
+    monkeypatch.setattr(prepare, "sha256_of", lambda path: (hashed.append(Path(path).name), original(path))[1])
     assert run(*small) == run(*small) == 0
     assert sorted(hashed) == ["a.jsonl", "b.jsonl"]
     os.utime(tmp_path / "in" / "b.jsonl")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from trainer import run_folder
-from trainer.config import ConfigError
-from trainer.run_folder import is_begun, prove_writable, steps_trained
+from trainer.config import ConfigError, is_begun
+from trainer.run_folder import prove_writable, steps_trained
 
 
 @pytest.mark.parametrize("there", [False, True])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
-from data.files import first_line, reading
+from data.files import first_line, is_unicode, reading
 
 _MEND = "mend or remove it"
 _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
@@ -75,11 +75,8 @@ def id_of(row: dict[str, Any], key: str, where: str) -> str:
 
 def whole_text(text: str, where: str) -> str:
     """Refuse halves of surrogate pairs, which JSON can write and no encoding of text can."""
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(f"{where} holds half of a surrogate pair, which is no character; {_MEND}") from error
+    if not text.isascii() and not is_unicode(text):
+        raise DataError(f"{where} holds half of a surrogate pair, which is no character; {_MEND}")
     return text
 
 
