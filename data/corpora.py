@@ -226,43 +226,49 @@ def plan_tuples(
     if skipped and len(paths) > 1:
         raise DataError("rows to skip are counted within one file; prepare one input at a time")
     said: set[tuple[str, ...]] = set()
-    names: tuple[str, ...]
     for path in paths:
         if isinstance(path, str):
             # Rows to skip are counted over the whole data set, so one process reads it.
             units += _hub_units(path, wanted, subset=subset, split=split, whole=bool(skipped))
-        elif format in ("nli", "sts") and kind_of(path) != "tsv":
-            raise DataError(f"{path} is not a .tsv file, which format {format} needs; use --format columns")
-        elif (kind := kind_of(path)) == "tsv":
-            if format == "sts":
-                names, header_size, asked = ("score", "sentence1", "sentence2"), 0, wanted
-            elif format == "nli":
-                names, header_size, asked = _nli_header(path, longest_line)
-            elif columns:
-                names, header_size, asked = tuple(columns), 0, wanted
-                _refuse_header(path, names, longest_line)
-            else:
-                names, header_size = _header(path, longest_line)
-                asked = wanted
-            layout = _tuple_layout(path, names, asked)
-            _say_unread(path, names, layout, said)
-            units += _line_units(path, kind, layout, start=header_size, columns=names, unit_bytes=unit_bytes)
-        elif kind == "parquet":
-            names = _parquet_columns(path)
-            layout = _tuple_layout(path, names, wanted)
-            _say_unread(path, names, layout, said)
+            continue
+        kind = kind_of(path)
+        names, start, asked = _columns_of(path, kind, wanted, format=format, given=tuple(columns), longest=longest_line)
+        layout = _tuple_layout(path, names, asked, by_row=kind == "jsonl")
+        _say_unread(path, names, layout, said)
+        if kind == "parquet":
             units += _parquet_units(path, layout, unit_bytes=unit_bytes)
-        elif kind == "jsonl":
-            names = _first_keys(path, longest_line)
-            layout = _tuple_layout(path, names, wanted, by_row=True)
-            _say_unread(path, names, layout, said)
-            units += _line_units(path, kind, layout, unit_bytes=unit_bytes)
         else:
-            raise DataError(f"{path} is plain text, which has no queries; give jsonl, TSV or parquet")
+            in_order = names if kind == "tsv" else ()  # the rows of other formats name their columns
+            units += _line_units(path, kind, layout, start=start, columns=in_order, unit_bytes=unit_bytes)
     if len({unit.graded for unit in units}) > 1:
         raise DataError("some inputs have scores and others have none; prepare graded pairs into a folder of their own")
     units = [replace(unit, skip_empty=skip_empty, skip_rows=skipped, longest_line=longest_line) for unit in units]
     return _limited(units, limit)
+
+
+def _columns_of(
+    path: Path, kind: FileKind, wanted: TupleLayout, *, format: str, given: tuple[str, ...], longest: int
+) -> tuple[tuple[str, ...], int, TupleLayout]:
+    """(column names, bytes of the header line, the columns asked for) of a file of tuples.
+
+    given: the names of --columns, for a TSV file without a header.
+    """
+    if format in ("nli", "sts") and kind != "tsv":
+        raise DataError(f"{path} is not a .tsv file, which format {format} needs; use --format columns")
+    if kind == "parquet":
+        return _parquet_columns(path), 0, wanted
+    if kind == "jsonl":
+        return _first_keys(path, longest), 0, wanted
+    if kind != "tsv":
+        raise DataError(f"{path} is plain text, which has no queries; give jsonl, TSV or parquet")
+    if format == "sts":
+        return ("score", "sentence1", "sentence2"), 0, wanted
+    if format == "nli":
+        return _nli_header(path, longest)
+    if given:
+        _refuse_header(path, given, longest)
+        return given, 0, wanted
+    return *_header(path, longest), wanted
 
 
 def _unit_bytes(paths: Sequence[Path | str]) -> int:
