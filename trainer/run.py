@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
-from data.errors import UserError
+from data.command import end_for
 from data.files import describe_os_error, write_atomically
 from data.secrets import without_secrets
 from data.stream import Stream
@@ -146,14 +146,11 @@ def _run(recipe: Recipe, output: Path, stops: StopRequests) -> tuple[int, str | 
             if world.is_main:
                 _say_if_slow(engine)
             return _train(recipe, engine, parts, stream, evaluator, frozen=frozen, stops=stops, watchdog=watchdog)
-        except UserError as error:
-            watchdog.report(error, error.exit_code)
-            raise
         except (GaveUp, Refused):  # all ranks do
             raise
         except Exception as error:
-            mistake = isinstance(error, OSError) and describe_os_error(error) is not None
-            watchdog.report(error, UserError.exit_code if mistake else DIED_CODE)
+            end = end_for(error)
+            watchdog.report(error, DIED_CODE if end is None else end.exit_code)
             raise
 
 
