@@ -147,8 +147,8 @@ def test_a_wrong_merge_is_noticed(tiny_tokenizer, docstrings, monkeypatch):
     monkeypatch.setattr(torch, "sigmoid", lambda x: sigmoid(x - 1.0))
     fused, *_ = fused_loss(model, sizes, [0.5, 0.5], inputs)
     monkeypatch.undo()
-    loss_error, gradient_error = compare(model, layer, masked_lm, naive, fused)
-    assert loss_error > 1e-6 and gradient_error > 1e-4
+    _, gradient_error = compare(model, layer, masked_lm, naive, fused)
+    assert gradient_error > 1e-2  # the loss of an untrained model hardly moves
 
 
 def test_micro_batches_add_up(tiny_tokenizer, docstrings):
@@ -162,17 +162,16 @@ def test_micro_batches_add_up(tiny_tokenizer, docstrings):
     for rows in (slice(0, 2), slice(2, 6)):
         _, attention, ids, labels, decoder_ids, decoder_labels = (x[rows] for x in inputs)
         extra = dict(labels=labels, decoder_input_ids=decoder_ids, decoder_labels=decoder_labels)
-        parts += float(
-            model(
-                ids,
-                attention,
-                sizes=sizes,
-                size_weights=[0.5, 0.5],
-                encoder_scale=scales[0],
-                decoder_scale=scales[1],
-                **extra,
-            )[0]
+        loss, *_ = model(
+            ids,
+            attention,
+            sizes=sizes,
+            size_weights=[0.5, 0.5],
+            encoder_scale=scales[0],
+            decoder_scale=scales[1],
+            **extra,
         )
+        parts += float(loss.detach())
     assert parts == pytest.approx(whole, rel=1e-6)
 
 
