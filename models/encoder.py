@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, Pretrained
 from data.errors import DataError, OtherFormat
 from data.files import write_atomically
 from data.records import Record, read_record
+from models.heads import check_heads, embedding_size, load_heads
 from models.loading import build_from_config, load_pretrained
 from models.packed_attention import Packing, packs
 from models.sizes import Ladder, ModelError, Size
@@ -119,12 +120,17 @@ def pool(hidden: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
 
 
 class Encoder(nn.Module):
-    """A backbone and its pooling; `forward` gives the embeddings of all wanted sizes from one pass."""
+    """A backbone, its pooling and its heads; `forward` gives the embeddings of all wanted sizes from one pass.
 
-    def __init__(self, backbone: PreTrainedModel, pooling: str = "cls") -> None:
+    heads: a linear map for some depths, "LAYERS" -> nn.Linear (models/heads.py); a depth without one has the pooled
+    states themselves.
+    """
+
+    def __init__(self, backbone: PreTrainedModel, pooling: str = "cls", heads: nn.ModuleDict | None = None) -> None:
         super().__init__()
         self.backbone = backbone
         self.pooling = pooling
+        self.heads = nn.ModuleDict() if heads is None else heads
         self._last_layer_skips = _let_last_layer_skip(backbone)
 
     @property
@@ -149,6 +155,11 @@ class Encoder(nn.Module):
     @property
     def hidden_size(self) -> int:
         return int(self.config.hidden_size)
+
+    @property
+    def embedding_size(self) -> int:
+        """Dimensions of the largest embedding: what heads map into, or the encoder's own width."""
+        return embedding_size(self.heads, hidden_size=self.hidden_size)
 
     @property
     def word_embeddings(self) -> nn.Embedding:
@@ -215,8 +226,14 @@ class Encoder(nn.Module):
             read = torch.zeros_like(attention_mask, dtype=torch.bool)
             read[:, 0] = True
         states = self.hidden_states(input_ids, attention_mask, [size.layers for size in sizes], read=read)
-        pooled = {layer: pool(state, attention_mask, self.pooling) for layer, state in states.items()}
-        return tuple(pooled[size.layers][:, : size.dim] for size in sizes)
+        vectors = {
+            layer: self.head(pool(state, attention_mask, self.pooling), layer) for layer, state in states.items()
+        }
+        return tuple(vectors[size.layers][:, : size.dim] for size in sizes)
+
+    def head(self, pooled: Tensor, layers: int) -> Tensor:
+        """Pooled states [batch, hidden] at a depth -> the widest embedding there, [batch, embedding_size]."""
+        return self.heads[str(layers)](pooled) if str(layers) in self.heads else pooled
 
 
 _READ_FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
@@ -321,7 +338,10 @@ def load_encoder(source: str | Path, *, pooling: str | None = None) -> Encoder:
     """An encoder from a local folder or a hub name. `pooling` None: what `barista.json` says, else CLS."""
     backbone = load_pretrained(AutoModel, source)
     settings = EmbeddingSettings.load(source) if Path(source).is_dir() else None
-    return Encoder(backbone, pooling or (settings.pooling if settings else "cls"))
+    heads = load_heads(source)
+    encoder = Encoder(backbone, pooling or (settings.pooling if settings else "cls"), heads)
+    check_heads(heads, num_layers=encoder.num_layers, hidden_size=encoder.hidden_size, thing=f"model folder {source}")
+    return encoder
 
 
 def base_of(masked_lm: PreTrainedModel) -> PreTrainedModel:

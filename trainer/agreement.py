@@ -65,7 +65,7 @@ def facts_of(recipe: Recipe, sources: Sequence[ShardFolder], parts: ModelParts) 
     facts["tokenizer"] = sources[0].manifest.tokenizer["fingerprint"]
     if recipe.model.source:
         # Adapters are drawn, not read.
-        facts["model.source"] = f"weights {fingerprint(_read(parts.encoder.backbone))}"
+        facts["model.source"] = f"weights {fingerprint(_read(parts.encoder))}"
     if parts.guide is not None:
         facts["guide.model"] = f"weights {fingerprint(_read(parts.guide.encoder))}"
     return facts | {f"the version of {name}": version for name, version in versions().items()}

@@ -36,6 +36,7 @@ from models.encoder import (
     longest_input,
     truncate_layers,
 )
+from models.heads import HEADS_FILE, heads_up_to
 from models.masked_autoencoder import MaskedAutoencoder
 from models.packed_attention import check_packs, fast_on, packs
 from models.sizes import ModelError
@@ -155,6 +156,11 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
     masked_lm: PreTrainedModel | None = None
     if source:
         if recipe.objective.name == "masked":
+            if (Path(source) / HEADS_FILE).exists():
+                raise ConfigError(
+                    f"model.source = {source!r} has heads ({HEADS_FILE}), which pre-training would lose; fine-tune it, "
+                    "or pre-train the model from which it was made"
+                )
             masked_lm = load_masked_lm(source)
             encoder = Encoder(base_of(masked_lm), recipe.model.pooling)
         else:
@@ -182,15 +188,16 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
             f"the shards in {sources[0].path} hold ids up to {vocabulary.size - 1}, beyond the {rows} of the model "
             f"{source!r}; prepare the data with the model's own tokenizer"
         )
-    width = recipe.model.output_dim or encoder.hidden_size
-    if width > encoder.hidden_size:
-        raise ConfigError(f"model.output_dim = {width} is more than the encoder's {encoder.hidden_size}; lower it")
+    width = recipe.model.output_dim or encoder.embedding_size
+    if width > encoder.embedding_size:
+        raise ConfigError(f"model.output_dim = {width} is more than the encoder's {encoder.embedding_size}; lower it")
     recipe.ladder.check_against(num_layers=encoder.num_layers, hidden_size=width)
     if encoder.is_static:
         _check_static(recipe)
         return ModelParts(encoder, encoder, encoder.backbone, tokenizer)
     _check_lengths(recipe, encoder)
     truncate_layers(encoder.backbone, wanted_layers(recipe))
+    encoder.heads = heads_up_to(encoder.heads, wanted_layers(recipe))
     encoder.backbone.set_attn_implementation(_attention(recipe, encoder.backbone))
     adapter = _adapters(recipe, encoder)
     if recipe.train.activation_checkpointing:

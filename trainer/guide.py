@@ -123,7 +123,7 @@ def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | None:
             f"guide.model = {source!r} has {rows} token embeddings for the {sources[0].vocabulary.size} ids of the "
             "shards' tokenizer; choose another"
         )
-    size = settings.sizes.full if settings and settings.ladder else Size(encoder.num_layers, encoder.hidden_size)
+    size = settings.sizes.full if settings and settings.ladder else Size(encoder.num_layers, encoder.embedding_size)
     if not encoder.is_static:
         truncate_layers(encoder.backbone, size.layers)
     data = recipe.data

@@ -14,6 +14,7 @@ from data.files import first_line, write_atomically
 from data.tokens import tokenizer_fingerprint
 from models.adapters import merged_tensors, save_adapter
 from models.encoder import EmbeddingSettings
+from models.heads import save_heads
 from models.sizes import Ladder
 from trainer.build import ModelParts
 from trainer.config import Recipe
@@ -31,7 +32,7 @@ def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:
     """
     model = parts.saved
     full: dict[int, torch.Tensor] = {}
-    for parameter in model.parameters():
+    for parameter in (*model.parameters(), *parts.encoder.heads.parameters()):
         value = engine.full_parameter(parameter)
         if engine.world.is_main:
             full[id(parameter)] = value.cpu()
@@ -67,6 +68,7 @@ def _write(full: dict[int, torch.Tensor], parts: ModelParts, recipe: Recipe) -> 
         # It has just been set to the engine's precision, in which others would load these float32 weights.
         model.config.dtype = torch.float32
         model.config.save_pretrained(tmp)
+        save_heads({name: full[id(p)] for name, p in parts.encoder.heads.named_parameters()}, tmp)
         parts.tokenizer.save_pretrained(tmp)
         settings = embedding_settings(recipe)
         dataclasses.replace(settings, tokenizer=tokenizer_fingerprint(parts.tokenizer)).save(tmp)

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from models.encoder import EmbeddingSettings, Encoder, truncate_layers
+from models.heads import heads_up_to
 from models.sizes import Size
 from models.static_embedding import StaticModel, cut_table
 
@@ -37,7 +38,8 @@ def cut_encoder(encoder: Encoder, size: Size) -> Encoder:
     """A copy with the size's layers alone, or with its columns alone if it is a token table."""
     if isinstance(encoder.backbone, StaticModel):
         return Encoder(cut_table(encoder.backbone, size.dim), encoder.pooling).eval()
-    return Encoder(truncate_layers(copy.deepcopy(encoder.backbone), size.layers), encoder.pooling).eval()
+    backbone = truncate_layers(copy.deepcopy(encoder.backbone), size.layers)
+    return Encoder(backbone, encoder.pooling, heads_up_to(encoder.heads, size.layers)).eval()
 
 
 @torch.no_grad()

@@ -9,11 +9,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import AutoModel, PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
 from data.tokens import load_tokenizer, tokenizer_fingerprint
 from models.encoder import EmbeddingSettings, Encoder, load_encoder, longest_input
+from models.heads import heads_up_to
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from trainer.config import ConfigError
 
@@ -76,7 +78,7 @@ def min_length(settings: EmbeddingSettings) -> int:
 def _settings(args: argparse.Namespace, encoder: Encoder, own: EmbeddingSettings | None) -> EmbeddingSettings:
     """The model's own settings, the command line's in their place; default lengths shrink to what the model takes."""
     found = own
-    full = Size(encoder.num_layers, encoder.hidden_size)
+    full = Size(encoder.num_layers, encoder.embedding_size)
     if found is None and STARBUCKS_LADDER.full == full:
         found = EmbeddingSettings(ladder=tuple((size.layers, size.dim) for size in STARBUCKS_LADDER))
     if (found is None or not found.ladder) and args.sizes in ("ladder", "grid"):
@@ -121,9 +123,9 @@ def choose_sizes(text: str, ladder: Ladder, encoder: Encoder) -> list[Size]:
 def check_sizes(sizes: Iterable[Size], encoder: Encoder) -> None:
     """Refuse sizes that the encoder has not."""
     for size in sizes:
-        if size.layers > encoder.num_layers or size.dim > encoder.hidden_size:
+        if size.layers > encoder.num_layers or size.dim > encoder.embedding_size:
             raise ConfigError(
-                f"size {size} outgrows the encoder of {encoder.num_layers} layers and {encoder.hidden_size} "
+                f"size {size} outgrows the encoder of {encoder.num_layers} layers and {encoder.embedding_size} "
                 "dimensions; choose a smaller one"
             )
 
@@ -141,7 +143,10 @@ def untrained_encoder(encoder: Encoder, *, seed: int = 0) -> Encoder:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         fresh = AutoModel.from_config(copy.deepcopy(encoder.config), trust_remote_code=False).float()
-    return Encoder(fresh, encoder.pooling)
+        heads = heads_up_to(encoder.heads, encoder.num_layers)
+        for parameter in heads.parameters():
+            nn.init.normal_(parameter, std=encoder.hidden_size**-0.5)
+    return Encoder(fresh, encoder.pooling, heads)
 
 
 def choose_device(name: str) -> torch.device:

@@ -69,7 +69,8 @@ def weights_digest(encoder: Encoder) -> str:
     config = {key: value for key, value in encoder.config.to_dict().items() if key not in NOT_COMPUTED_WITH}
     content = json.dumps([config, encoder.pooling], sort_keys=True, default=str)
     digest = hashlib.sha256(content.encode())
-    for name, tensor in sorted(encoder.backbone.state_dict().items()):
+    tensors = encoder.backbone.state_dict() | encoder.heads.state_dict(prefix="heads.")
+    for name, tensor in sorted(tensors.items()):
         if not name.startswith("pooler."):
             values = tensor.detach().cpu().contiguous()
             digest.update(f"{name} {values.dtype} {tuple(values.shape)}\n".encode())

@@ -1,0 +1,97 @@
+"""Linear heads: a map for each depth from its pooled states into the model's embedding space.
+
+The shallow layers of a finished encoder know much of what its last layer says, in coordinates of their own. A head
+puts a depth's pooled states into the last layer's space, where every prefix of dimensions is an embedding: the one of
+size (l, d) is head_l(pool(h_l))[:d]. A depth without a head is as wide as the encoder, and its pooled states are the
+embedding. They stand beside the weights as `heads.safetensors`, under the names LAYERS.weight and LAYERS.bias.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from data.files import refused_by
+from models.sizes import ModelError
+
+HEADS_FILE = "heads.safetensors"
+
+
+def linear_head(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """weight: float [out, hidden]; bias: [out], zeros where there is none."""
+    head = nn.Linear(weight.shape[1], weight.shape[0])
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        head.bias.copy_(torch.zeros_like(head.bias) if bias is None else bias)
+    return head
+
+
+def save_heads(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write `heads.safetensors` into a folder that is being made; nothing where there are no heads."""
+    if tensors:
+        save_file(dict(tensors), folder / HEADS_FILE, metadata={"format": "pt"})
+
+
+def load_heads(folder: str | Path) -> nn.ModuleDict:
+    """The heads beside a model; empty where there are none. Raises ModelError for a file that is not of heads."""
+    path = Path(folder) / HEADS_FILE
+    if not path.is_file():
+        return nn.ModuleDict()
+    mend = "export the model again, or copy its folder again"
+    with refused_by("safetensors", f"heads file {path}", mend=mend, kind=ModelError):
+        tensors = load_file(path)
+    heads = {}
+    for depth in sorted({name.partition(".")[0] for name in tensors}):
+        weight, bias = tensors.pop(f"{depth}.weight", None), tensors.pop(f"{depth}.bias", None)
+        if (
+            not depth.isdecimal()
+            or weight is None
+            or bias is None
+            or weight.shape[:1] != bias.shape
+            or weight.ndim != 2
+        ):
+            raise ModelError(f"heads file {path} has no weight and bias that fit each other for {depth!r}; {mend}")
+        heads[depth] = linear_head(weight, bias)
+    if tensors:
+        raise ModelError(f"heads file {path} holds {min(tensors)!r}, which is no part of a head; {mend}")
+    return nn.ModuleDict(heads)
+
+
+def heads_up_to(heads: nn.ModuleDict, num_layers: int) -> nn.ModuleDict:
+    """Copies of the heads of depths up to `num_layers`."""
+    return nn.ModuleDict({depth: copy.deepcopy(head) for depth, head in heads.items() if int(depth) <= num_layers})
+
+
+def embedding_size(heads: nn.ModuleDict, *, hidden_size: int) -> int:
+    """The width of the space that heads map into; without heads that of the encoder."""
+    outs = _widths(heads.values())
+    return outs.pop() if outs else hidden_size
+
+
+def check_heads(heads: nn.ModuleDict, *, num_layers: int, hidden_size: int, thing: str) -> None:
+    """Raises ModelError for heads that do not fit an encoder, or do not share one space."""
+    for depth, head in heads.items():
+        if not 1 <= int(depth) <= num_layers:
+            raise ModelError(f"{thing} has a head for {depth} layers, and the encoder has {num_layers}; remove it")
+        if head.in_features != hidden_size:
+            raise ModelError(
+                f"{thing} has a head that reads {head.in_features} dimensions, and the encoder has {hidden_size}; "
+                "take the heads that belong to these weights"
+            )
+    if len(outs := _widths(heads.values())) > 1:
+        raise ModelError(f"{thing} has heads into spaces of {sorted(outs)} dimensions; all must share one")
+    if outs and outs != {hidden_size} and len(heads) < num_layers:
+        missing = next(depth for depth in range(1, num_layers + 1) if str(depth) not in heads)
+        raise ModelError(
+            f"{thing} maps into {outs.pop()} dimensions, and {missing} layers, of {hidden_size}, have no head; "
+            "fit heads for all depths"
+        )
+
+
+def _widths(heads: Iterable[nn.Module]) -> set[int]:
+    return {int(head.out_features) for head in heads if isinstance(head, nn.Linear)}
