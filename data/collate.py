@@ -134,6 +134,23 @@ class PairBatch:
         return len(self.queries.tokens) + len(self.passages.tokens)
 
 
+@dataclass(frozen=True)
+class TextBatch:
+    """n texts as they are, for a teacher to teach."""
+
+    texts: Texts  # n
+    hashes: torch.Tensor  # int64 [n], equal for equal texts
+    sample_ids: torch.Tensor  # int64 [n]
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.texts.tokens)
+
+
 @dataclass(frozen=True, eq=False)
 class MaskedCollator:
     """Documents -> MaskedBatch. A `decoder_mask_ratio` of None makes no decoder side; `enhanced` makes one unmasked."""
@@ -222,6 +239,28 @@ class MaskedCollator:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class TextCollator:
+    """Documents -> TextBatch: each text from its beginning, with its folder's prompt, as it would be embedded."""
+
+    vocabulary: Vocabulary
+    _: KW_ONLY
+    max_length: int  # tokens, prompt and special ones included
+    prompts: Sequence[np.ndarray] = ()  # ids, one prompt a source; empty: none
+
+    def __post_init__(self) -> None:
+        _check_length("max_length", self.max_length, self.prompts)
+
+    def __call__(self, samples: Sequence[Sample]) -> TextBatch:
+        room = self.max_length - 2
+        texts = [sample.payload[: room - _prompt_length(self.prompts, sample.source)] for sample in samples]
+        return TextBatch(
+            texts=with_prompts(texts, [sample.source for sample in samples], self.prompts, self.vocabulary),
+            hashes=torch.from_numpy(text_hashes(texts)),
+            sample_ids=_sample_ids(samples),
+        )
+
+
 class _Drawn(NamedTuple):
     """One tuple as its batch holds it, all texts cut to what the model reads."""
 
@@ -261,8 +300,10 @@ class PairCollator:
         passage_query = np.repeat(np.arange(len(samples)), passages_per_query)
         sources = [sample.source for sample in samples]
         return PairBatch(
-            queries=self._with_prompts(queries, sources, self.query_prompts),
-            passages=self._with_prompts(passages, [sources[n] for n in passage_query.tolist()], self.passage_prompts),
+            queries=with_prompts(queries, sources, self.query_prompts, self.vocabulary),
+            passages=with_prompts(
+                passages, [sources[n] for n in passage_query.tolist()], self.passage_prompts, self.vocabulary
+            ),
             targets=torch.from_numpy(np.cumsum(passages_per_query) - passages_per_query),
             passage_query=torch.from_numpy(passage_query),
             scores=_scores([sample.payload for sample in samples], graded=self.graded),
@@ -322,14 +363,6 @@ class PairCollator:
                 order = np.argsort(draws(streams[index : index + 1], np.arange(available)), kind="stable")
                 chosen.append(order[:wanted].tolist())
         return chosen
-
-    def _with_prompts(
-        self, texts: Sequence[np.ndarray], sources: Sequence[int], prompts: Sequence[np.ndarray]
-    ) -> Texts:
-        if prompts:
-            texts = [np.concatenate((prompts[source], text)) for source, text in zip(sources, texts)]
-        tokens, offsets = _with_specials(texts, self.vocabulary)
-        return Texts(torch.from_numpy(tokens), torch.from_numpy(offsets))
 
 
 @dataclass(frozen=True, eq=False)
@@ -441,13 +474,23 @@ def _keys(samples: Sequence[Sample], seed: int) -> np.ndarray:
     )
 
 
-def samples_of(batch: MaskedBatch | PairBatch) -> list[list[int]]:
+def samples_of(batch: MaskedBatch | PairBatch | TextBatch) -> list[list[int]]:
     """[source, index within it] of each sample of a batch."""
     return [list(divmod(number, SOURCE_STRIDE)) for number in batch.sample_ids.tolist()]
 
 
 def _sample_ids(samples: Sequence[Sample]) -> torch.Tensor:
     return torch.tensor([sample.source * SOURCE_STRIDE + sample.index for sample in samples], dtype=torch.int64)
+
+
+def with_prompts(
+    texts: Sequence[np.ndarray], sources: Sequence[int], prompts: Sequence[np.ndarray], vocabulary: Vocabulary
+) -> Texts:
+    """Texts, as ids that are cut already, with their sources' prompts and the special tokens around them."""
+    if prompts:
+        texts = [np.concatenate((prompts[source], text)) for source, text in zip(sources, texts)]
+    tokens, offsets = _with_specials(texts, vocabulary)
+    return Texts(torch.from_numpy(tokens), torch.from_numpy(offsets))
 
 
 def _with_specials(texts: Sequence[np.ndarray], vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:

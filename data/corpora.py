@@ -113,7 +113,8 @@ class Unit:
     columns: tuple[str, ...] = ()  # of a TSV file
     skip_rows: tuple[int, ...] = ()  # 0-based data rows, whole-file units only
     skip_empty: bool = False
-    limit: int | None = None  # records
+    skip: int = 0  # records left out at the start
+    limit: int | None = None  # records after them
     subset: str | None = None  # hub
     split: str = "train"  # hub
     longest_line: int = LONGEST_LINE  # bytes
@@ -134,13 +135,15 @@ def plan_documents(
     skip_empty: bool = False,
     subset: str | None = None,
     split: str = "train",
+    skip: int = 0,
     limit: int | None = None,
     longest_line: int = LONGEST_LINE,
     output: Path | None = None,
 ) -> list[Unit]:
     """Cut files, globs, folders and hub data sets into units of documents.
 
-    Lines of more than `longest_line` bytes are refused; what lies in the folder `output` is no input.
+    The first `skip` records of the first unit are left out, for evaluation, say; then `limit` are taken at most. Lines
+    of more than `longest_line` bytes are refused; what lies in the folder `output` is no input.
     """
     if text_split not in TEXT_SPLITS:
         raise DataError(f"text split {text_split!r} is unknown; use one of {', '.join(TEXT_SPLITS)}")
@@ -161,7 +164,10 @@ def plan_documents(
         else:
             whole = kind == "txt" and text_split != "lines"
             units += _line_units(path, kind, layout, unit_bytes=None if whole else unit_bytes)
-    return _limited([replace(unit, skip_empty=skip_empty, longest_line=longest_line) for unit in units], limit)
+    units = [replace(unit, skip_empty=skip_empty, longest_line=longest_line) for unit in units]
+    if units and skip:
+        units[0] = replace(units[0], skip=skip)
+    return _limited(units, limit)
 
 
 def plan_tuples(
@@ -530,7 +536,7 @@ def read_unit(unit: Unit, tally: Tally | None = None) -> Iterator[tuple[int, Doc
     """(position, record) of every record of a unit; `place` turns a position into words."""
     tally = tally or Tally()
     records = _id_records(unit, tally) if isinstance(unit.layout, IdLayout) else _records(unit, tally)
-    return itertools.islice(records, unit.limit)
+    return itertools.islice(records, unit.skip, None if unit.limit is None else unit.skip + unit.limit)
 
 
 def place(unit: Unit, position: int) -> str:

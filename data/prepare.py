@@ -600,6 +600,7 @@ def _plan_documents(arguments: argparse.Namespace, output: Path) -> list[Unit]:
         skip_empty=arguments.skip_empty,
         subset=arguments.subset,
         split=arguments.split,
+        skip=getattr(arguments, "skip_first", 0),
         limit=arguments.limit,
         longest_line=arguments.longest_line * 2**20,
         output=output,
@@ -768,9 +769,26 @@ def _parser() -> argparse.ArgumentParser:
     _shard_options(documents)
     _source_options(documents)
     _text_options(documents)
+    documents.add_argument(
+        "--skip-first",
+        metavar="N",
+        type=int,
+        default=0,
+        help="leave the first N records of the first input out, to evaluate on (default 0)",
+    )
     documents.set_defaults(
         run=prepare_shards,
-        identity=["text_column", "text_split", "subset", "split", "limit", "seed", "shard_megabytes", "chunk_samples"],
+        identity=[
+            "text_column",
+            "text_split",
+            "subset",
+            "split",
+            "skip_first",
+            "limit",
+            "seed",
+            "shard_megabytes",
+            "chunk_samples",
+        ],
     )
 
     tuples = commands.add_parser(

@@ -26,7 +26,7 @@ from pathlib import Path
 from data.files import is_unicode
 from data.secrets import HIDDEN, variables_of, without_secrets
 from launch.options import JobOptions
-from trainer.config import ConfigError, Recipe, as_tables, as_toml, check_world, is_begun
+from trainer.config import COMMANDS, ConfigError, Recipe, as_tables, as_toml, check_world, is_begun
 
 TEMPLATES = Path(__file__).resolve().parent / "slurm"
 VARIABLES = "variables.sh"
@@ -73,7 +73,7 @@ def training_job(recipe: Recipe, options: JobOptions, *, where: str, resume: boo
     names = [path.name for path in (run / "job").glob("[0-9]*")]
     number = 1 + max((int(name) for name in names if re.fullmatch("[0-9]{1,9}", name)), default=0)
     folder = run / "job" / f"{number:03d}"
-    task = {"masked": "pretrain", "contrastive": "finetune"}[recipe.objective.name]
+    task = COMMANDS[recipe.objective.name]
     resolved = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, resume="auto"))
     script = fill(
         f"{task}.sbatch",

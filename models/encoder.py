@@ -334,6 +334,22 @@ def truncate_layers(backbone: PreTrainedModel, num_layers: int) -> PreTrainedMod
     return backbone
 
 
+def set_dropout(backbone: PreTrainedModel, probability: float) -> None:
+    """Give every dropout of the backbone one probability, in its config too; below 0: leave them as they are."""
+    if probability < 0:
+        return
+    for module in backbone.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = probability
+        # Families whose attention draws by a number of its own (ModernBERT).
+        for name in ("attention_dropout", "dropout_prob"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, probability)
+    for name, value in backbone.config.to_dict().items():
+        if "dropout" in name and isinstance(value, float):
+            setattr(backbone.config, name, probability)
+
+
 def load_encoder(source: str | Path, *, pooling: str | None = None) -> Encoder:
     """An encoder from a local folder or a hub name. `pooling` None: what `barista.json` says, else CLS."""
     backbone = load_pretrained(AutoModel, source)

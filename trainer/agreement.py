@@ -23,6 +23,7 @@ from trainer.build import ModelParts
 from trainer.config import Recipe, flat
 from trainer.distributed import Refused, World, gather_objects, named_ranks
 from trainer.engine import read_ds_config
+from trainer.teacher import LiveTeacher, StoredTeacher
 
 Facts = dict[str, str]
 
@@ -32,6 +33,8 @@ FREE_KEYS = frozenset(
         "data.shards",
         "model.source",
         "guide.model",
+        "teacher.model",
+        "teacher.store",
         "engine.ds_config",
         "data.cache_dir",
         "data.cache_gib",
@@ -68,6 +71,10 @@ def facts_of(recipe: Recipe, sources: Sequence[ShardFolder], parts: ModelParts) 
         facts["model.source"] = f"weights {fingerprint(_read(parts.encoder))}"
     if parts.guide is not None:
         facts["guide.model"] = f"weights {fingerprint(_read(parts.guide.encoder))}"
+    if isinstance(parts.teacher, LiveTeacher):
+        facts["teacher.model"] = f"weights {fingerprint(_read(parts.teacher.frozen.encoder))}"
+    elif isinstance(parts.teacher, StoredTeacher):
+        facts["teacher.store"] = f"record {parts.teacher.store.fingerprint}"
     return facts | {f"the version of {name}": version for name, version in versions().items()}
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from data.collate import MaskedCollator, MaskedPairCollator, PairCollator, SpanCollator
+from data.collate import MaskedCollator, MaskedPairCollator, PairCollator, SpanCollator, TextCollator
 from data.errors import DataError
 from data.files import refused_by
 from data.remote import Cache, is_remote
@@ -34,6 +34,7 @@ from models.encoder import (
     load_encoder,
     load_masked_lm,
     longest_input,
+    set_dropout,
     truncate_layers,
 )
 from models.heads import HEADS_FILE, heads_up_to
@@ -48,6 +49,7 @@ from trainer.guide import Guide, load_guide
 from trainer.objectives import REGISTRY, Objective, wanted_layers
 from trainer.read_keys import is_read
 from trainer.size_schedules import build_schedule
+from trainer.teacher import LiveTeacher, Teacher, Teaching, load_teacher
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -70,7 +72,8 @@ _SHARED_BYTES_A_WORKER = 2**20
 class ModelParts:
     """`module` is what the engine trains; `encoder` the part that embeds; `saved` the Hugging Face model to write.
 
-    `adapter`: peft's view of `saved`, where adapters train. `guide`: a frozen model beside it, which is not saved.
+    `adapter`: peft's view of `saved`, where adapters train. `guide`, `teacher`: frozen models beside it, which are not
+    saved.
     """
 
     module: nn.Module
@@ -79,6 +82,7 @@ class ModelParts:
     tokenizer: Any
     adapter: PeftModel | None = None
     guide: Guide | None = None
+    teacher: Teacher | None = None
 
 
 def open_shards(recipe: Recipe) -> list[ShardFolder]:
@@ -141,12 +145,19 @@ def open_stream(recipe: Recipe, sources: Sequence[ShardFolder], *, rank: int, wo
 
 
 def build_model(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
-    parts, guide = _build_trained(recipe, sources), load_guide(recipe, sources)
-    if guide is not None and not guide.encoder.is_static:
-        half_precision = multiplies_in_bf16(read_ds_config(recipe.engine.ds_config))
-        backbone = guide.encoder.to(torch.bfloat16 if half_precision else torch.float32).backbone
-        backbone.set_attn_implementation(_fastest_attention(backbone, half_precision=half_precision))
-    return replace(parts, guide=guide)
+    parts = _build_trained(recipe, sources)
+    guide, teacher = load_guide(recipe, sources), load_teacher(recipe, sources)
+    half_precision = multiplies_in_bf16(read_ds_config(recipe.engine.ds_config))
+    for frozen in (guide, teacher.frozen if isinstance(teacher, LiveTeacher) else None):
+        if frozen is not None and not frozen.encoder.is_static:
+            backbone = frozen.encoder.to(torch.bfloat16 if half_precision else torch.float32).backbone
+            backbone.set_attn_implementation(_fastest_attention(backbone, half_precision=half_precision))
+    if teacher is not None and teacher.width < (dim := parts.encoder.embedding_size):
+        raise ConfigError(
+            f"the teacher's vectors have {teacher.width} dimensions, and the student's {dim}; fit heads into the "
+            "teacher's space first (python -m trainer.closed_form), or choose a wider teacher"
+        )
+    return replace(parts, guide=guide, teacher=teacher)
 
 
 def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
@@ -196,6 +207,7 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
         _check_static(recipe)
         return ModelParts(encoder, encoder, encoder.backbone, tokenizer)
     _check_lengths(recipe, encoder)
+    set_dropout(encoder.backbone, recipe.model.dropout)
     truncate_layers(encoder.backbone, wanted_layers(recipe))
     encoder.heads = heads_up_to(encoder.heads, wanted_layers(recipe))
     encoder.backbone.set_attn_implementation(_attention(recipe, encoder.backbone))
@@ -208,8 +220,14 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
         # Lengths differ from one micro-batch to the next.
         encoder.backbone.compile(dynamic=True)
     _say_what_stays(recipe)
-    if recipe.objective.name == "contrastive":
+    if recipe.objective.name != "masked":
         freeze_lower_layers(encoder.backbone, recipe.model.frozen_layers)
+        if recipe.model.trains == "heads":
+            if not len(encoder.heads):
+                raise ConfigError(
+                    f'model.trains = "heads", and {source} has none; fit them first (python -m trainer.closed_form)'
+                )
+            encoder.backbone.requires_grad_(False)
         return ModelParts(encoder, encoder, encoder.backbone, tokenizer, adapter)
     assert masked_lm is not None
     masked_lm.config.num_hidden_layers = encoder.num_layers
@@ -254,7 +272,10 @@ def build_objective(recipe: Recipe, parts: ModelParts, *, pad_id: int) -> Object
     backbone = parts.encoder.backbone
     make = REGISTRY[recipe.objective.name]
     shape, static = Shape.of(parts.encoder.config), {"static": True} if parts.encoder.is_static else {}
-    return make(recipe, schedule, shape=shape, pad_id=pad_id, packed=packs(backbone), guide=parts.guide, **static)
+    frozen: dict[str, Any] = {"guide": parts.guide} if recipe.objective.name != "distill" else {}
+    if recipe.is_taught:
+        frozen["teaching"] = Teaching.of(recipe, parts.teacher)
+    return make(recipe, schedule, shape=shape, pad_id=pad_id, packed=packs(backbone), **frozen, **static)
 
 
 def _made_of_config() -> contextlib.AbstractContextManager[None]:
@@ -342,11 +363,14 @@ def _check_lengths(recipe: Recipe, encoder: Encoder) -> None:
             raise ConfigError(f"data.{name} = {getattr(recipe.data, name)} is beyond the encoder's {room} positions")
 
 
-Collator = MaskedCollator | SpanCollator | MaskedPairCollator | PairCollator
+Collator = MaskedCollator | SpanCollator | MaskedPairCollator | PairCollator | TextCollator
 
 
 def collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> Collator:
     chosen, vocabulary = recipe.objective, sources[0].vocabulary
+    if chosen.name == "distill":
+        prompts = _prompt_ids("passage_prompts", recipe.prompts[1], sources)
+        return TextCollator(vocabulary, max_length=recipe.data.max_length, prompts=prompts)
     if chosen.name != "masked":
         return _pair_collator(recipe, sources)
     if vocabulary.mask_id is None:

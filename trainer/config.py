@@ -61,6 +61,8 @@ class ModelConfig:
     ladder: list[list[int]] = field(
         default_factory=lambda: [[2, 32], [4, 64], [6, 128], [8, 256], [10, 512], [12, 768]]
     )
+    trains: str = "all"  # all | heads: the linear maps of each depth alone, so that a depth without one stays as it is
+    dropout: float = -1.0  # every dropout probability of the encoder; below 0: as its config says
     output_dim: int = 0  # a reduced-dimension model: the ladder ends at so many dimensions; 0: at the encoder's own
     frozen_layers: int = 0  # k > 0: the embeddings and the first k layers do not train
     lora_rank: int = 0  # 0: the weights train; above: adapters of this rank alone (contrastive; needs peft)
@@ -93,8 +95,10 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    name: str = ""  # masked | contrastive
-    sizes: str = "ladder"  # ladder | full | one | mrl | adaptive_layers | two_d | two_d_listed | two_d_all_widths
+    name: str = ""  # masked | contrastive | distill
+    # ladder | grid (each depth of the ladder with each width) | full | one | mrl | adaptive_layers | two_d |
+    # two_d_listed | two_d_all_widths
+    sizes: str = "ladder"
     size: str = ""  # for sizes = "one": LAYERSxDIM; the encoder is cut to its layers
     preset: str = ""  # paper | released-code: sets what the recipe does not write out, by trainer/presets.py
     preset_for: str = ""  # which fine-tuning the preset is of: retrieval | sts; empty for masked
@@ -133,6 +137,19 @@ class GuideConfig:
     model: str = ""  # folder or hub name of a frozen encoder, with the shards' tokenizer, that filters or teaches
     pooling: str = ""  # cls | mean; empty: its barista.json's
     temperature: float = 0.0  # divides its scores where it teaches; 0: its barista.json's
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    model: str = ""  # folder or hub name of a frozen encoder whose vectors are learnt; empty: model.source, as it is
+    pooling: str = ""  # cls | mean; empty: what its folder says
+    vectors: str = "live"  # live: a forward pass of it a step | stored: read from `store`, any model's
+    store: str = ""  # folder written by trainer.teacher_vectors
+    vector_weight: float = 1.0  # of 1 - cosine to the teacher's prefix
+    similarity_weight: float = 0.0  # of the KL of similarities within the global batch
+    gram_weight: float = 0.0  # of the squared error of similarities within the global batch
+    order_weight: float = 0.0  # of the order of similarities, by triples of the global batch's texts
+    temperature: float = 0.05  # divides similarities in the KL
 
 
 @dataclass(frozen=True)
@@ -208,6 +225,7 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     guide: GuideConfig = field(default_factory=GuideConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -223,7 +241,8 @@ class Recipe:
     @property
     def reads_documents(self) -> bool:
         """Whether its shards hold documents; else they hold tuples."""
-        return self.objective.name == "masked" and self.objective.pairs != "tuples"
+        name = self.objective.name
+        return name == "distill" or (name == "masked" and self.objective.pairs != "tuples")
 
     @property
     def is_static(self) -> bool:
@@ -244,14 +263,13 @@ class Recipe:
     @property
     def adapter_rank(self) -> int:
         """0: the weights train."""
-        return self.model.lora_rank if self.objective.name == "contrastive" else 0
+        return self.model.lora_rank if self.objective.name != "masked" else 0
 
     @property
     def prompts(self) -> tuple[list[str], list[str]]:
         """Before queries and before passages: none, one for all folders, or one each; none in pre-training."""
-        return (
-            (self.data.query_prompts, self.data.passage_prompts) if self.objective.name == "contrastive" else ([], [])
-        )
+        name, data = self.objective.name, self.data
+        return data.query_prompts if name != "masked" else [], data.passage_prompts if name != "masked" else []
 
     @property
     def guide_filters(self) -> bool:
@@ -272,23 +290,41 @@ class Recipe:
         return self.guide_filters or self.guide_teaches
 
     @property
+    def is_taught(self) -> bool:
+        """Whether a teacher's vectors are learnt, alone or beside a contrastive loss."""
+        objective = self.objective
+        return objective.name == "distill" or (
+            objective.name == "contrastive" and bool(self.teacher.model or self.teacher.store)
+        )
+
+    @property
+    def compares_texts(self) -> bool:
+        """Whether a text's gradient depends on the other texts of its batch."""
+        teacher = self.teacher
+        relational = any((teacher.similarity_weight, teacher.gram_weight, teacher.order_weight))
+        return self.objective.name == "contrastive" or (self.objective.name == "distill" and relational)
+
+    @property
     def single_size(self) -> Size | None:
         """The size that is trained on its own, for objective.sizes = "one"."""
         return Size.parse(self.objective.size) if self.objective.sizes == "one" else None
 
 
 _MOST_BASES = 32
+# objective.name -> the command `python -m trainer.…` that trains it.
+COMMANDS = {"masked": "pretrain", "contrastive": "finetune", "distill": "distill"}
 DRAWN_SIZES = ("two_d", "two_d_listed", "two_d_all_widths")  # objective.sizes that draw sizes each step
 
 _CHOICES = {
     "run.resume": ("never", "auto", "required"),
     "model.pooling": ("cls", "mean"),
+    "model.trains": ("all", "heads"),
     "model.attention": ("auto", "eager", "sdpa", "flash_attention_2", "packed"),
     "data.batches": ("mixed", "one_dataset"),
     "data.verify": ("first_read", "size"),
     "data.bad_shards": ("refuse", "skip"),
-    "objective.name": ("masked", "contrastive"),
-    "objective.sizes": ("ladder", "full", "one", "mrl", "adaptive_layers", *DRAWN_SIZES),
+    "objective.name": tuple(COMMANDS),
+    "objective.sizes": ("ladder", "grid", "full", "one", "mrl", "adaptive_layers", *DRAWN_SIZES),
     "objective.preset": ("", *PRESETS),
     "objective.preset_for": ("", *PRESETS_FOR),
     "objective.decoding": ("basic", "enhanced"),
@@ -301,6 +337,8 @@ _CHOICES = {
     "objective.kl_teacher": ("full", "guide"),
     "objective.filter_by": ("full", "guide"),
     "guide.pooling": ("", "cls", "mean"),
+    "teacher.pooling": ("", "cls", "mean"),
+    "teacher.vectors": ("live", "stored"),
     "objective.backward": ("grad_cache", "direct"),
     "optim.schedule": ("linear", "cosine", "constant"),
 }
@@ -334,6 +372,10 @@ _AT_LEAST = {
     "optim.max_grad_norm": 0,
     "objective.kl_weight": 0,
     "guide.temperature": 0,
+    "teacher.vector_weight": 0,
+    "teacher.similarity_weight": 0,
+    "teacher.gram_weight": 0,
+    "teacher.order_weight": 0,
 }
 _ABOVE_ZERO = (
     "model.lora_alpha",
@@ -369,6 +411,12 @@ _AT_MOST: dict[str, float] = {
     "objective.kl_temperature": 1e6,
     "objective.false_negative_margin": 1e6,
     "guide.temperature": 1e6,
+    "model.dropout": 0.99,
+    "teacher.vector_weight": 1e6,
+    "teacher.similarity_weight": 1e6,
+    "teacher.gram_weight": 1e6,
+    "teacher.order_weight": 1e6,
+    "teacher.temperature": 1e6,
     "optim.lr": 1e6,
     "optim.weight_decay": 1e6,
     "optim.eps": 1e6,
@@ -391,13 +439,15 @@ _AT_MOST: dict[str, float] = {
     "debug.replay": _STEPS,
 }
 # What divides, and must not become 0 in float32.
-_SMALLEST = {"objective.temperature": 1e-6, "objective.kl_temperature": 1e-6}
+_SMALLEST = {"objective.temperature": 1e-6, "objective.kl_temperature": 1e-6, "teacher.temperature": 1e-6}
 _SHARES = ("objective.encoder_mask_ratio", "objective.decoder_mask_ratio")  # in (0, 1)
 # Folders and files, which may be addresses. What texts and models are made of is never changed for showing it.
 _PLACES = (
     "run.output",
     "model.source",
     "guide.model",
+    "teacher.model",
+    "teacher.store",
     "data.shards",
     "data.cache_dir",
     "engine.ds_config",
@@ -634,6 +684,7 @@ def check(recipe: Recipe) -> None:
     _check_preset(objective)
     _check_size_weights(recipe, 1 if objective.sizes in ("full", "one") else len(ladder))
     _check_guide(recipe)
+    _check_teacher(recipe)
     _check_trained_part(recipe)
 
 
@@ -670,12 +721,43 @@ def _check_guide(recipe: Recipe) -> None:
             raise ConfigError(f'objective.{key} = "guide" needs one; name its folder in guide.model')
 
 
+def _check_teacher(recipe: Recipe) -> None:
+    """A teacher that can teach: named, with something to teach, in a space that has only directions."""
+    teacher, objective = recipe.teacher, recipe.objective
+    if not recipe.is_taught:
+        return
+    if not any((teacher.vector_weight, teacher.similarity_weight, teacher.gram_weight, teacher.order_weight)):
+        raise ConfigError("all weights of [teacher] are 0, so nothing is learnt from it; set teacher.vector_weight")
+    if objective.similarity != "cosine":
+        raise ConfigError(
+            f"objective.similarity = {objective.similarity!r}: a teacher's directions are learnt, not its vectors' "
+            'lengths; set it to "cosine"'
+        )
+    if teacher.vectors == "stored" and not teacher.store:
+        raise ConfigError(
+            'teacher.vectors = "stored" needs the folder of the vectors; make it with `python -m '
+            "trainer.teacher_vectors` and name it in teacher.store"
+        )
+    if teacher.vectors == "live" and not (teacher.model or recipe.model.source):
+        raise ConfigError("there is no teacher; name its folder in teacher.model")
+    if objective.name == "distill" and objective.sizes in DRAWN_SIZES:
+        raise ConfigError(
+            f'objective.sizes = "{objective.sizes}" is a schedule of contrastive fine-tuning; use "grid" or "ladder"'
+        )
+
+
 def _check_trained_part(recipe: Recipe) -> None:
     """Frozen layers and adapters must leave something that can train, and stand on trained weights."""
     model = recipe.model
     for key, value in (("lora_rank", model.lora_rank), ("frozen_layers", model.frozen_layers)):
         if value and is_read(recipe, f"model.{key}") and not model.source:
             raise ConfigError(f"model.{key} = {value} would keep random weights; give model.source, a trained encoder")
+    if model.trains == "heads" and is_read(recipe, "model.trains"):
+        if not model.source:
+            raise ConfigError('model.trains = "heads" keeps random weights; give model.source, a trained encoder')
+        for key in ("frozen_layers", "lora_rank"):
+            if getattr(model, key):
+                raise ConfigError(f'model.{key} = {getattr(model, key)} has nothing to do where model.trains = "heads"')
     deepest = (recipe.single_size or recipe.ladder.full).layers
     if is_read(recipe, "model.frozen_layers") and model.frozen_layers >= deepest:
         raise ConfigError(

@@ -31,6 +31,7 @@ from trainer.losses import (
 from trainer.prefix_contrastive import PrefixTerms, prefix_contrastive_
 from trainer.read_keys import is_read
 from trainer.size_schedules import Schedule, SizePlan
+from trainer.teacher import Teaching
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class ContrastiveObjective:
     guide: Guide | None = None
     filter_by: str = FULL
     kl_teacher: str = FULL
+    teaching: Teaching | None = None
 
     def forward_backward(self, engine: Passes, batch: PairBatch, step: int) -> StepReport:
         plan = self.schedule(step)
@@ -101,7 +103,8 @@ class ContrastiveObjective:
         vectors = output.detach().float()  # the same memory where the output is float32: nobody reads it again
         own = vectors[: len(texts)]
         filters_itself = self.false_negative_margin is not None and not self._guide_filters
-        if self.loss == "infonce" and not (self.kl != "none" and self.kl_weight) and not filters_itself:
+        only_infonce = not (self.kl != "none" and self.kl_weight) and self.teaching is None
+        if self.loss == "infonce" and only_infonce and not filters_itself:
             losses = self._prefix_infonce_(own, batch, plan, engine)
         else:
             embeddings = [own[:, : size.dim].clone() for size in plan.sizes]
@@ -156,6 +159,13 @@ class ContrastiveObjective:
         divergence, more = self._coordinate_kl(embeddings, plan) if on_coordinates else ({}, [])
         lengths = [normalize_(each) for each in embeddings] if self.similarity == "cosine" else []
         gradients = [torch.zeros_like(each) for each in embeddings]
+        taught: dict[str, Tensor] = {}
+        if self.teaching is not None:
+            vectors = self.teaching.teacher.vectors(batch, device=engine.device, beat=engine.beat)
+            num_texts = int(sum_over_ranks([float(len(vectors))], engine.device)[0])
+            taught = self.teaching.add_gradients(
+                embeddings, vectors, gradients, plan, engine.world, num_texts=max(1, num_texts)
+            )
         guide = self._guide_vectors(batch, engine) if self._guide_filters or self._guide_teaches else None
         if self.loss == "cosent":
             losses = self._cosent(embeddings, gradients, batch, plan, engine)
@@ -171,6 +181,9 @@ class ContrastiveObjective:
             gradient += extra
         if on_coordinates:
             losses["loss"] = losses["loss"] + divergence.pop("loss")
+        if taught:
+            losses["loss"] = losses["loss"] + taught["loss"]
+            losses |= {name: value for name, value in taught.items() if not name.startswith("loss")}
         return losses | divergence, gradients
 
     def _infonce(
@@ -345,6 +358,7 @@ def contrastive(
     packed: bool,
     static: bool = False,
     guide: Guide | None = None,
+    teaching: Teaching | None = None,
 ) -> ContrastiveObjective:
     chosen = recipe.objective
     filters = chosen.filter_false_negatives and is_read(recipe, "objective.filter_false_negatives")
@@ -371,4 +385,5 @@ def contrastive(
         guide=guide,
         filter_by=chosen.filter_by,
         kl_teacher=chosen.kl_teacher,
+        teaching=teaching,
     )

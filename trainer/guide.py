@@ -50,15 +50,16 @@ class Guide:
         self, queries: Texts, passages: Texts, *, device: torch.device, beat: Callable[[str], None]
     ) -> tuple[Tensor, Tensor]:
         """float32 [n, g] and [m, g] of these texts, of unit length for cosine."""
-        self.encoder.to(device)
         limits = self.query_max_length, self.passage_max_length
         first, second = (
-            self._embed(cut(texts, limit), device, beat) for texts, limit in zip((queries, passages), limits)
+            self.embed(cut(texts, limit), device=device, beat=beat) for texts, limit in zip((queries, passages), limits)
         )
         return first, second
 
     @torch.no_grad()
-    def _embed(self, texts: Texts, device: torch.device, beat: Callable[[str], None]) -> Tensor:
+    def embed(self, texts: Texts, *, device: torch.device, beat: Callable[[str], None]) -> Tensor:
+        """float32 [n, g] of these texts as they are, of unit length for cosine."""
+        self.encoder.to(device)
         vectors = torch.empty(len(texts), self.size.dim, device=device)
         if self.encoder.is_static and len(texts):
             beat("guide")
@@ -90,38 +91,64 @@ def cut(texts: Texts, longest: int) -> Texts:
 
 def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | None:
     """The recipe's guide, in eval mode without gradients, or None. Whatever is wrong with it is a ConfigError."""
-    chosen, source = recipe.guide, recipe.guide.model
+    chosen = recipe.guide
     if not recipe.uses_guide:
         return None
+    return load_frozen(
+        recipe,
+        sources,
+        section="guide",
+        source=chosen.model,
+        pooling=chosen.pooling,
+        temperature=chosen.temperature,
+        needs_temperature=recipe.guide_teaches,
+    )
+
+
+def load_frozen(
+    recipe: Recipe,
+    sources: Sequence[ShardFolder],
+    *,
+    section: str,
+    source: str,
+    pooling: str,
+    temperature: float,
+    needs_temperature: bool = False,
+) -> Guide:
+    """A frozen model that reads the batch's own ids, in eval mode. Whatever is wrong with it is a ConfigError.
+
+    section: of the recipe, which names it: "guide". temperature: 0 for its own.
+    """
+    named = f"{section}.model = {source!r}"
     try:
         tokenizer = load_tokenizer(source)
         settings = EmbeddingSettings.load(source) if Path(source).is_dir() else None
     except (DataError, ModelError) as error:
-        raise ConfigError(f"guide.model = {source!r}: {error}") from None
+        raise ConfigError(f"{named}: {error}") from None
     fingerprint = tokenizer_fingerprint(tokenizer)
     for folder in sources:
         if fingerprint != folder.manifest.tokenizer["fingerprint"]:
             raise ConfigError(
-                f"guide.model = {source!r} has another tokenizer than the shards in {folder.path}, whose ids it would "
-                "read; choose a guide with theirs, or make the shards again with its own"
+                f"{named} has another tokenizer than the shards in {folder.path}, whose ids it would read; choose a "
+                f"{section} with theirs, or make the shards again with its own"
             )
     if settings is not None and settings.tokenizer not in (None, fingerprint):
         raise ConfigError(
-            f"guide.model = {source!r} was trained with another tokenizer than the one in its folder, as its "
-            "barista.json says; copy the model folder again"
+            f"{named} was trained with another tokenizer than the one in its folder, as its barista.json says; copy "
+            "the model folder again"
         )
-    if settings is None and not chosen.pooling:
-        raise ConfigError(f"guide.model = {source!r} has no barista.json to say how it pools; set guide.pooling")
-    if settings is None and recipe.guide_teaches and not chosen.temperature:
-        raise ConfigError(f"guide.model = {source!r} has no barista.json with a temperature; set guide.temperature")
+    if settings is None and not pooling:
+        raise ConfigError(f"{named} has no barista.json to say how it pools; set {section}.pooling")
+    if settings is None and needs_temperature and not temperature:
+        raise ConfigError(f"{named} has no barista.json with a temperature; set {section}.temperature")
     try:
-        encoder = load_encoder(source, pooling=chosen.pooling or None).requires_grad_(False).eval()
+        encoder = load_encoder(source, pooling=pooling or None).requires_grad_(False).eval()
     except ModelError as error:
-        raise ConfigError(f"guide.model = {source!r}: {error}") from None
+        raise ConfigError(f"{named}: {error}") from None
     if (rows := encoder.word_embeddings.weight.shape[0]) < sources[0].vocabulary.size:
         raise ConfigError(
-            f"guide.model = {source!r} has {rows} token embeddings for the {sources[0].vocabulary.size} ids of the "
-            "shards' tokenizer; choose another"
+            f"{named} has {rows} token embeddings for the {sources[0].vocabulary.size} ids of the shards' tokenizer; "
+            "choose another"
         )
     size = settings.sizes.full if settings and settings.ladder else Size(encoder.num_layers, encoder.embedding_size)
     if not encoder.is_static:
@@ -130,7 +157,7 @@ def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | None:
     if settings is None:
         settings = EmbeddingSettings(query_max_length=2**31, passage_max_length=2**31)
     else:
-        _say_if_prompts_differ(recipe, settings)
+        _say_if_prompts_differ(recipe, settings, section)
     positions = longest_input(encoder.backbone) or getattr(encoder.config, "max_position_embeddings", None) or 2**31
     used = data.max_length if recipe.reads_documents else max(data.query_max_length, data.passage_max_length)
     longest = min(used, max(settings.query_max_length, settings.passage_max_length), positions)
@@ -138,7 +165,7 @@ def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | None:
         encoder,
         size,
         settings.similarity,
-        chosen.temperature or settings.temperature,
+        temperature or settings.temperature,
         query_max_length=min(settings.query_max_length, positions),
         passage_max_length=min(settings.passage_max_length, positions),
         token_budget=recipe.train.micro_batch_size * longest,
@@ -146,15 +173,18 @@ def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | None:
     )
 
 
-def _say_if_prompts_differ(recipe: Recipe, settings: EmbeddingSettings) -> None:
+def _say_if_prompts_differ(recipe: Recipe, settings: EmbeddingSettings, section: str) -> None:
     query_prompts, passage_prompts = recipe.prompts
     for name, own, given in (
         ("query", settings.query_prompt, query_prompts),
         ("passage", settings.passage_prompt, passage_prompts),
     ):
+        if recipe.reads_documents and name == "query":
+            continue
         if set(given or [""]) != {own}:
             log.warning(
-                "the guide was trained with the %s prompt %r, and reads this recipe's texts with %s",
+                "the %s was trained with the %s prompt %r, and reads this recipe's texts with %s",
+                section,
                 name,
                 own,
                 " or ".join(map(repr, sorted(set(given or [""])))),

@@ -97,14 +97,14 @@ def _is_the_disks(error: Exception) -> bool:
 def embedding_settings(recipe: Recipe) -> EmbeddingSettings:
     """What goes into barista.json. A size trained on its own is a ladder of one."""
     ladder = recipe.ladder if recipe.single_size is None else Ladder((recipe.single_size,))
-    masked = recipe.objective.name == "masked"
+    alike = recipe.reads_documents or recipe.objective.name == "masked"  # queries and passages are cut alike
     query_prompts, passage_prompts = recipe.prompts
     return EmbeddingSettings(
         pooling=recipe.model.pooling,
         similarity=recipe.objective.similarity,
         ladder=tuple((size.layers, size.dim) for size in ladder),
-        query_max_length=recipe.data.max_length if masked else recipe.data.query_max_length,
-        passage_max_length=recipe.data.max_length if masked else recipe.data.passage_max_length,
+        query_max_length=recipe.data.max_length if alike else recipe.data.query_max_length,
+        passage_max_length=recipe.data.max_length if alike else recipe.data.passage_max_length,
         query_prompt=_common(query_prompts),
         passage_prompt=_common(passage_prompts),
         temperature=recipe.objective.temperature,

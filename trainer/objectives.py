@@ -2,7 +2,8 @@
 
 An objective turns this rank's share of a global batch into gradients in the engine and says what it saw. All it
 returns adds up over ranks: losses are parts of the global batch's means. The registry maps a recipe's
-`objective.name` to what makes it (trainer/masked.py, trainer/contrastive.py); a new idea is one class and one line.
+`objective.name` to what makes it (trainer/masked.py, contrastive.py, distillation.py); a new idea is one class and one
+line.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 from trainer.backward import Passes, StepReport
 from trainer.config import Recipe
 from trainer.contrastive import contrastive
+from trainer.distillation import distillation
 from trainer.masked import masked
 
 
@@ -20,7 +22,11 @@ class Objective(Protocol):
     def forward_backward(self, engine: Passes, batch: Any, step: int) -> StepReport: ...
 
 
-REGISTRY: dict[str, Callable[..., Objective]] = {"masked": masked, "contrastive": contrastive}
+REGISTRY: dict[str, Callable[..., Objective]] = {
+    "masked": masked,
+    "contrastive": contrastive,
+    "distill": distillation,
+}
 
 
 def wanted_layers(recipe: Recipe) -> int:

@@ -24,11 +24,25 @@ class Condition:
     holds: Callable[[Recipe], bool]
 
 
-_SEVERAL = ("ladder", "mrl", "adaptive_layers")  # objective.sizes of several fixed sizes
+_SEVERAL = ("ladder", "grid", "mrl", "adaptive_layers")  # objective.sizes of several fixed sizes
 _ALONE = ("full", "one")  # and of one
 
 MASKED = Condition('objective.name = "masked"', lambda recipe: recipe.objective.name == "masked")
 CONTRASTIVE = Condition('objective.name = "contrastive"', lambda recipe: recipe.objective.name == "contrastive")
+EMBEDS = Condition(
+    'objective.name = "contrastive" or "distill"', lambda recipe: recipe.objective.name in ("contrastive", "distill")
+)
+DISTILLS = Condition('objective.name = "distill"', lambda recipe: recipe.objective.name == "distill")
+DOCUMENTS = Condition(
+    'objective.name = "masked" or "distill"', lambda recipe: recipe.objective.name in ("masked", "distill")
+)
+TAUGHT = Condition(
+    'a teacher (objective.name = "distill", or teacher.model beside objective.name = "contrastive")',
+    lambda recipe: recipe.is_taught,
+)
+LIVE = Condition('teacher.vectors = "live"', lambda recipe: recipe.teacher.vectors == "live")
+STORED = Condition('teacher.vectors = "stored"', lambda recipe: recipe.teacher.vectors == "stored")
+SIMILARITIES = Condition("teacher.similarity_weight above 0", lambda recipe: recipe.teacher.similarity_weight > 0)
 TUPLES = Condition(
     'shards of tuples (objective.name = "contrastive", or objective.pairs = "tuples" beside masked losses)',
     lambda recipe: not recipe.reads_documents,
@@ -37,9 +51,23 @@ COMPARISONS = Condition(
     'a contrastive term (objective.name = "contrastive", or objective.pairs beside masked losses)',
     lambda recipe: recipe.objective.name == "contrastive" or recipe.pairs != "none",
 )
+SIMILARITY = Condition(
+    COMPARISONS.words, lambda recipe: COMPARISONS.holds(recipe) or recipe.objective.name == "distill"
+)
 NEGATIVES = Condition(
     'objective.loss = "infonce"',
     lambda recipe: recipe.objective.name != "contrastive" or recipe.objective.loss == "infonce",
+)
+SCORED = Condition(
+    'a contrastive term with objective.loss = "infonce", or teacher.similarity_weight or order_weight above 0',
+    lambda recipe: (
+        (COMPARISONS.holds(recipe) and NEGATIVES.holds(recipe))
+        or (recipe.is_taught and bool(recipe.teacher.similarity_weight or recipe.teacher.order_weight))
+    ),
+)
+CACHES = Condition(
+    'a loss that compares a batch\'s texts (objective.name = "contrastive", or relational weights in [teacher])',
+    lambda recipe: recipe.compares_texts,
 )
 PAIRS = Condition('objective.pairs = "spans" or "tuples"', lambda recipe: recipe.pairs != "none")
 SPANS = Condition('objective.pairs = "spans"', lambda recipe: recipe.pairs == "spans")
@@ -98,22 +126,24 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "model.pooling": ALWAYS,
     "model.attention": (LAYERS,),
     "model.ladder": ALWAYS,
+    "model.trains": (EMBEDS, LAYERS),
+    "model.dropout": (LAYERS,),
     "model.output_dim": ALWAYS,
     "model.frozen_layers": (LAYERS,),
-    "model.lora_rank": (CONTRASTIVE, LAYERS),
-    "model.lora_alpha": (CONTRASTIVE, LAYERS, ADAPTERS),
-    "model.lora_dropout": (CONTRASTIVE, LAYERS, ADAPTERS),
-    "model.lora_targets": (CONTRASTIVE, LAYERS, ADAPTERS),
+    "model.lora_rank": (EMBEDS, LAYERS),
+    "model.lora_alpha": (EMBEDS, LAYERS, ADAPTERS),
+    "model.lora_dropout": (EMBEDS, LAYERS, ADAPTERS),
+    "model.lora_targets": (EMBEDS, LAYERS, ADAPTERS),
     "data.shards": ALWAYS,
     "data.weights": ALWAYS,
     "data.mixture_temperature": (NO_WEIGHTS,),
     "data.batches": ALWAYS,
     "data.no_duplicates": (CONTRASTIVE,),
-    "data.max_length": (MASKED,),
+    "data.max_length": (DOCUMENTS,),
     "data.query_max_length": (TUPLES,),
     "data.passage_max_length": (TUPLES,),
     "data.query_prompts": (CONTRASTIVE,),
-    "data.passage_prompts": (CONTRASTIVE,),
+    "data.passage_prompts": (EMBEDS,),
     "data.num_negatives": (TUPLES, NEGATIVES),
     "data.negatives_from": (TUPLES, NEGATIVES, HARD_NEGATIVES),
     "data.num_workers": ALWAYS,
@@ -140,7 +170,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "objective.pair_weight": (MASKED, PAIRS),
     "objective.loss_scale": (MASKED,),
     "objective.loss": (CONTRASTIVE,),
-    "objective.similarity": (COMPARISONS,),
+    "objective.similarity": (SIMILARITY,),
     "objective.temperature": (COMPARISONS,),
     "objective.kl": (CONTRASTIVE, STUDENTS_OR_NO_KL),
     "objective.kl_weight": (CONTRASTIVE, KL, STUDENTS),
@@ -152,10 +182,19 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "objective.filter_false_negatives": (COMPARISONS, NEGATIVES),
     "objective.filter_by": (COMPARISONS, NEGATIVES, FILTER),
     "objective.false_negative_margin": (COMPARISONS, NEGATIVES, FILTER),
-    "objective.backward": (CONTRASTIVE, LAYERS),
+    "objective.backward": (EMBEDS, CACHES, LAYERS),
     "guide.model": (GUIDED,),
     "guide.pooling": (GUIDED,),
     "guide.temperature": (TAUGHT_BY_GUIDE,),
+    "teacher.model": (EMBEDS,),
+    "teacher.pooling": (TAUGHT, LIVE),
+    "teacher.vectors": (TAUGHT,),
+    "teacher.store": (EMBEDS, STORED),
+    "teacher.vector_weight": (TAUGHT,),
+    "teacher.similarity_weight": (TAUGHT,),
+    "teacher.gram_weight": (TAUGHT,),
+    "teacher.order_weight": (TAUGHT,),
+    "teacher.temperature": (TAUGHT, SIMILARITIES),
     "optim.lr": ALWAYS,
     "optim.weight_decay": ALWAYS,
     "optim.beta1": ALWAYS,
@@ -175,7 +214,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "train.activation_checkpointing": (LAYERS,),
     "train.compile": (LAYERS,),
     "train.logits_memory_mib": (MASKED,),
-    "train.score_memory_mib": (COMPARISONS, NEGATIVES),
+    "train.score_memory_mib": (SCORED,),
     "engine.ds_config": ALWAYS,
     "checkpoint.every_steps": ALWAYS,
     "checkpoint.keep": ALWAYS,

@@ -32,7 +32,7 @@ from data.stream import Stream
 from trainer.agreement import check_agreement, frozen_fingerprint, versions
 from trainer.build import ModelParts, build_model, build_objective, check_shared_memory, open_shards, open_stream
 from trainer.checkpoint import Checkpointer, SavedCheckpoint, Saves
-from trainer.config import ConfigError, Recipe, as_toml, check_world, load_recipe
+from trainer.config import COMMANDS, ConfigError, Recipe, as_toml, check_world, load_recipe
 from trainer.dashboard import open_dashboard
 from trainer.distributed import Refused, World, gather_objects, start
 from trainer.engine import Engine, check_ds_config, ds_config_of, multiplies_in_bf16, read_ds_config, zero_stage
@@ -54,9 +54,9 @@ log = logging.getLogger(__name__)
 
 
 def main(task: str, description: str, argv: Sequence[str] | None = None) -> None:
-    """The body of `trainer.pretrain` (task "masked") and `trainer.finetune` (task "contrastive")."""
+    """The body of `trainer.pretrain`, `trainer.finetune` and `trainer.distill`. `task`: the objective's name."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m trainer.{'pretrain' if task == 'masked' else 'finetune'}",
+        prog=f"python -m trainer.{COMMANDS[task]}",
         description=description,
         epilog=_describe_keys(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -79,9 +79,9 @@ def main(task: str, description: str, argv: Sequence[str] | None = None) -> None
         overrides.append(f"run.resume={args.resume}")
     recipe = load_recipe(args.config, overrides)
     if recipe.objective.name != task:
-        other = {"masked": "trainer.pretrain", "contrastive": "trainer.finetune"}[recipe.objective.name]
+        other = COMMANDS[recipe.objective.name]
         raise ConfigError(
-            f"objective.name = {recipe.objective.name!r} in {args.config} is trained by `python -m {other}`"
+            f"objective.name = {recipe.objective.name!r} in {args.config} is trained by `python -m trainer.{other}`"
         )
     execute(recipe)
 

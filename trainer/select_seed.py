@@ -34,7 +34,7 @@ from data.errors import DataError
 from data.files import write_atomically
 from data.records import Record, parse_json, read_record
 from trainer.build import open_shards, total_steps
-from trainer.config import ConfigError, as_toml, load_recipe
+from trainer.config import COMMANDS, ConfigError, as_toml, load_recipe
 from trainer.evaluation.retrieval import load_beir
 from trainer.evaluation.sts import read_sts
 from trainer.study_work import Job, Work, training_job
@@ -140,7 +140,7 @@ def make_plan(args: argparse.Namespace, settings: Sequence[str]) -> Plan:
         )
     if not saved.is_file() and output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"--output {output} holds other files; choose a new or empty folder")
-    module = f"trainer.{'pretrain' if recipe.objective.name == 'masked' else 'finetune'}"
+    module = f"trainer.{COMMANDS[recipe.objective.name]}"
     return Plan(
         Path(args.recipe), tuple(overrides), tuple(args.seeds), step, output, args.ranks, identity, module
     )  # fmt: skip

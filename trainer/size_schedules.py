@@ -51,6 +51,12 @@ def every_size(ladder: Ladder, *, reduction: str) -> Schedule:
     return lambda step: plan
 
 
+def whole_grid(ladder: Ladder, *, reduction: str) -> Schedule:
+    """Every depth of the ladder with every one of its widths, each step."""
+    plan = _weighted(list(ladder.grid), [ladder.name(size) for size in ladder.grid], reduction=reduction)
+    return lambda step: plan
+
+
 def one_size(size: Size, name: str) -> Schedule:
     """Full-only training, or one separately trained size."""
     plan = SizePlan((name,), (size,), (1.0,), (0.0,))
@@ -187,6 +193,8 @@ def build_schedule(
 def _fixed(kind: str, ladder: Ladder, *, reduction: str, size: Size | None) -> Schedule:
     if kind == "ladder":
         return every_size(ladder, reduction=reduction)
+    if kind == "grid":
+        return whole_grid(ladder, reduction=reduction)
     if kind == "full":
         return one_size(ladder.full, ladder.name(ladder.full))
     if kind == "one":

@@ -108,7 +108,7 @@ def test_weights_are_compared_but_for_drawn_adapters(recipe: Recipe) -> None:
             nn.init.zeros_(modules[-1]["layer"].bias)
             for parameter in modules[-1]["lora_A"].parameters():
                 nn.init.constant_(parameter, adapter)
-        parts = SimpleNamespace(encoder=SimpleNamespace(backbone=modules[0]), guide=SimpleNamespace(encoder=modules[1]))
+        parts = SimpleNamespace(encoder=modules[0], guide=SimpleNamespace(encoder=modules[1]))
         return facts_of(with_source, sources, cast(Any, parts))
 
     mine = facts(1.0, 2.0, 3.0)

@@ -1,0 +1,77 @@
+"""Heads without training: each depth's pooled states mapped into the teacher's space by ridge regression.
+
+The shallow layers of a finished model know much of what the whole one says; a linear map makes them say it. For a depth
+with standardised pooled states Z [n, h], a column of ones beside them, and the teacher's unit vectors Y [n, D]:
+    W = (ZᵀZ + λ I)⁻¹ ZᵀY
+λ is chosen among RIDGES by the mean cosine on texts held out. Every prefix of dimensions shares one W, because the
+columns of Y are fitted one by one. It costs one pass over some thousand texts, no labels and no gradient, and is the
+baseline that training has to beat, and its start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from data.collate import Texts
+from models.encoder import Encoder, pool
+from models.heads import linear_head
+from trainer.backward import micro_batches
+
+RIDGES = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
+FITTED_TEXTS, HELD_OUT_TEXTS = 6_500, 1_000
+
+
+@dataclass(frozen=True)
+class ClosedForm:
+    """A head and how it was found: λ, and the mean cosine to the teacher on the texts held out."""
+
+    head: nn.Linear
+    ridge: float
+    cosine: float
+
+
+def fit_heads(states: Mapping[int, Tensor], targets: Tensor, *, held_out: int) -> dict[int, ClosedForm]:
+    """Depth -> its head. states: depth -> float32 [n, h]; targets: unit vectors [n, D]; the last `held_out` choose λ."""
+    return {depth: _fit(each, targets, held_out=held_out) for depth, each in states.items()}
+
+
+def _fit(states: Tensor, targets: Tensor, *, held_out: int) -> ClosedForm:
+    count = len(states) - held_out
+    assert count > 0 < held_out, "texts to fit and texts to choose by"
+    fitted, wanted = states[:count].double(), targets[:count].double()
+    mean, deviation = fitted.mean(0), fitted.std(0, correction=0).clamp(min=1e-8)
+    # Where Z has mean 0, the column of ones takes the mean of Y; it is not shrunk.
+    scaled, middle = (fitted - mean) / deviation, wanted.mean(0)
+    values, vectors = torch.linalg.eigh(scaled.T @ scaled)
+    rotated = vectors.T @ (scaled.T @ (wanted - middle))  # [h, D]
+    others = (states[count:].double() - mean) / deviation
+    best: tuple[float, float, Tensor] | None = None
+    for ridge in RIDGES:
+        solution = vectors @ (rotated / (values + ridge)[:, None])  # [h, D]
+        predicted = others @ solution + middle
+        cosine = float(torch.cosine_similarity(predicted, targets[count:].double(), dim=1).mean())
+        if best is None or cosine > best[0]:
+            best = cosine, ridge, solution
+    assert best is not None
+    cosine, ridge, solution = best
+    weight = (solution / deviation[:, None]).T  # [D, h]
+    return ClosedForm(linear_head(weight.float(), (middle - weight @ mean).float()), ridge, cosine)
+
+
+@torch.no_grad()
+def pooled_states(
+    encoder: Encoder, texts: Texts, depths: Sequence[int], *, pad_id: int, token_budget: int, device: torch.device
+) -> dict[int, Tensor]:
+    """Depth -> float32 [n, h], the pooled states of texts before any head; the encoder in eval mode."""
+    encoder.to(device).eval()
+    found = {depth: torch.empty(len(texts), encoder.hidden_size) for depth in depths}
+    for rows in micro_batches(texts.lengths, token_budget=token_budget):
+        input_ids, attention_mask = (each.to(device) for each in texts.pad(rows, pad_id=pad_id))
+        states = encoder.hidden_states(input_ids, attention_mask, depths)
+        for depth, state in states.items():
+            found[depth][rows] = pool(state, attention_mask, encoder.pooling).float().cpu()
+    return found

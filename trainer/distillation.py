@@ -1,0 +1,111 @@
+"""The distillation objective: texts alone, a frozen teacher's vectors, and every size a student.
+
+A text's vector at (l, d) is pulled to the first d dimensions of the teacher's, so that queries of a small size search
+documents that a larger one has indexed. Where no term compares texts, the loss is a sum over them: micro-batches are
+embedded once, and no rank waits for another's vectors. Relational terms need the batch's vectors first, by gradient
+caching or, where one pass fits in memory, directly (trainer/backward.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data.collate import TextBatch, Texts
+from trainer.backward import Passes, StepReport, accumulate, grad_cache, hand_over, micro_batches
+from trainer.config import Recipe
+from trainer.distributed import derive_seed, sum_over_ranks
+from trainer.flops import FORWARD_AND_BACKWARD, Shape, encoder_flops
+from trainer.losses import normalize_, unnormalized_gradient_
+from trainer.size_schedules import Schedule, SizePlan
+from trainer.teacher import Teaching
+
+
+@dataclass(frozen=True)
+class DistillationObjective:
+    """Every size learns the teacher's vectors; `cached` says how, where terms compare texts."""
+
+    schedule: Schedule
+    shape: Shape
+    teaching: Teaching
+    token_budget: int
+    packed: bool
+    pad_id: int
+    cached: bool
+    seed: int
+
+    def forward_backward(self, engine: Passes, batch: TextBatch, step: int) -> StepReport:
+        plan, texts = self.schedule(step), batch.texts
+        lengths = texts.lengths
+        compares = self.teaching.weights.compares_texts
+        if self.cached or not compares:
+            chunks = micro_batches(lengths, token_budget=self.token_budget, packed=self.packed)
+        else:
+            chunks = [lengths.argsort(descending=True, stable=True)] if len(texts) else []
+        padded = int(lengths.sum() if self.packed else sum(len(rows) * int(lengths[rows].max()) for rows in chunks))
+        taught = self.teaching.teacher.vectors(batch, device=engine.device, beat=engine.beat)
+        num_texts = int(sum_over_ranks([float(len(texts))], engine.device)[0])
+
+        def learn(vectors: list[Tensor], rows: Tensor | None = None) -> tuple[dict[str, Tensor], list[Tensor]]:
+            target = taught if rows is None else taught[rows.to(engine.device)]
+            lengths_of = [normalize_(each) for each in vectors]
+            gradients = [torch.zeros_like(each) for each in vectors]
+            losses = self.teaching.add_gradients(
+                vectors, target, gradients, plan, engine.world, num_texts=max(1, num_texts)
+            )
+            for gradient, unit, length in zip(gradients, vectors, lengths_of):
+                unnormalized_gradient_(gradient, unit, length)
+            return losses, gradients
+
+        if compares:
+            losses = grad_cache(
+                engine,
+                chunks,
+                embed=lambda rows: self._embed(engine, texts, rows, plan),
+                loss_and_gradients=learn,
+                seed=derive_seed(self.seed, step, engine.world.rank),
+                cached=self.cached,
+            )
+        else:
+            losses = {}
+
+            def loss_of(rows: Tensor) -> Tensor:
+                outputs = self._embed(engine, texts, rows, plan)
+                if not len(rows):
+                    return torch.stack([output.float().sum() * 0.0 for output in outputs]).sum()
+                found, gradients = learn([output.detach().float().clone() for output in outputs], rows)
+                for name, value in found.items():
+                    losses[name] = losses.get(name, torch.zeros_like(value)) + value
+                flows = [hand_over(output, grad.to(output.dtype)) for output, grad in zip(outputs, gradients)]
+                return torch.stack([flow.float() for flow in flows]).sum()
+
+            accumulate(engine, chunks, loss_of=loss_of)
+            if not losses:
+                zero = torch.zeros((), device=engine.device)
+                losses = {"loss": zero} | {f"{kind}/{name}": zero for kind in ("loss", "vector") for name in plan.names}
+        flops = FORWARD_AND_BACKWARD * encoder_flops(self.shape, lengths)
+        return StepReport(losses, batch.num_tokens, padded, flops)
+
+    def _embed(self, engine: Passes, texts: Texts, rows: Tensor, plan: SizePlan) -> tuple[Tensor, ...]:
+        if len(rows):
+            input_ids, attention_mask = texts.pad(rows, pad_id=self.pad_id)
+        else:
+            input_ids, attention_mask = torch.tensor([[self.pad_id]]), torch.tensor([[1]])
+        return engine(input_ids.to(engine.device), attention_mask.to(engine.device), sizes=plan.sizes)
+
+
+def distillation(
+    recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int, packed: bool, teaching: Teaching
+) -> DistillationObjective:
+    return DistillationObjective(
+        schedule,
+        shape,
+        teaching,
+        token_budget=recipe.train.micro_batch_size * recipe.data.max_length,
+        packed=packed,
+        pad_id=pad_id,
+        cached=recipe.objective.backward == "grad_cache",
+        seed=recipe.run.seed,
+    )

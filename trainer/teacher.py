@@ -1,0 +1,214 @@
+"""A teacher: a frozen model whose vectors every size learns, and what that adds to a step's gradient.
+
+Its vectors come from a forward pass a step (`live`: the teacher reads the batch's own ids, so its tokenizer must be the
+shards'), or from a store (`stored`: of any tokenizer and width, trainer/vector_store.py). Nothing of it trains and
+nothing of it is in a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from data.collate import PairBatch, TextBatch
+from data.shards import ShardFolder
+from trainer.config import Recipe
+from trainer.distillation_losses import (
+    TeachingWeights,
+    add_gram_gradients,
+    add_order_gradients,
+    add_similarity_gradients,
+    add_vector_gradients,
+    gram_products,
+)
+from trainer.distributed import World, gather_counts, gather_rows, scatter_gradients, sum_over_ranks
+from trainer.guide import Guide, cut, load_frozen
+from trainer.losses import normalize_
+from trainer.size_schedules import SizePlan
+from trainer.vector_store import VectorStore
+
+
+class Teacher(Protocol):
+    """Whose vectors are learnt."""
+
+    @property
+    def width(self) -> int: ...
+    def vectors(self, batch: TextBatch | PairBatch, *, device: torch.device, beat: Callable[[str], None]) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class LiveTeacher:
+    """A forward pass of the frozen model a step."""
+
+    frozen: Guide
+
+    @property
+    def width(self) -> int:
+        return self.frozen.size.dim
+
+    def vectors(self, batch: TextBatch | PairBatch, *, device: torch.device, beat: Callable[[str], None]) -> Tensor:
+        """float32 [n, D] of a batch's texts, of unit length; of pairs the queries' first."""
+        if isinstance(batch, PairBatch):
+            return torch.cat(self.frozen.vectors(batch.queries, batch.passages, device=device, beat=beat))
+        texts = cut(batch.texts, self.frozen.passage_max_length)
+        vectors = self.frozen.embed(texts, device=device, beat=beat)
+        if self.frozen.similarity != "cosine":
+            normalize_(vectors)
+        return vectors
+
+
+@dataclass(frozen=True)
+class StoredTeacher:
+    """Vectors that were computed once, found by the hash of a text."""
+
+    store: VectorStore
+
+    @property
+    def width(self) -> int:
+        return self.store.width
+
+    def vectors(self, batch: TextBatch | PairBatch, *, device: torch.device, beat: Callable[[str], None]) -> Tensor:
+        """float32 [n, D] of a batch's texts, of unit length; of pairs the queries' first."""
+        if isinstance(batch, PairBatch):
+            hashes = torch.cat([batch.query_hashes, batch.passage_hashes])
+        else:
+            hashes = batch.hashes
+        vectors = self.store.find(hashes).to(device)
+        normalize_(vectors)
+        return vectors
+
+
+def load_teacher(recipe: Recipe, sources: Sequence[ShardFolder]) -> Teacher | None:
+    """The recipe's teacher, or None. Whatever is wrong with it is a ConfigError."""
+    chosen = recipe.teacher
+    if not recipe.is_taught:
+        return None
+    if chosen.vectors == "stored":
+        return StoredTeacher(VectorStore.open(chosen.store, tokenizer=sources[0].manifest.tokenizer["fingerprint"]))
+    source = chosen.model or recipe.model.source
+    return LiveTeacher(
+        load_frozen(recipe, sources, section="teacher", source=source, pooling=chosen.pooling, temperature=1.0)
+    )
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """The terms of trainer/distillation_losses.py over a global batch's texts, whichever rank has them."""
+
+    teacher: Teacher
+    weights: TeachingWeights
+    score_memory_mib: float
+
+    @classmethod
+    def of(cls, recipe: Recipe, teacher: Teacher | None) -> Teaching | None:
+        if teacher is None:
+            return None
+        chosen = recipe.teacher
+        weights = TeachingWeights(
+            vector=chosen.vector_weight,
+            similarity=chosen.similarity_weight,
+            gram=chosen.gram_weight,
+            order=chosen.order_weight,
+            temperature=chosen.temperature,
+        )
+        return cls(teacher, weights, recipe.train.score_memory_mib)
+
+    def add_gradients(
+        self,
+        units: Sequence[Tensor],
+        taught: Tensor,
+        gradients: Sequence[Tensor],
+        plan: SizePlan,
+        world: World,
+        *,
+        num_texts: int,
+    ) -> dict[str, Tensor]:
+        """This rank's part of the losses; their gradients by unit vectors are added.
+
+        units: a size's unit vectors [n, d_k]; taught: the teacher's [n, D]; num_texts: of the global batch. Ranks call
+        it together where terms compare texts. "loss" among the results is the weighted sum.
+        """
+        weights, device = self.weights, taught.device
+        by_size = torch.zeros(len(units), device=device)
+        found: dict[str, Tensor] = {}
+
+        def add(name: str, values: Tensor, weight: float) -> None:
+            nonlocal by_size
+            by_size = by_size + weight * values
+            found.update({f"{name}/{size}": value for size, value in zip(plan.names, values)})
+
+        if weights.vector:
+            values = [
+                add_vector_gradients(unit, taught, gradient, weight=weights.vector * share, num_texts=num_texts)
+                for unit, gradient, share in zip(units, gradients, plan.loss_weights)
+            ]
+            add("vector", torch.stack(values), weights.vector)
+        if weights.gram:
+            values = []
+            for unit, gradient, share in zip(units, gradients, plan.loss_weights):
+                products = gram_products(unit, taught)
+                summed = (sum_over_ranks(each, device) for each in products)
+                value = add_gram_gradients(
+                    unit,
+                    taught,
+                    gradient,
+                    products=(next(summed), next(summed), next(summed)),
+                    weight=weights.gram * share,
+                    num_texts=num_texts,
+                )
+                values.append(value / world.size)  # the same on every rank
+            add("gram", torch.stack(values), weights.gram)
+        if weights.gathers:
+            self._add_compared(units, taught, gradients, plan, world, add)
+        total = (by_size * by_size.new_tensor(plan.loss_weights)).sum()
+        return {"loss": total} | {f"loss/{size}": value for size, value in zip(plan.names, by_size)} | found
+
+    def _add_compared(
+        self,
+        units: Sequence[Tensor],
+        taught: Tensor,
+        gradients: Sequence[Tensor],
+        plan: SizePlan,
+        world: World,
+        add: Callable[[str, Tensor, float], None],
+    ) -> None:
+        """The terms that need all texts' vectors here: one gather of all widths side by side, and one way home."""
+        weights, device = self.weights, taught.device
+        counts = gather_counts(len(taught), device)
+        widths = [unit.shape[1] for unit in units]
+        rows = gather_rows(torch.cat([*units, taught], dim=1), counts)  # [N, sum of widths + D]
+        *everyone, all_taught = rows.split([*widths, taught.shape[1]], dim=1)
+        everyone = [each.contiguous() for each in everyone]
+        home = [torch.zeros_like(each) for each in everyone]
+        teacher = (taught, all_taught.contiguous())
+        both = [*gradients, *home]
+        start = sum(counts[: world.rank])
+        if weights.similarity:
+            values = add_similarity_gradients(
+                units,
+                everyone,
+                teacher,
+                both,
+                weights=[weights.similarity * share for share in plan.loss_weights],
+                temperature=weights.temperature,
+                start=start,
+                score_memory_mib=self.score_memory_mib,
+            )
+            add("similarity", values, weights.similarity)
+        if weights.order:
+            values = add_order_gradients(
+                units,
+                everyone,
+                teacher,
+                both,
+                weights=[weights.order * share for share in plan.loss_weights],
+                score_memory_mib=self.score_memory_mib,
+            )
+            add("order", values, weights.order)
+        returned = scatter_gradients(torch.cat(home, dim=1), counts)
+        for gradient, part in zip(gradients, returned.split(widths, dim=1)):
+            gradient += part
