@@ -21,6 +21,7 @@ from torch import Tensor
 
 from data.collate import Texts
 from data.errors import DataError
+from data.model_folders import SETTINGS_FILE
 from data.shards import ShardFolder
 from data.tokens import load_tokenizer, tokenizer_fingerprint
 from models.encoder import EmbeddingSettings, Encoder, load_encoder, longest_input, truncate_layers
@@ -95,7 +96,7 @@ def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | None:
         return None
     try:
         tokenizer = load_tokenizer(source)
-        settings = EmbeddingSettings.load(source) if Path(source).is_dir() else None
+        settings = EmbeddingSettings.load(source)
     except (DataError, ModelError) as error:
         raise ConfigError(f"guide.model = {source!r}: {error}") from None
     fingerprint = tokenizer_fingerprint(tokenizer)
@@ -112,7 +113,7 @@ def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | None:
         )
     if settings is None and not chosen.pooling:
         raise ConfigError(f"guide.model = {source!r} has no barista.json to say how it pools; set guide.pooling")
-    if settings is None and recipe.guide_teaches and not chosen.temperature:
+    if recipe.guide_teaches and not chosen.temperature and not (Path(source) / SETTINGS_FILE).is_file():
         raise ConfigError(f"guide.model = {source!r} has no barista.json with a temperature; set guide.temperature")
     try:
         encoder = load_encoder(source, pooling=chosen.pooling or None).requires_grad_(False).eval()
