@@ -21,6 +21,7 @@ import numpy as np
 
 from data.errors import DataError
 from data.files import first_line, reading, refused_by
+from data.model_folders import transformer_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -94,6 +95,8 @@ def load_tokenizer(name_or_folder: str | Path) -> PreTrainedTokenizerFast:
         is_folder = folder.is_dir()
         if folder.is_file():
             raise DataError(f"tokenizer {name} is a file; give the folder that holds its tokenizer.json")
+        if is_folder:
+            folder = transformer_folder(folder)
         if is_folder and not any((folder / file).is_file() for file in ("tokenizer.json", "vocab.txt", "vocab.json")):
             raise DataError(
                 f"tokenizer folder {name} holds no tokenizer.json; give a folder written by save_pretrained"

@@ -22,16 +22,17 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
 
 from data.errors import DataError, OtherFormat
-from data.files import write_atomically
+from data.files import refused_by, write_atomically
+from data.model_folders import SETTINGS_FILE
 from data.records import Record, read_record
-from models.heads import check_heads, embedding_size, load_heads
-from models.loading import build_from_config, load_pretrained
+from models.heads import check_heads, embedding_size, linear_head, load_heads
+from models.loading import build_from_config, load_config, load_pretrained
 from models.packed_attention import Packing, packs
+from models.sentence_transformers import read_sentence_model
 from models.sizes import Ladder, ModelError, Size
 from models.static_embedding import StaticModel, flatten
 
 Pooling = Literal["cls", "mean"]
-SETTINGS_FILE = "barista.json"
 _Count = Annotated[int, pydantic.Field(ge=1, le=1 << 20)]
 _Length = Annotated[int, pydantic.Field(ge=1, le=1 << 31)]
 _FINAL_NORM_NAMES = ("final_norm", "final_layer_norm", "ln_f")
@@ -86,11 +87,15 @@ class EmbeddingSettings:
         write_atomically(Path(folder) / SETTINGS_FILE, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     @classmethod
-    def load(cls, folder: str | Path) -> EmbeddingSettings | None:
-        """The settings beside a model, or None where there are none."""
-        path = Path(folder) / SETTINGS_FILE
+    def load(cls, source: str | Path) -> EmbeddingSettings | None:
+        """The settings beside a model, or None where there are none.
+
+        Those of barista.json; where there is none, those of a sentence-transformers folder or hub name, whose ladder
+        is its full size alone.
+        """
+        path = Path(source) / SETTINGS_FILE
         if not os.path.lexists(path):
-            return None
+            return _settings_of_sentence_model(source)
         try:
             found = read_record(path, _SettingsFile, what="settings file", mend="export the model again")
             settings = cls(**found.model_dump())
@@ -351,13 +356,51 @@ def set_dropout(backbone: PreTrainedModel, probability: float) -> None:
 
 
 def load_encoder(source: str | Path, *, pooling: str | None = None) -> Encoder:
-    """An encoder from a local folder or a hub name. `pooling` None: what `barista.json` says, else CLS."""
+    """An encoder from a local folder or a hub name. `pooling` None: what its settings say, else CLS."""
+    settings = EmbeddingSettings.load(source)
     backbone = load_pretrained(AutoModel, source)
-    settings = EmbeddingSettings.load(source) if Path(source).is_dir() else None
-    heads = load_heads(source)
+    heads = _heads_of(source, backbone.config)
     encoder = Encoder(backbone, pooling or (settings.pooling if settings else "cls"), heads)
     check_heads(heads, num_layers=encoder.num_layers, hidden_size=encoder.hidden_size, thing=f"model folder {source}")
     return encoder
+
+
+def _heads_of(source: str | Path, config: PretrainedConfig) -> nn.ModuleDict:
+    """The heads beside a model; Dense modules of sentence-transformers are one for each depth, as after a cut."""
+    found = read_sentence_model(source)
+    linear = None if found is None else found.linear_map(int(config.hidden_size))
+    if linear is None:
+        return load_heads(source)
+    depths = range(1, int(config.num_hidden_layers) + 1)
+    return nn.ModuleDict({str(depth): linear_head(*linear) for depth in depths})
+
+
+def _settings_of_sentence_model(source: str | Path) -> EmbeddingSettings | None:
+    found = read_sentence_model(source)
+    if found is None:
+        return None
+    config = load_config(source)
+    thing = f"sentence-transformers folder {source}"
+    with torch.device("meta"), refused_by("transformers", thing, mend="give another", kind=ModelError):
+        limit = longest_input(AutoModel.from_config(config, trust_remote_code=False))
+    # Where positions are computed, the configuration's count is as much as the model was made for.
+    limit = limit or getattr(config, "max_position_embeddings", None)
+    lengths = [min(each for each in (named, limit) if each) for named in found.lengths if named or limit]
+    if len(lengths) < 2:
+        raise ModelError(
+            f"{thing} does not say how many tokens it takes; write max_seq_length into its sentence_bert_config.json"
+        )
+    linear = found.linear_map(int(config.hidden_size))
+    width = int(config.hidden_size) if linear is None else len(linear.bias)
+    return EmbeddingSettings(
+        pooling=found.pooling,
+        similarity=found.similarity,
+        ladder=((int(config.num_hidden_layers), width),),
+        query_max_length=lengths[0],
+        passage_max_length=lengths[1],
+        query_prompt=found.query_prompt,
+        passage_prompt=found.passage_prompt,
+    )
 
 
 def base_of(masked_lm: PreTrainedModel) -> PreTrainedModel:

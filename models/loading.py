@@ -21,6 +21,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForMaskedLM, Pretr
 
 from data.errors import DataError
 from data.files import first_line, refused_by
+from data.model_folders import transformer_folder
 from data.records import read_json
 from models.sizes import ModelError
 from models.static_embedding import StaticConfig
@@ -54,15 +55,10 @@ def load_pretrained(auto: Any, source: str | Path) -> PreTrainedModel:
 
     """
     thing = f"model {str(source)!r}"
-    folder = _local(source)
+    config = load_config(source)
+    folder = local_folder(source)
     if folder is not None:
-        _look_at(folder)
-    with _refusing(source, thing):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    _check_family(config, thing)
-    _check_precision(config, thing)
-    check_plausible(config, thing)
-    if folder is not None:
+        source = folder = _transformer_folder(folder)
         _check_room(config, folder, thing)
     model_class = auto._model_mapping.get(type(config), None)
     if model_class is None:
@@ -88,6 +84,26 @@ def load_pretrained(auto: Any, source: str | Path) -> PreTrainedModel:
     tensors = (*model.named_parameters(), *model.named_buffers())
     check_finite(tensors, thing)
     return cast(PreTrainedModel, model)
+
+
+def load_config(source: str | Path) -> PretrainedConfig:
+    """The configuration of a folder or a hub name, as that of an encoder that can be used.
+
+    Raises:
+        ModelError: there is none, or it is no encoder's.
+
+    """
+    thing = f"model {str(source)!r}"
+    folder = local_folder(source)
+    if folder is not None:
+        source = _transformer_folder(folder)
+        _look_at(source)
+    with _refusing(source, thing):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    _check_family(config, thing)
+    _check_precision(config, thing)
+    check_plausible(config, thing)
+    return config
 
 
 def build_from_config(family: str, values: Mapping[str, Any], *, thing: str) -> PreTrainedModel:
@@ -135,11 +151,18 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], thing: str) -> None:
             )
 
 
-def _local(source: str | Path) -> Path | None:
+def local_folder(source: str | Path) -> Path | None:
     """The folder that a source names; None where it can only be a name on the hub."""
     path, name = Path(source), str(source)
     is_path = isinstance(source, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1
     return path if is_path or path.exists() else None
+
+
+def _transformer_folder(folder: Path) -> Path:
+    try:
+        return transformer_folder(folder)
+    except DataError as error:
+        raise ModelError(str(error)) from error
 
 
 def _look_at(folder: Path) -> None:

@@ -17,7 +17,8 @@ OURS = ("data", "models", "trainer", "launch", "tests")
 ENDS = ("data.command", "data.errors", "data.files", "data.records", "data.secrets")
 ALLOWED = {
     "data": {"data"},
-    "models": {"models", *ENDS},
+    # Where a transformer lies in its folder, for its weights as for its tokenizer.
+    "models": {"models", "data.model_folders", *ENDS},
     "trainer": {"data", "models", "trainer"},
     # All torch-free; the counts, so that a plan and a run's metrics cannot disagree about operations.
     "launch": {"launch", "trainer.config", "trainer.counts", "models.sizes", "data.parent_death", *ENDS},

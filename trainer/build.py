@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from data.collate import MaskedCollator, MaskedPairCollator, PairCollator, SpanCollator, TextCollator
 from data.errors import DataError
 from data.files import refused_by
+from data.model_folders import transformer_folder
 from data.remote import Cache, is_remote
 from data.shards import BadShards, ShardFolder, Verify
 from data.stream import Batches, Stream
@@ -40,6 +41,7 @@ from models.encoder import (
 from models.heads import HEADS_FILE, heads_up_to
 from models.masked_autoencoder import MaskedAutoencoder
 from models.packed_attention import check_packs, fast_on, packs
+from models.sentence_transformers import read_sentence_model
 from models.sizes import ModelError
 from models.static_embedding import MODEL_TYPE, build_static, special_ids_of
 from trainer.config import DRAWN_SIZES, ConfigError, Recipe
@@ -167,19 +169,21 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
     masked_lm: PreTrainedModel | None = None
     if source:
         if recipe.objective.name == "masked":
-            if (Path(source) / HEADS_FILE).exists():
+            found = read_sentence_model(source)
+            if (Path(source) / HEADS_FILE).exists() or (found is not None and found.dense):
                 raise ConfigError(
-                    f"model.source = {source!r} has heads ({HEADS_FILE}), which pre-training would lose; fine-tune it, "
-                    "or pre-train the model from which it was made"
+                    f"model.source = {source!r} has heads ({HEADS_FILE}, or Dense modules), which pre-training would "
+                    "lose; fine-tune it, or pre-train the model from which it was made"
                 )
             masked_lm = load_masked_lm(source)
             encoder = Encoder(base_of(masked_lm), recipe.model.pooling)
         else:
             encoder = load_encoder(source, pooling=recipe.model.pooling)
-        if not Path(source).is_dir() or any(Path(source).glob("tokenizer*")) or (Path(source) / "vocab.txt").is_file():
+        folder = transformer_folder(Path(source))
+        if not folder.is_dir() or any(folder.glob("tokenizer*")) or (folder / "vocab.txt").is_file():
             model_tokenizer = load_tokenizer(source)
-            for folder in sources:
-                folder.check_tokenizer(model_tokenizer)
+            for shards in sources:
+                shards.check_tokenizer(model_tokenizer)
         _check_own_tokenizer(source, sources)
     elif recipe.model.config.get("model_type") == MODEL_TYPE:
         special_ids = special_ids_of(tokenizer.all_special_ids, tokenizer.unk_token_id)
@@ -247,7 +251,7 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
 
 def _check_own_tokenizer(source: str, sources: Sequence[ShardFolder]) -> None:
     """Refuse shards of another tokenizer than the one that the model's barista.json names."""
-    settings = EmbeddingSettings.load(source) if Path(source).is_dir() else None
+    settings = EmbeddingSettings.load(source)
     if settings is None or settings.tokenizer is None:
         return
     for folder in sources:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from data.collate import Texts
 from data.errors import DataError
+from data.model_folders import SETTINGS_FILE
 from data.shards import ShardFolder
 from data.tokens import load_tokenizer, tokenizer_fingerprint
 from models.encoder import EmbeddingSettings, Encoder, load_encoder, longest_input, truncate_layers
@@ -122,7 +123,7 @@ def load_frozen(
     named = f"{section}.model = {source!r}"
     try:
         tokenizer = load_tokenizer(source)
-        settings = EmbeddingSettings.load(source) if Path(source).is_dir() else None
+        settings = EmbeddingSettings.load(source)
     except (DataError, ModelError) as error:
         raise ConfigError(f"{named}: {error}") from None
     fingerprint = tokenizer_fingerprint(tokenizer)
@@ -139,7 +140,7 @@ def load_frozen(
         )
     if settings is None and not pooling:
         raise ConfigError(f"{named} has no barista.json to say how it pools; set {section}.pooling")
-    if settings is None and needs_temperature and not temperature:
+    if needs_temperature and not temperature and not (Path(source) / SETTINGS_FILE).is_file():
         raise ConfigError(f"{named} has no barista.json with a temperature; set {section}.temperature")
     try:
         encoder = load_encoder(source, pooling=pooling or None).requires_grad_(False).eval()

@@ -202,7 +202,7 @@ def _task_options(parser: argparse.ArgumentParser) -> None:
 def _model_options(parser: argparse.ArgumentParser) -> None:
     """What every command that runs a model takes."""
     add = parser.add_argument
-    add("--model", required=True, help="a trained folder (Hugging Face files and barista.json), or a hub name")
+    add("--model", required=True, help="a trained folder, one of sentence-transformers, or a hub name")
     add(
         "--sizes",
         default="ladder",

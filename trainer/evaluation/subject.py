@@ -38,9 +38,9 @@ def load_model(
 ) -> tuple[Encoder, PreTrainedTokenizerFast, EmbeddingSettings | None]:
     """An encoder with the tokenizer and the settings beside it, which must belong together.
 
-    settings: None for a name on the hub, or a folder without barista.json.
+    settings: None where the model has neither barista.json nor what sentence-transformers writes.
     """
-    settings = EmbeddingSettings.load(source) if Path(source).is_dir() else None
+    settings = EmbeddingSettings.load(source)
     encoder = load_encoder(source, pooling=pooling)
     tokenizer = load_tokenizer(source)
     check_tokenizer(tokenizer, settings, rows=encoder.word_embeddings.num_embeddings, source=source)
@@ -66,7 +66,7 @@ def check_tokenizer(
         )
     if (specials := tokenizer.num_special_tokens_to_add()) >= (length := min_length(settings)):
         raise ConfigError(
-            f"{source}/barista.json cuts texts at {length} tokens, of which {specials} are special; mend its lengths"
+            f"{source} cuts texts at {length} tokens, of which {specials} are special; mend the lengths in its settings"
         )
 
 
@@ -132,7 +132,7 @@ def check_sizes(sizes: Iterable[Size], encoder: Encoder) -> None:
 
 def trained_settings(folder: str | Path) -> EmbeddingSettings:
     """The settings of a folder that training left; others are refused."""
-    settings = EmbeddingSettings.load(folder) if Path(folder).is_dir() else None
+    settings = EmbeddingSettings.load(folder)
     if settings is None or not settings.ladder:
         raise ConfigError(f"{folder} has no barista.json with a ladder; give the model folder of a trained run")
     return settings

@@ -1,0 +1,69 @@
+"""Where the transformer lies in a model folder: in its root, or where sentence-transformers' modules.json says.
+
+sentence-transformers writes modules.json beside a model: its modules in order, each with its class and its folder. The
+transformer's own folder is the root ("") in most, and 0_Transformer in the oldest.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import pydantic
+
+from data.errors import DataError
+from data.files import first_line
+from data.records import Record, read_json
+
+MODULES_FILE = "modules.json"
+SETTINGS_FILE = "barista.json"
+_MEND = "save the model again"
+
+
+class Module(Record):
+    """An entry of modules.json. `type` is the full name of a class, `path` a folder in the model's."""
+
+    type: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Modules:
+    """What modules.json lists."""
+
+    folder: Path
+    listed: tuple[Module, ...]
+
+    def folder_of(self, module: Module) -> Path:
+        return self.folder / module.path if module.path else self.folder
+
+
+def read_modules(folder: Path) -> Modules | None:
+    """The modules of a sentence-transformers folder; None where there is no modules.json, or where barista.json is.
+
+    Raises:
+        DataError: modules.json cannot be read, or names places outside of its folder.
+
+    """
+    path = folder / MODULES_FILE
+    if not path.is_file() or os.path.lexists(folder / SETTINGS_FILE):
+        return None
+    values = read_json(path, what="list of modules", mend=_MEND)
+    try:
+        listed = tuple(Module.model_validate(each) for each in values) if isinstance(values, list) else ()
+    except pydantic.ValidationError as error:
+        raise DataError(f"list of modules {path} is damaged ({first_line(error)}); {_MEND}") from error
+    if not listed:
+        raise DataError(f"list of modules {path} lists no module; {_MEND}")
+    for module in listed:
+        inside = PurePosixPath(module.path)
+        if inside.is_absolute() or ".." in inside.parts:
+            raise DataError(f"list of modules {path} names {module.path!r}, outside of its folder; {_MEND}")
+    return Modules(folder, listed)
+
+
+def transformer_folder(folder: Path) -> Path:
+    """Where a model folder keeps its configuration, weights and tokenizer: itself, or its first module's folder."""
+    modules = read_modules(folder)
+    return folder if modules is None else modules.folder_of(modules.listed[0])
