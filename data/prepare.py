@@ -953,6 +953,7 @@ def _text_options(parser: argparse.ArgumentParser) -> None:
 
 # What numbers may be, and why.
 BOUNDS = {
+    "skip_first": (0, 2**40),
     "limit": (1, 2**60),
     "processes": (1, 4096),
     "shard_megabytes": (1, 2**16),
@@ -965,6 +966,11 @@ BOUNDS = {
     "held_out": (1, 10**9),
     "bodies": (1, 10**9),
 }
+
+
+def run(argv: Sequence[str]) -> None:
+    """One command, as another program calls it. Raises UserError for what is wrong with it."""
+    _run(_parser().parse_args(argv))
 
 
 def _run(arguments: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel
 
-from data.collate import MaskedBatch, PairBatch, pad_flat
+from data.collate import MaskedBatch, PairBatch, TextBatch, pad_flat
 from models.sizes import Size
 from tests.models.naive import naive_visibility
 from tests.trainer.support import recipe_of
@@ -47,7 +47,12 @@ def train_naively(
     module = (module or build_model(recipe, sources).module).train()
     shares = [open_stream(recipe, sources, rank=rank, world_size=world_size) for rank in range(world_size)]
     optimizer = _naive_adamw(module, recipe)
-    loss_of = _naive_masked if recipe.objective.name == "masked" else _naive_contrastive
+    naive: dict[str, Any] = {
+        "masked": _naive_masked,
+        "contrastive": _naive_contrastive,
+        "distill": _naive_distillation,
+    }
+    loss_of = naive[recipe.objective.name]
     results = []
     for step in range(steps):
         loss = loss_of(module, [next(share) for share in shares], recipe, step)
@@ -76,7 +81,9 @@ def plan_of(recipe: Recipe, step: int) -> tuple[list[Size], list[float], list[fl
         drawn = two_dimensional(recipe.ladder, seed=recipe.run.seed)(step).sizes[0]
         n, d = drawn.layers, drawn.dim
         return [Size(n, d), Size(n, full.dim), Size(full.layers, d), full], [1.0] * 4, [1.0, 1.0, 0.0, 0.0]
-    if kind == "mrl":
+    if kind == "grid":
+        sizes = [Size(deep.layers, wide.dim) for deep in sizes for wide in sizes]
+    elif kind == "mrl":
         sizes = [Size(full.layers, size.dim) for size in sizes]
     elif kind == "adaptive_layers":
         sizes = [Size(size.layers, full.dim) for size in sizes]
@@ -223,9 +230,16 @@ def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe
             gold.append(batch.scores)
     objective = recipe.objective
     guided = naive_guide(batches, recipe) if recipe.guide.model else {}
+    taught: Any = 0.0
+    if recipe.teacher.model:
+        texts = [text for batch in batches for text in _texts_of(batch)]
+        vectors = [
+            torch.cat([torch.cat([q[size], p[size]]) for q, p in zip(queries, passages)]) for size in range(len(sizes))
+        ]
+        taught = naive_teaching(vectors, naive_teacher(texts, recipe), recipe, weights)
     counts = [len(batch.queries) for batch in batches]
     owners = [batch.passage_query + sum(counts[:number]) for number, batch in enumerate(batches)]
-    return naive_contrastive_loss(
+    return taught + naive_contrastive_loss(
         [torch.cat(each) for each in zip(*queries)],
         [torch.cat(each) for each in zip(*passages)],
         targets=torch.cat(targets),
@@ -237,6 +251,59 @@ def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe
         passage_query=torch.cat(owners),
         **guided,
     )
+
+
+def _naive_distillation(module: Any, batches: Sequence[TextBatch], recipe: Recipe, step: int) -> Tensor:
+    sizes, weights, _ = plan_of(recipe, step)
+    texts = [text for batch in batches for text in _texts_of(batch)]
+    rows = []
+    for text in texts:
+        hidden = module.backbone(text[None].long(), output_hidden_states=True).hidden_states
+        pooled = {size.layers: hidden[size.layers][0].mean(0) for size in sizes}
+        mapped = {n: module.heads[str(n)](v) if str(n) in module.heads else v for n, v in pooled.items()}
+        rows.append([mapped[size.layers][: size.dim] for size in sizes])
+    vectors = [torch.stack(each) for each in zip(*rows)]
+    return naive_teaching(vectors, naive_teacher(texts, recipe), recipe, weights)
+
+
+def _texts_of(batch: TextBatch | PairBatch) -> list[Tensor]:
+    sides = [batch.texts] if isinstance(batch, TextBatch) else [batch.queries, batch.passages]
+    return [side.tokens[a:b] for side in sides for a, b in pairwise(side.offsets.tolist())]
+
+
+@torch.no_grad()
+def naive_teacher(texts: Sequence[Tensor], recipe: Recipe) -> Tensor:
+    """Unit vectors of the recipe's teacher, text by text: mean pooling of its last layer."""
+    backbone = AutoModel.from_pretrained(recipe.teacher.model).eval()
+    vectors = torch.stack([backbone(text[None].long()).last_hidden_state[0].mean(0) for text in texts])
+    return F.normalize(vectors, dim=1)
+
+
+def naive_teaching(vectors: Sequence[Tensor], teacher: Tensor, recipe: Recipe, weights: Sequence[float]) -> Tensor:
+    """Every term of trainer/distillation_losses.py as its formula says it, over all texts at once."""
+    chosen, total, rows = recipe.teacher, torch.zeros(()), range(len(teacher))
+    taught = teacher @ teacher.T
+    for size, weight in zip(vectors, weights):
+        unit = F.normalize(size, dim=1)
+        scores = unit @ unit.T
+        loss = chosen.vector_weight * (1 - F.cosine_similarity(size, teacher[:, : size.shape[1]], dim=1)).mean()
+        loss = loss + chosen.gram_weight * (scores - taught).square().mean()
+        if chosen.similarity_weight:
+            others = ~torch.eye(len(teacher), dtype=torch.bool)
+            target, logits = (
+                (each / chosen.temperature)[others].view(len(teacher), -1).log_softmax(1) for each in (taught, scores)
+            )
+            loss = loss + chosen.similarity_weight * (target.exp() * (target - logits)).sum(1).mean()
+        if chosen.order_weight:
+            triples = [
+                F.relu((scores[i, j] - scores[i, k]) * (taught[i, k] - taught[i, j]).sign() + 0.015)
+                for i in rows
+                for j in rows
+                for k in rows
+            ]
+            loss = loss + chosen.order_weight * torch.stack(triples).mean()
+        total = total + weight * loss
+    return total
 
 
 @torch.no_grad()

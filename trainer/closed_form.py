@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
 
-from data.collate import Texts
-from models.encoder import Encoder, pool
+from models.encoder import Encoder
 from models.heads import linear_head
-from trainer.backward import micro_batches
+from models.sizes import Size
+from trainer.evaluation.encode import encode, encoder_forward
 
 RIDGES = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 FITTED_TEXTS, HELD_OUT_TEXTS = 6_500, 1_000
@@ -35,7 +36,10 @@ class ClosedForm:
 
 
 def fit_heads(states: Mapping[int, Tensor], targets: Tensor, *, held_out: int) -> dict[int, ClosedForm]:
-    """Depth -> its head. states: depth -> float32 [n, h]; targets: unit vectors [n, D]; the last `held_out` choose λ."""
+    """Depth -> its head.
+
+    states: depth -> float32 [n, h]; targets: unit vectors [n, D]. The last `held_out` texts choose λ.
+    """
     return {depth: _fit(each, targets, held_out=held_out) for depth, each in states.items()}
 
 
@@ -62,16 +66,27 @@ def _fit(states: Tensor, targets: Tensor, *, held_out: int) -> ClosedForm:
     return ClosedForm(linear_head(weight.float(), (middle - weight @ mean).float()), ridge, cosine)
 
 
-@torch.no_grad()
-def pooled_states(
-    encoder: Encoder, texts: Texts, depths: Sequence[int], *, pad_id: int, token_budget: int, device: torch.device
+def depth_states(
+    encoder: Encoder,
+    tokenizer: PreTrainedTokenizerFast,
+    texts: Sequence[str],
+    depths: Sequence[int],
+    *,
+    max_length: int,
+    prompt: str,
+    device: torch.device,
 ) -> dict[int, Tensor]:
-    """Depth -> float32 [n, h], the pooled states of texts before any head; the encoder in eval mode."""
-    encoder.to(device).eval()
-    found = {depth: torch.empty(len(texts), encoder.hidden_size) for depth in depths}
-    for rows in micro_batches(texts.lengths, token_budget=token_budget):
-        input_ids, attention_mask = (each.to(device) for each in texts.pad(rows, pad_id=pad_id))
-        states = encoder.hidden_states(input_ids, attention_mask, depths)
-        for depth, state in states.items():
-            found[depth][rows] = pool(state, attention_mask, encoder.pooling).float().cpu()
-    return found
+    """Depth -> float32 [n, h]: the pooled states of texts, before any head."""
+    bare = Encoder(encoder.backbone, encoder.pooling).to(device).eval()
+    sizes = [Size(depth, encoder.hidden_size) for depth in depths]
+    found = encode(
+        encoder_forward(bare, sizes),
+        tokenizer,
+        texts,
+        sizes,
+        similarity="dot",
+        max_length=max_length,
+        prompt=prompt,
+        device=device,
+    )
+    return {size.layers: torch.from_numpy(vectors) for size, vectors in found.items()}

@@ -682,7 +682,8 @@ def check(recipe: Recipe) -> None:
             'objective.loss = "cosent" has no negatives to score; set objective.kl to "none" or "coordinates"'
         )
     _check_preset(objective)
-    _check_size_weights(recipe, 1 if objective.sizes in ("full", "one") else len(ladder))
+    num_sizes = 1 if objective.sizes in ("full", "one") else len(ladder.grid if objective.sizes == "grid" else ladder)
+    _check_size_weights(recipe, num_sizes)
     _check_guide(recipe)
     _check_teacher(recipe)
     _check_trained_part(recipe)

@@ -7,8 +7,8 @@ to unit length again. N is the number of texts in the GLOBAL batch, of which n a
     gram        (S_i·S_j − T_i·T_j)² over all i, j
     order       relu( (S_i·S_j − S_i·S_k) · sign(T_i·T_k − T_i·T_j) + m ) over all i, j, k
 The first is what LEAF (arXiv:2509.12539) trains with, here for each prefix. The others are relational knowledge
-distillation; the last two are those of Jasper and Stella (arXiv:2412.19048), with the margin of their released code. All
-gradients are with respect to unit vectors.
+distillation; the last two are those of Jasper and Stella (arXiv:2412.19048), with the margin of their released code.
+All gradients are with respect to unit vectors.
 """
 
 from __future__ import annotations

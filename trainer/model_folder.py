@@ -7,8 +7,11 @@ import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from data.files import first_line, write_atomically
 from data.tokens import tokenizer_fingerprint
@@ -20,6 +23,7 @@ from trainer.build import ModelParts
 from trainer.config import Recipe
 from trainer.distributed import Refused, gather_objects
 from trainer.engine import Engine
+from trainer.whole_folder import written_whole
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +86,17 @@ def _write(full: dict[int, torch.Tensor], parts: ModelParts, recipe: Recipe) -> 
         tmp.rename(output / name)
     write_atomically(output / "DONE", "")
     log.info("the model is in %s", output / "model")
+
+
+def write_model_folder(
+    folder: Path, backbone: PreTrainedModel, tokenizer: Any, settings: EmbeddingSettings, heads: nn.ModuleDict
+) -> None:
+    """A model that no run trained, in the layout of one that did, whole or not at all."""
+    with written_whole(folder) as partial:
+        backbone.save_pretrained(partial)
+        save_heads({name: each.detach().float() for name, each in heads.named_parameters()}, partial)
+        tokenizer.save_pretrained(partial)
+        dataclasses.replace(settings, tokenizer=tokenizer_fingerprint(tokenizer)).save(partial)
 
 
 def _empty(folder: Path) -> Path:

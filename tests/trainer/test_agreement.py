@@ -21,7 +21,7 @@ from trainer.agreement import FREE_KEYS, disagreement, facts_of, fingerprint, fr
 from trainer.build import open_shards
 from trainer.config import Recipe, build_recipe
 
-NO_PARTS = cast(Any, SimpleNamespace(guide=None))
+NO_PARTS = cast(Any, SimpleNamespace(guide=None, teacher=None))
 
 
 def test_ranks_that_are_alike() -> None:
@@ -108,7 +108,8 @@ def test_weights_are_compared_but_for_drawn_adapters(recipe: Recipe) -> None:
             nn.init.zeros_(modules[-1]["layer"].bias)
             for parameter in modules[-1]["lora_A"].parameters():
                 nn.init.constant_(parameter, adapter)
-        parts = SimpleNamespace(encoder=modules[0], guide=SimpleNamespace(encoder=modules[1]))
+        guide = SimpleNamespace(encoder=modules[1])
+        parts = SimpleNamespace(encoder=modules[0], guide=guide, teacher=None)
         return facts_of(with_source, sources, cast(Any, parts))
 
     mine = facts(1.0, 2.0, 3.0)

@@ -13,15 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from launch.scaling import BUCKET_ELEMENTS
-from models.encoder import build_masked_lm
+from models.encoder import EmbeddingSettings, build_masked_lm
 from tests import ROOT
 from tests.launcher import launch
 from tests.needs import Lazy, needed, own
 from tests.reference import first_parameters, train_naively
-from tests.trainer.support import MODEL, float32_ds_config, recipe_values, with_dropout
+from tests.trainer.support import LADDER, MODEL, float32_ds_config, recipe_values, with_dropout
+from trainer.model_folder import write_model_folder
 
+LADDER_PAIRS = tuple((layers, dim) for layers, dim in LADDER)
 LOSS_TOLERANCE = 1e-6  # relative
 PARAMETER_TOLERANCE = 1e-5  # absolute, after steps that move parameters by up to 0.1
 NORM_TOLERANCE = 2e-5  # relative; squares are summed in another order
@@ -31,19 +34,19 @@ STAGES = (0, 1, 2, 3)
 # a step leaves out, micro-batches and ranks without anything to learn, and a step that is not clipped (adaptive).
 AT_EVERY_STAGE = ("smae", "srl", "mlm", "direct", "two_d", "one", "enhanced", "spans", "guided", "guided_masked_pairs")
 AT_EVERY_STAGE += ("smae_lonely", "srl_lonely", "guided_lonely", "enhanced_lonely", "spans_lonely", "sparse")
-AT_EVERY_STAGE += ("adaptive",)
+AT_EVERY_STAGE += ("adaptive", "distill", "distill_heads", "distill_lonely", "related", "taught")
 # These use the engine as one of those above does. They differ only in the loss, which is computed from the engine's
 # outputs: whole float32 tensors at every stage.
 AT_ONE_STAGE = ("mrl", "cosent", "coordinates", "weighted", "crowded", "filtered", "margins")
 AT_ONE_STAGE += ("own_margins", "taught_by_guide", "masked_pairs", "symmetric_spans", "symmetric_spans_lonely")
-AT_ONE_STAGE += ("srl_uneven", "smae_uneven")
+AT_ONE_STAGE += ("srl_uneven", "smae_uneven", "related_directly", "related_lonely", "similarity", "gram", "order")
 # In `make test`, one a stage.
 LAUNCHED = [("srl", 0), ("smae", 1), ("srl", 2), ("smae", 3)]
 # These take a second step, which would find gradients left over.
 TWICE = ("smae", "srl")
 ON_RANKS = {
     1: ("smae", "srl", "two_d", "mrl"),
-    4: ("srl", "two_d", "mrl", "smae", "crowded", "srl_uneven", "smae_lonely"),
+    4: ("srl", "two_d", "mrl", "smae", "crowded", "srl_uneven", "smae_lonely", "distill", "related"),
 }
 CONTROLS = {
     "passage gradients stay": "srl",
@@ -51,6 +54,7 @@ CONTROLS = {
     "rank means": "smae",
     "new dropout each pass": "srl_dropout",
     "false negatives of one rank": "crowded",
+    "Gram matrices of one rank": "gram",
 }
 BF16 = ("zero0", "zero1", "zero2", "zero3")
 
@@ -68,6 +72,30 @@ def backbone(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> P
 
 
 @pytest.fixture(scope="module")
+def taught_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+    """A student with a linear map for each depth but the last, as trainer.resize makes it."""
+    folder = tmp_path_factory.mktemp("headed")
+    torch.manual_seed(1)
+    model = build_masked_lm(MODEL, vocab_size=len(tiny_tokenizer), pad_token_id=0)
+    heads = nn.ModuleDict({str(depth): nn.Linear(48, 48) for depth in (1, 2)})
+    write_model_folder(
+        folder / "student", model.base_model, tiny_tokenizer, EmbeddingSettings("mean", ladder=LADDER_PAIRS), heads
+    )
+    return folder / "student"
+
+
+@pytest.fixture(scope="module")
+def teacher_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+    """Another model of the same width and tokenizer."""
+    folder = tmp_path_factory.mktemp("teacher")
+    torch.manual_seed(5)
+    model = build_masked_lm(MODEL, vocab_size=len(tiny_tokenizer), pad_token_id=0)
+    settings = EmbeddingSettings("mean", ladder=LADDER_PAIRS)
+    write_model_folder(folder / "model", model.base_model, tiny_tokenizer, settings, nn.ModuleDict())
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
 def recipes(
     document_shards: Path,
     tuple_shards: Path,
@@ -76,6 +104,8 @@ def recipes(
     backbone: Path,
     guide_folder: Path,
     static_guide_folder: Path,
+    taught_folder: Path,
+    teacher_folder: Path,
 ) -> dict[str, dict[str, Any]]:
     def masked(**objective: Any) -> dict[str, Any]:
         objective = {"name": "masked", **objective}
@@ -126,6 +156,29 @@ def recipes(
     cases["own_margins"] = pairs(kl="margins", detach_teacher=False, reduction="sum", similarity="dot", temperature=8.0)
     cases["guided_masked_pairs"] = copy.deepcopy(cases["masked_pairs"]) | {"guide": {"model": str(guide_folder)}}
     cases["guided_masked_pairs"]["objective"] |= guide
+    student = {"source": str(taught_folder), "config": {}, "pooling": "mean"}
+
+    def distilled(*, sizes: str = "ladder", model: dict[str, Any] | None = None, **teacher: Any) -> dict[str, Any]:
+        teacher = {"model": str(teacher_folder), **teacher}
+        sections: dict[str, Any] = {"teacher": teacher, "model": student | (model or {})}
+        return recipe_values(
+            document_shards, objective={"name": "distill", "sizes": sizes}, train={"micro_batch_size": 3}, **sections
+        )
+
+    relations = {"similarity_weight": 0.5, "gram_weight": 8.0, "order_weight": 4.0, "temperature": 0.1}
+    cases["distill"] = distilled(sizes="grid")
+    cases["distill_heads"] = distilled(model={"trains": "heads"}, similarity_weight=0.5)
+    cases["related"] = distilled(vector_weight=2.0, **relations)
+    cases["related_directly"] = copy.deepcopy(cases["related"])
+    cases["related_directly"]["objective"]["backward"] = "direct"
+    for term in ("similarity", "gram", "order"):
+        cases[term] = distilled(vector_weight=0.0, **{f"{term}_weight": 8.0})
+    for name in ("distill", "related"):
+        cases[f"{name}_lonely"] = copy.deepcopy(cases[name])
+        cases[f"{name}_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 400}
+    cases["taught"] = pairs(pooling="mean") | {
+        "teacher": {"model": str(teacher_folder), "vector_weight": 3.0, "gram_weight": 2.0, "similarity_weight": 0.3}
+    }
     # Last batches of 11 samples, and of one: the other ranks then have none.
     for name, samples in (("uneven", 11), ("lonely", 1)):
         cases[f"srl_{name}"], cases[f"smae_{name}"] = pairs(crowded_shards), masked()
@@ -309,6 +362,8 @@ def test_every_recipe_is_in_the_product(recipes: dict[str, Any]) -> None:
         ("guided_masked_pairs", "masked_pairs"),
         ("spans", "lighter_spans"),
         ("symmetric_spans", "spans"),
+        ("related", "distill"),
+        ("taught", "srl_without_dropout"),
     ],
 )
 def test_what_a_recipe_is_for_acts(name: str, other: str, expected: Results) -> None:

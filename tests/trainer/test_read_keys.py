@@ -34,6 +34,8 @@ FILTERS = ["objective.filter_false_negatives=true"]
 FILTERED_BY_GUIDE = [*GUIDE, *FILTERS, "objective.filter_by=guide"]
 COSENT = ["objective.loss=cosent", "objective.kl=none"]
 STS = ['evaluation.sts=["a.tsv"]']
+DISTILL = ["objective.name=distill"]
+TAUGHT = ["teacher.model=a/teacher"]
 ONE_SIZE = ["objective.sizes=one", "objective.size=2x32"]
 
 # key -> value, settings under which it is read, and settings under each of which it is not.
@@ -46,11 +48,11 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     "model.lora_targets": ("query", ["model.lora_rank=4"], [[], MASKED]),
     "data.mixture_temperature": ("2.0", [], [["data.weights=[1.0]"]]),
     "data.no_duplicates": ("true", [], [MASKED, SPANS]),
-    "data.max_length": ("64", MASKED, [[], COSENT]),
+    "data.max_length": ("64", DISTILL, [[], COSENT]),
     "data.query_max_length": ("16", [*MASKED, "objective.pairs=tuples"], [MASKED, SPANS]),
     "data.passage_max_length": ("16", [], [MASKED, SPANS]),
     "data.query_prompts": ('["query: "]', [], [MASKED, [*MASKED, "objective.pairs=tuples"]]),
-    "data.passage_prompts": ('["text: "]', [], [MASKED]),
+    "data.passage_prompts": ('["text: "]', DISTILL, [MASKED]),
     "data.num_negatives": ("3", [], [MASKED, SPANS, COSENT]),
     "data.negatives_from": ("[0.5]", ["data.num_negatives=2"], [[], MASKED]),
     "data.cache_dir": ("cache", [], [["data.verify=size"]]),
@@ -110,10 +112,21 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     "objective.filter_false_negatives": ("true", [], [MASKED, COSENT]),
     "objective.filter_by": ("full", FILTERS, [[], MASKED, SPANS]),
     "objective.false_negative_margin": ("0.1", FILTERS, [[], MASKED, SPANS]),
-    "objective.backward": ("direct", [], [MASKED, SPANS, STATIC]),
+    "objective.backward": ("direct", [], [MASKED, SPANS, STATIC, DISTILL]),
     "guide.model": ("a/guide", ["objective.kl_teacher=guide"], [[], FILTERS, [*SPANS, *FILTERS]]),
     "guide.pooling": ("cls", FILTERED_BY_GUIDE, [[]]),
     "guide.temperature": ("0.1", [*GUIDE, "objective.kl_teacher=guide"], [[], FILTERED_BY_GUIDE]),
+    "model.trains": ("heads", DISTILL, [MASKED, STATIC]),
+    "model.dropout": ("0.0", MASKED, [STATIC]),
+    "teacher.model": ("a/teacher", [], [MASKED]),
+    "teacher.pooling": ("mean", TAUGHT, [[], [*DISTILL, "teacher.vectors=stored", "teacher.store=s"], MASKED]),
+    "teacher.vectors": ("live", DISTILL, [[], MASKED]),
+    "teacher.store": ("a/store", [*DISTILL, "teacher.vectors=stored"], [DISTILL, MASKED]),
+    "teacher.vector_weight": ("2.0", TAUGHT, [[], MASKED]),
+    "teacher.similarity_weight": ("2.0", TAUGHT, [[], MASKED]),
+    "teacher.gram_weight": ("2.0", DISTILL, [[], MASKED]),
+    "teacher.order_weight": ("2.0", DISTILL, [[], MASKED]),
+    "teacher.temperature": ("0.1", [*DISTILL, "teacher.similarity_weight=1.0"], [[], DISTILL, TAUGHT]),
     "train.epochs": ("2.0", [], [["train.steps=5"]]),
     "train.micro_batch_size": ("8", [*STATIC, *FILTERED_BY_GUIDE], [STATIC]),
     "train.activation_checkpointing": ("true", [], [STATIC]),

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from data.command import run_command
 from tests.trainer.support import recipe_of
-from trainer import backward, build, contrastive, engine, masked, run
+from trainer import backward, build, contrastive, distillation, engine, masked, run, teacher
 from trainer.distributed import World, gather_counts, gather_rows, seed_step, start, sum_over_ranks
 
 
@@ -95,7 +95,11 @@ def _counted_chunks() -> Iterator[list[int]]:
         return chunks
 
     patch = unittest.mock.patch.object
-    with patch(contrastive, "micro_batches", counted), patch(masked, "micro_batches", counted):
+    with (
+        patch(contrastive, "micro_batches", counted),
+        patch(masked, "micro_batches", counted),
+        patch(distillation, "micro_batches", counted),
+    ):
         yield counts
 
 
@@ -144,7 +148,14 @@ def _broken(control: str) -> Iterator[None]:
         def own_rows(gradients: torch.Tensor, counts: list[int]) -> torch.Tensor:
             return gradients.split(list(counts))[dist.get_rank()].clone()
 
-        with patch(contrastive, "scatter_gradients", own_rows):
+        with patch(contrastive, "scatter_gradients", own_rows), patch(teacher, "scatter_gradients", own_rows):
+            yield
+    elif control == "Gram matrices of one rank":  # what comparing a rank's own texts gives
+
+        def alone(values: Any, device: torch.device) -> torch.Tensor:
+            return torch.as_tensor(values, dtype=torch.float64)
+
+        with patch(teacher, "sum_over_ranks", alone):
             yield
     elif control == "false negatives of one rank":  # what masking without a gather of the hashes gives
 

@@ -1,0 +1,80 @@
+"""Command: an existing embedding model made to work at every size, from texts without labels.
+
+    python -m trainer.resize MODEL --texts FILE... --output RUN [--sizes 1x32,2x64,...] [--section.key=value ...]
+
+MODEL is a folder of sentence-transformers, or one that this trainer wrote. It teaches itself: every depth learns the
+whole model's vectors of your texts, at every width, and the whole model is held where it is, so that vectors that are
+indexed stay valid. Then every size is evaluated beside the model cut as it is and beside the closed form (a linear map
+a depth, without training), and exported as a folder for sentence-transformers.
+With --train heads the model itself does not change by a bit: only the linear maps of its depths are trained.
+
+RUN holds start/ (the model as it is), shards/, closed_form/, training/ (a run like any other), evaluation/, export/,
+resize.json and table.md. After a kill the same command goes on. Under the deepspeed launcher all ranks train.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from data.command import log_to_stderr, run_command
+from trainer.config import ConfigError
+from trainer.options import count
+from trainer.resizing import Resize, resize
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.resize", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder or hub name of the model")
+    add("--texts", required=True, nargs="+", metavar="FILE", help="texts as for data.prepare documents, or its shards")
+    add("--output", required=True, type=Path, metavar="RUN", help="a new folder, or that of this command before")
+    add("--sizes", default="", metavar="1x32,2x64,...", help="the ladder; default: six sizes by the model's shape")
+    add("--train", choices=("all", "heads"), default="all", help="heads: the model itself stays as it is")
+    add("--no-heads", action="store_true", help="no linear maps: sizes that are cuts of the weights alone")
+    add("--teacher", default="", metavar="MODEL", help="another model to learn from, of any tokenizer and width")
+    add("--pairs", nargs="+", default=[], metavar="FILE", help="queries with passages, for SRL after it")
+    add("--sts", nargs="+", default=[], metavar="FILE", help="STS files to evaluate on")
+    add("--beir", nargs="+", default=[], metavar="FOLDER", help="BEIR folders to evaluate on")
+    add("--text-column", default="text", metavar="NAME", help="of the texts' files (%(default)s)")
+    add("--text-split", default="blank-lines", metavar="KIND", help="what divides a .txt file (%(default)s)")
+    add("--limit", type=count(), metavar="N", help="take only the first N texts")
+    add("--processes", type=count(most=4096), metavar="N", help="that tokenize")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes
+    args, rest = parser.parse_known_args(argv)
+    for text in rest:
+        if not (text.startswith("--") and "=" in text):
+            parser.error(f"{text!r} is not understood; settings are given as --section.key=value")
+    if args.train == "heads" and args.no_heads:
+        raise ConfigError("--train heads trains nothing else than heads; leave --no-heads out")
+    log_to_stderr()
+    logging.getLogger("bm25s").setLevel(logging.ERROR)
+    table = resize(
+        Resize(
+            model=args.model,
+            texts=tuple(args.texts),
+            output=args.output,
+            sizes=args.sizes,
+            trains=args.train,
+            heads=not args.no_heads,
+            teacher=args.teacher,
+            pairs=tuple(args.pairs),
+            sts=tuple(args.sts),
+            beir=tuple(args.beir),
+            text_column=args.text_column,
+            text_split=args.text_split,
+            limit=args.limit,
+            processes=args.processes,
+            overrides=tuple(text[2:] for text in rest),
+        )
+    )
+    sys.stdout.write(table)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,388 @@
+"""The steps of `trainer.resize`: each leaves a folder that says it is done, so that a killed command goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from transformers.utils import logging as transformers_logging
+
+from data import prepare
+from data.corpora import Document, Unit, plan_documents, read_unit
+from data.files import write_atomically
+from data.shards import MANIFEST
+from models.encoder import EmbeddingSettings, Encoder
+from models.sizes import STARBUCKS_LADDER, Ladder, Size
+from trainer.closed_form import FITTED_TEXTS, HELD_OUT_TEXTS, depth_states, fit_heads
+from trainer.config import ConfigError, Recipe, load_recipe
+from trainer.distributed import gather_objects, start
+from trainer.evaluation import evaluate_tasks
+from trainer.evaluation.encode import encode, encoder_forward
+from trainer.evaluation.latency import measure_costs
+from trainer.evaluation.report import HEADLINE_METRICS, Record, markdown_table
+from trainer.evaluation.retrieval import RetrievalData, load_beir
+from trainer.evaluation.sts import STSTask, read_sts
+from trainer.evaluation.subject import load_model
+from trainer.export import export_sizes
+from trainer.model_folder import write_model_folder
+from trainer.run import execute
+from trainer.whole_folder import check_place
+
+log = logging.getLogger(__name__)
+
+AS_IT_IS, CLOSED_FORM, RESIZED = "as_it_is", "closed_form", "resized"
+AGREEMENT = "agreement"  # the task that needs no labels
+# Texts left out of training, of which the first are compared with each other.
+_HELD_OUT = 1_000
+_TIMED_TEXTS = 50
+_SHARES = (1 / 12, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 1)  # of the width, for each of six sizes
+
+
+@dataclass(frozen=True)
+class Resize:
+    """What was asked for."""
+
+    model: str
+    texts: tuple[str, ...]
+    output: Path
+    sizes: str = ""
+    trains: str = "all"
+    heads: bool = True
+    teacher: str = ""
+    pairs: tuple[str, ...] = ()
+    sts: tuple[str, ...] = ()
+    beir: tuple[str, ...] = ()
+    text_column: str = "text"
+    text_split: str = "blank-lines"
+    limit: int | None = None
+    processes: int | None = None
+    overrides: tuple[str, ...] = ()
+
+
+def propose_ladder(num_layers: int, width: int) -> Ladder:
+    """Up to six sizes: depths at even steps, widths of 1/12 to the whole; the paper's for 12 layers of 768."""
+    if (num_layers, width) == (STARBUCKS_LADDER.full.layers, STARBUCKS_LADDER.full.dim):
+        return STARBUCKS_LADDER
+    steps = min(len(_SHARES), num_layers)
+    sizes = []
+    for step in range(1, steps + 1):
+        share = _SHARES[round(step * len(_SHARES) / steps) - 1]
+        sizes.append(
+            Size(round(num_layers * step / steps), max(1, round(width * share / 8) * 8) if share < 1 else width)
+        )
+    return Ladder(tuple(sizes))
+
+
+def resize(asked: Resize) -> str:
+    """Run what is not done yet; the table as Markdown. Every rank calls it; rank 0 does what is not training."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    main = os.environ.get("RANK", "0") == "0"
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    tasks = _read_tasks(asked)
+    if several:
+        start()
+    if main:
+        _begin(asked)
+        _write_start(asked)
+        _write_shards(asked)
+        if asked.heads:
+            _write_closed_form(asked)
+    if several:
+        gather_objects(None)
+    recipe = training_recipe(asked)
+    if not (asked.output / "training" / "DONE").exists():
+        execute(recipe)
+    if not main:
+        return ""
+    return _report(asked, tasks)
+
+
+def _begin(asked: Resize) -> None:
+    """Refuse the folder of another command; what decides the result is kept beside it."""
+    check_place(asked.output)
+    known = {key: value for key, value in dataclasses.asdict(asked).items() if key not in ("output", "processes")}
+    text = json.dumps(known, indent=2) + "\n"
+    path = asked.output / "command.json"
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        raise ConfigError(f"{asked.output} is of another command ({path}); give a new --output, or the same arguments")
+    if asked.output.is_dir() and not path.exists() and any(asked.output.iterdir()):
+        raise ConfigError(f"--output {asked.output} holds something else; give a new folder")
+    asked.output.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text)
+
+
+def _write_start(asked: Resize) -> None:
+    """start/: the model as it is, with the ladder that was asked for or proposed."""
+    folder = asked.output / "start"
+    if folder.exists():
+        return
+    encoder, tokenizer, settings = load_model(asked.model)
+    if encoder.is_static:
+        raise ConfigError(f"{asked.model} is a token table without layers; train it with trainer.finetune")
+    if settings is None:
+        raise ConfigError(f"{asked.model} does not say how it pools; give a folder of sentence-transformers")
+    if settings.similarity != "cosine":
+        raise ConfigError(
+            f"{asked.model} is compared by dot product; its vectors' lengths, which are not taught, would be lost"
+        )
+    full = Size(encoder.num_layers, encoder.embedding_size)
+    ladder = propose_ladder(full.layers, full.dim)
+    if asked.sizes:
+        ladder = Ladder(tuple(Size.parse(each) for each in asked.sizes.split(",")))
+    ladder.check_against(num_layers=full.layers, hidden_size=full.dim)
+    settings = dataclasses.replace(settings, ladder=tuple((size.layers, size.dim) for size in ladder))
+    write_model_folder(folder, encoder.backbone.float(), tokenizer, settings, encoder.heads)
+
+
+def _units(asked: Resize) -> list[Unit]:
+    return plan_documents(
+        asked.texts, text_column=asked.text_column, text_split=asked.text_split, skip_empty=True, limit=asked.limit
+    )
+
+
+def _held_out(asked: Resize) -> list[str]:
+    """The first texts of the first file, at most half of them; training does not see them."""
+    first = list(itertools.islice(_texts_of(_units(asked)[0]), 2 * _HELD_OUT))
+    return first[: len(first) // 2]
+
+
+def _texts_of(unit: Unit) -> Iterator[str]:
+    return (cast(Document, record)["text"] for _, record in read_unit(unit))
+
+
+def _write_shards(asked: Resize) -> None:
+    """shards/: the texts but those held out. Finished shards are left as they are."""
+    folder = asked.output / "shards"
+    if (folder / MANIFEST).is_file():
+        return
+    command = ["documents", *asked.texts, "--output", str(folder), "--tokenizer", str(asked.output / "start")]
+    command += ["--text-column", asked.text_column, "--text-split", asked.text_split, "--skip-empty"]
+    command += ["--skip-first", str(len(_held_out(asked)))]
+    if asked.limit:
+        command += ["--limit", str(asked.limit)]
+    if asked.processes:
+        command += ["--processes", str(asked.processes)]
+    prepare.run(command)
+
+
+def _sampled(asked: Resize, number: int) -> list[str]:
+    """About so many texts, of all units alike, without those held out."""
+    units = _units(asked)
+    share = -(-number // len(units))
+    skipped = len(_held_out(asked))
+    found = [
+        text
+        for place, unit in enumerate(units)
+        for text in itertools.islice(
+            _texts_of(unit), skipped if place == 0 else 0, share + (skipped if place == 0 else 0)
+        )
+    ]
+    return found[:number]
+
+
+def _write_closed_form(asked: Resize) -> None:
+    """closed_form/: the same weights with a linear map for each depth but the last."""
+    folder = asked.output / CLOSED_FORM
+    if folder.exists():
+        return
+    encoder, tokenizer, settings = _load(asked.output / "start")
+    texts = _sampled(asked, FITTED_TEXTS + HELD_OUT_TEXTS)
+    if len(texts) < 8:
+        raise ConfigError(f"--texts hold {len(texts)} texts beside those held out; give more")
+    held_out = min(HELD_OUT_TEXTS, len(texts) // 4)
+    log.info("closed form: linear maps from %s texts", f"{len(texts):,}")
+    depths = [size.layers for size in settings.sizes]
+    states = depth_states(
+        encoder,
+        tokenizer,
+        texts,
+        depths,
+        max_length=settings.passage_max_length,
+        prompt=settings.passage_prompt,
+        device=_device(),
+    )
+    deepest = depths[-1]
+    with torch.no_grad():
+        targets = nn.functional.normalize(encoder.cpu().head(states.pop(deepest), deepest), dim=1)
+    heads = encoder.heads
+    for depth, found in fit_heads(states, targets, held_out=held_out).items():
+        log.info("%d layers: cosine %.3f to the whole model (ridge %g)", depth, found.cosine, found.ridge)
+        heads[str(depth)] = found.head
+    write_model_folder(folder, encoder.backbone, tokenizer, settings, heads)
+
+
+def training_recipe(asked: Resize) -> Recipe:
+    """The recipe that trains; every key can be set on the command line."""
+    source = asked.output / (CLOSED_FORM if asked.heads else "start")
+    settings = EmbeddingSettings.load(source)
+    assert settings is not None
+    values: dict[str, Any] = {
+        "run": {"output": str(asked.output / "training"), "resume": "auto"},
+        "model": {
+            "source": str(source),
+            "pooling": settings.pooling,
+            "ladder": [list(pair) for pair in settings.ladder],
+            "trains": asked.trains,
+            "dropout": 0.0,
+        },
+        "data": {
+            "shards": [str(asked.output / "shards")],
+            "max_length": settings.passage_max_length,
+            "passage_prompts": [settings.passage_prompt] if settings.passage_prompt else [],
+        },
+        "objective": {"name": "distill", "sizes": "grid"},
+        "teacher": {"model": str(asked.output / "start")},
+        "optim": {"lr": 3e-4, "warmup_ratio": 0.1, "weight_decay": 0.01},
+        "train": {"global_batch_size": 64, "micro_batch_size": 8},
+        "engine": {
+            "ds_config": "ds_configs/zero1.json" if _multiplies_fast_in_bf16() else "ds_configs/zero1_float32.json"
+        },
+        "checkpoint": {"every_steps": 200},
+    }
+    import tomli_w
+
+    path = asked.output / "recipe.toml"
+    if os.environ.get("RANK", "0") == "0":
+        write_atomically(path, tomli_w.dumps(values))
+    return load_recipe(path, asked.overrides)
+
+
+def _multiplies_fast_in_bf16() -> bool:
+    return torch.cuda.is_available()
+
+
+def _load(folder: Path) -> tuple[Encoder, Any, EmbeddingSettings]:
+    encoder, tokenizer, settings = load_model(folder)
+    assert settings is not None, "folders of this command have settings"
+    return encoder, tokenizer, settings
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _read_tasks(asked: Resize) -> tuple[list[STSTask], list[RetrievalData]]:
+    """Before anything is computed, so that a wrong path is told at once."""
+    return [read_sts(path) for path in asked.sts], [load_beir(path) for path in asked.beir]
+
+
+def agreement(encoder: Encoder, tokenizer: Any, settings: EmbeddingSettings, texts: Sequence[str]) -> STSTask:
+    """Texts held out, paired with their nearest neighbour and with another; the score is the whole model's cosine.
+
+    What a size scores on it is how well it orders pairs as the whole model does, without any label.
+    """
+    full = settings.sizes.full
+    vectors = encode(
+        encoder_forward(encoder.to(_device()).eval(), [full]),
+        tokenizer,
+        list(texts),
+        [full],
+        similarity="cosine",
+        max_length=settings.passage_max_length,
+        prompt=settings.query_prompt,
+        device=_device(),
+    )[full]
+    similarities = vectors @ vectors.T
+    np.fill_diagonal(similarities, -1.0)
+    rows = np.arange(len(texts))
+    partners = [similarities.argmax(1), np.roll(rows, 1)]
+    pairs = [(texts[row], texts[other]) for of in partners for row, other in zip(rows.tolist(), of.tolist())]
+    scores = [float(similarities[row, other]) for of in partners for row, other in zip(rows, of)]
+    return STSTask(AGREEMENT, tuple(pairs), tuple(scores))
+
+
+def _report(asked: Resize, tasks: tuple[list[STSTask], list[RetrievalData]]) -> str:
+    sts, beir = tasks
+    folders = {AS_IT_IS: asked.output / "start", RESIZED: asked.output / "training" / "model"}
+    if asked.heads:
+        folders[CLOSED_FORM] = asked.output / CLOSED_FORM
+    held_out = _held_out(asked)
+    encoder, tokenizer, settings = _load(folders[AS_IT_IS])
+    sts = [agreement(encoder, tokenizer, settings, held_out), *sts]
+    scores: dict[tuple[str, Size], dict[str, float]] = {}
+    costs = {}
+    for method, folder in folders.items():
+        encoder, tokenizer, settings = _load(folder)
+        sizes = list(settings.sizes)
+        log.info("evaluating %s", method.replace("_", " "))
+        records = evaluate_tasks(
+            encoder_forward(encoder.to(_device()).eval(), sizes),
+            tokenizer,
+            sizes,
+            settings,
+            sts=sts,
+            retrieval=beir,
+            device=_device(),
+            method=method,
+        )
+        for record in records:
+            if record.metric == HEADLINE_METRICS[record.kind]:
+                scores.setdefault((record.task, Size(record.layers, record.dim)), {})[method] = record.value
+        if method == RESIZED:
+            costs = measure_costs(encoder.cpu(), tokenizer, sizes, settings, held_out[:_TIMED_TEXTS])
+            _write_results(asked, settings, sizes, [dataclasses.replace(each, method="trained") for each in records])
+    exported = asked.output / "export"
+    if not exported.exists():
+        export_sizes(folders[RESIZED], exported, results=asked.output / "evaluation" / "results.json")
+    order = [task.name for task in sts] + [data.name for data in beir]
+    table = []
+    for (task, size), by_method in sorted(scores.items(), key=lambda item: (order.index(item[0][0]), item[0][1])):
+        weights = sum(path.stat().st_size for path in (exported / settings.sizes.name(size)).rglob("*.safetensors"))
+        table.append(
+            {
+                "task": task,
+                "layers": size.layers,
+                "dim": size.dim,
+                **{method: by_method.get(method) for method in (AS_IT_IS, CLOSED_FORM, RESIZED)},
+                "milliseconds": costs[size].milliseconds,
+                "megabytes": weights / 1e6,
+            }
+        )
+    write_atomically(asked.output / "resize.json", json.dumps({"format": 1, "records": table}, indent=2) + "\n")
+    text = _markdown(table)
+    write_atomically(asked.output / "table.md", text)
+    return text
+
+
+def _write_results(
+    asked: Resize, settings: EmbeddingSettings, sizes: Sequence[Size], records: Sequence[Record]
+) -> None:
+    folder = asked.output / "evaluation"
+    folder.mkdir(exist_ok=True)
+    content = {
+        "format": 1,
+        "model": str(asked.output / "training" / "model"),
+        "sizes": [[size.layers, size.dim] for size in sizes],
+        "settings": dataclasses.asdict(settings),
+        "records": [record.as_json() for record in records],
+        "significance": [],
+    }
+    write_atomically(folder / "results.json", json.dumps(content, indent=2) + "\n")
+
+
+def _markdown(table: Sequence[dict[str, Any]]) -> str:
+    text = ""
+    for task, rows in itertools.groupby(table, key=lambda row: row["task"]):
+        lines = [
+            [
+                f"{row['layers']}x{row['dim']}",
+                *("–" if row[method] is None else f"{row[method]:.4f}" for method in (AS_IT_IS, CLOSED_FORM, RESIZED)),
+                f"{row['milliseconds']:.1f}",
+                f"{row['megabytes']:.1f}",
+            ]
+            for row in rows
+        ]
+        headings = ["size", "as it is", "closed form", "resized", "ms a query", "MB"]
+        text += f"## {task}\n\n{markdown_table(headings, lines)}\n"
+    return text
