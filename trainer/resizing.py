@@ -6,28 +6,29 @@ import dataclasses
 import itertools
 import json
 import logging
-import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import tomli_w
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from data import prepare
-from data.corpora import Document, Unit, plan_documents, read_unit
+from data.corpora import Document, Unit, plan_documents, plan_tuples, read_unit
 from data.files import write_atomically
 from data.shards import MANIFEST
 from models.encoder import EmbeddingSettings, Encoder
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from trainer.closed_form import FITTED_TEXTS, HELD_OUT_TEXTS, depth_states, fit_heads
-from trainer.config import ConfigError, Recipe, load_recipe
-from trainer.distributed import gather_objects, start
+from trainer.config import ConfigError, load_recipe
+from trainer.distributed import gather_objects
 from trainer.evaluation import evaluate_tasks
-from trainer.evaluation.encode import encode, encoder_forward
+from trainer.evaluation.encode import encode, encoder_forward, encoding_of
 from trainer.evaluation.latency import measure_costs
 from trainer.evaluation.report import HEADLINE_METRICS, Record, markdown_table
 from trainer.evaluation.retrieval import RetrievalData, load_beir
@@ -36,15 +37,20 @@ from trainer.evaluation.subject import load_model
 from trainer.export import export_sizes
 from trainer.model_folder import write_model_folder
 from trainer.run import execute
+from trainer.teacher_vectors import own_world, store_vectors
 from trainer.whole_folder import check_place
 
 log = logging.getLogger(__name__)
 
 AS_IT_IS, CLOSED_FORM, RESIZED = "as_it_is", "closed_form", "resized"
+# Folders of a RUN, beside closed_form/.
+START, SHARDS, TRAINING, EVALUATION, EXPORT = "start", "shards", "training", "evaluation", "export"
+TEACHER, PAIR_SHARDS, PAIR_TRAINING, PAIR_TEACHER = "teacher", "pair_shards", "pair_training", "pair_teacher"
 AGREEMENT = "agreement"  # the task that needs no labels
 # Texts left out of training, of which the first are compared with each other.
 _HELD_OUT = 1_000
 _TIMED_TEXTS = 50
+_FLOAT32 = "ds_configs/zero1_float32.json"
 _SHARES = (1 / 12, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 1)  # of the width, for each of six sizes
 
 
@@ -87,25 +93,28 @@ def resize(asked: Resize) -> str:
     """Run what is not done yet; the table as Markdown. Every rank calls it; rank 0 does what is not training."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    main = os.environ.get("RANK", "0") == "0"
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     tasks = _read_tasks(asked)
-    if several:
-        start()
-    if main:
+    world = own_world()
+    if world.is_main:
         _begin(asked)
         _write_start(asked)
         _write_shards(asked)
         if asked.heads:
             _write_closed_form(asked)
-    if several:
-        gather_objects(None)
-    recipe = training_recipe(asked)
-    if not (asked.output / "training" / "DONE").exists():
-        execute(recipe)
-    if not main:
-        return ""
-    return _report(asked, tasks)
+        _write_recipes(asked)
+    gather_objects(None)
+    stages = [(TRAINING, _units(asked))]
+    with tempfile.TemporaryDirectory() as scratch:
+        if asked.pairs:
+            stages.append((PAIR_TRAINING, plan_tuples(asked.pairs, scratch=Path(scratch), skip_empty=True)))
+        for name, units in stages:
+            recipe = load_recipe(asked.output / f"{name}.toml", asked.overrides if name == TRAINING else ())
+            if (asked.output / name / "DONE").exists():
+                continue
+            if asked.teacher:
+                store_vectors(recipe, units, world)
+            execute(recipe, last=name == stages[-1][0])
+    return _report(asked, tasks) if world.is_main else ""
 
 
 def _begin(asked: Resize) -> None:
@@ -124,7 +133,7 @@ def _begin(asked: Resize) -> None:
 
 def _write_start(asked: Resize) -> None:
     """start/: the model as it is, with the ladder that was asked for or proposed."""
-    folder = asked.output / "start"
+    folder = asked.output / START
     if folder.exists():
         return
     encoder, tokenizer, settings = load_model(asked.model)
@@ -137,12 +146,18 @@ def _write_start(asked: Resize) -> None:
             f"{asked.model} is compared by dot product; its vectors' lengths, which are not taught, would be lost"
         )
     full = Size(encoder.num_layers, encoder.embedding_size)
+    ladder = _ladder(asked, full)
+    settings = dataclasses.replace(settings, ladder=tuple((size.layers, size.dim) for size in ladder))
+    write_model_folder(folder, encoder.backbone.float(), tokenizer, settings, encoder.heads)
+
+
+def _ladder(asked: Resize, full: Size) -> Ladder:
+    """The sizes that were asked for, or proposed; they end with the whole model."""
     ladder = propose_ladder(full.layers, full.dim)
     if asked.sizes:
         ladder = Ladder(tuple(Size.parse(each) for each in asked.sizes.split(",")))
     ladder.check_against(num_layers=full.layers, hidden_size=full.dim)
-    settings = dataclasses.replace(settings, ladder=tuple((size.layers, size.dim) for size in ladder))
-    write_model_folder(folder, encoder.backbone.float(), tokenizer, settings, encoder.heads)
+    return ladder
 
 
 def _units(asked: Resize) -> list[Unit]:
@@ -162,11 +177,14 @@ def _texts_of(unit: Unit) -> Iterator[str]:
 
 
 def _write_shards(asked: Resize) -> None:
-    """shards/: the texts but those held out. Finished shards are left as they are."""
-    folder = asked.output / "shards"
+    """The texts but those held out, and the pairs. Finished shards are left as they are."""
+    folder, pairs = asked.output / SHARDS, asked.output / PAIR_SHARDS
+    tokenizer = ["--tokenizer", str(asked.output / START)]
+    if asked.pairs and not (pairs / MANIFEST).is_file():
+        prepare.run(["tuples", *asked.pairs, "--output", str(pairs), *tokenizer, "--skip-empty"])
     if (folder / MANIFEST).is_file():
         return
-    command = ["documents", *asked.texts, "--output", str(folder), "--tokenizer", str(asked.output / "start")]
+    command = ["documents", *asked.texts, "--output", str(folder), *tokenizer]
     command += ["--text-column", asked.text_column, "--text-split", asked.text_split, "--skip-empty"]
     command += ["--skip-first", str(len(_held_out(asked)))]
     if asked.limit:
@@ -196,7 +214,7 @@ def _write_closed_form(asked: Resize) -> None:
     folder = asked.output / CLOSED_FORM
     if folder.exists():
         return
-    encoder, tokenizer, settings = _load(asked.output / "start")
+    encoder, tokenizer, settings = _load(asked.output / START)
     texts = _sampled(asked, FITTED_TEXTS + HELD_OUT_TEXTS)
     if len(texts) < 8:
         raise ConfigError(f"--texts hold {len(texts)} texts beside those held out; give more")
@@ -212,23 +230,42 @@ def _write_closed_form(asked: Resize) -> None:
         prompt=settings.passage_prompt,
         device=_device(),
     )
-    deepest = depths[-1]
-    with torch.no_grad():
-        targets = nn.functional.normalize(encoder.cpu().head(states.pop(deepest), deepest), dim=1)
     heads = encoder.heads
+    if asked.teacher:
+        targets = _taught(asked.teacher, texts)
+        full = Size(encoder.num_layers, targets.shape[1])
+        ladder = _ladder(asked, full)
+        settings = dataclasses.replace(settings, ladder=tuple((size.layers, size.dim) for size in ladder))
+    else:
+        deepest = depths[-1]
+        with torch.no_grad():
+            targets = nn.functional.normalize(encoder.cpu().head(states.pop(deepest), deepest), dim=1)
     for depth, found in fit_heads(states, targets, held_out=held_out).items():
         log.info("%d layers: cosine %.3f to the whole model (ridge %g)", depth, found.cosine, found.ridge)
         heads[str(depth)] = found.head
     write_model_folder(folder, encoder.backbone, tokenizer, settings, heads)
 
 
-def training_recipe(asked: Resize) -> Recipe:
-    """The recipe that trains; every key can be set on the command line."""
-    source = asked.output / (CLOSED_FORM if asked.heads else "start")
+def _taught(model: str, texts: Sequence[str]) -> Tensor:
+    """The teacher's unit vectors of texts, float32 [n, D]."""
+    encoder, tokenizer, settings = _load(model)
+    full = settings.sizes.full
+    found = encoding_of(encoder, tokenizer, [full], device=_device())(
+        texts, similarity="cosine", max_length=settings.passage_max_length, prompt=settings.passage_prompt
+    )
+    return torch.from_numpy(found[full])
+
+
+def _write_recipes(asked: Resize) -> None:
+    """training.toml and, where there are pairs, pair_training.toml: what the two stages train, for people too."""
+    source = asked.output / (CLOSED_FORM if asked.heads else START)
     settings = EmbeddingSettings.load(source)
     assert settings is not None
+    teacher: dict[str, Any] = {"model": str(asked.output / START)}
+    if asked.teacher:
+        teacher = {"model": asked.teacher, "vectors": "stored", "store": str(asked.output / TEACHER)}
     values: dict[str, Any] = {
-        "run": {"output": str(asked.output / "training"), "resume": "auto"},
+        "run": {"output": str(asked.output / TRAINING), "resume": "auto"},
         "model": {
             "source": str(source),
             "pooling": settings.pooling,
@@ -237,34 +274,42 @@ def training_recipe(asked: Resize) -> Recipe:
             "dropout": 0.0,
         },
         "data": {
-            "shards": [str(asked.output / "shards")],
+            "shards": [str(asked.output / SHARDS)],
             "max_length": settings.passage_max_length,
             "passage_prompts": [settings.passage_prompt] if settings.passage_prompt else [],
         },
         "objective": {"name": "distill", "sizes": "grid"},
-        "teacher": {"model": str(asked.output / "start")},
+        "teacher": teacher,
         "optim": {"lr": 3e-4, "warmup_ratio": 0.1, "weight_decay": 0.01},
         "train": {"global_batch_size": 64, "micro_batch_size": 8},
-        "engine": {
-            "ds_config": "ds_configs/zero1.json" if _multiplies_fast_in_bf16() else "ds_configs/zero1_float32.json"
-        },
+        "engine": {"ds_config": "ds_configs/zero1.json" if torch.cuda.is_available() else _FLOAT32},
         "checkpoint": {"every_steps": 200},
     }
-    import tomli_w
+    write_atomically(asked.output / f"{TRAINING}.toml", tomli_w.dumps(values))
+    if not asked.pairs:
+        return
+    prompts = {"query_prompts": settings.query_prompt, "passage_prompts": settings.passage_prompt}
+    paired = {
+        **values,
+        "run": {"output": str(asked.output / PAIR_TRAINING), "resume": "auto"},
+        "model": {**values["model"], "source": str(asked.output / TRAINING / "model")},
+        "data": {
+            "shards": [str(asked.output / PAIR_SHARDS)],
+            "query_max_length": settings.query_max_length,
+            "passage_max_length": settings.passage_max_length,
+            **{key: [prompt] for key, prompt in prompts.items() if prompt},
+        },
+        "objective": {"name": "contrastive"},
+        "teacher": {**teacher, "store": str(asked.output / PAIR_TEACHER)} if asked.teacher else teacher,
+        "optim": {**values["optim"], "lr": 5e-5},
+    }
+    write_atomically(asked.output / f"{PAIR_TRAINING}.toml", tomli_w.dumps(paired))
 
-    path = asked.output / "recipe.toml"
-    if os.environ.get("RANK", "0") == "0":
-        write_atomically(path, tomli_w.dumps(values))
-    return load_recipe(path, asked.overrides)
 
-
-def _multiplies_fast_in_bf16() -> bool:
-    return torch.cuda.is_available()
-
-
-def _load(folder: Path) -> tuple[Encoder, Any, EmbeddingSettings]:
+def _load(folder: str | Path) -> tuple[Encoder, Any, EmbeddingSettings]:
     encoder, tokenizer, settings = load_model(folder)
-    assert settings is not None, "folders of this command have settings"
+    if settings is None:
+        raise ConfigError(f"{folder} does not say how it pools; give a folder of sentence-transformers")
     return encoder, tokenizer, settings
 
 
@@ -304,11 +349,12 @@ def agreement(encoder: Encoder, tokenizer: Any, settings: EmbeddingSettings, tex
 
 def _report(asked: Resize, tasks: tuple[list[STSTask], list[RetrievalData]]) -> str:
     sts, beir = tasks
-    folders = {AS_IT_IS: asked.output / "start", RESIZED: asked.output / "training" / "model"}
+    trained = asked.output / (PAIR_TRAINING if asked.pairs else TRAINING) / "model"
+    folders = {AS_IT_IS: asked.output / START, RESIZED: trained}
     if asked.heads:
         folders[CLOSED_FORM] = asked.output / CLOSED_FORM
     held_out = _held_out(asked)
-    encoder, tokenizer, settings = _load(folders[AS_IT_IS])
+    encoder, tokenizer, settings = _load(asked.teacher or folders[AS_IT_IS])
     sts = [agreement(encoder, tokenizer, settings, held_out), *sts]
     scores: dict[tuple[str, Size], dict[str, float]] = {}
     costs = {}
@@ -331,10 +377,12 @@ def _report(asked: Resize, tasks: tuple[list[STSTask], list[RetrievalData]]) -> 
                 scores.setdefault((record.task, Size(record.layers, record.dim)), {})[method] = record.value
         if method == RESIZED:
             costs = measure_costs(encoder.cpu(), tokenizer, sizes, settings, held_out[:_TIMED_TEXTS])
-            _write_results(asked, settings, sizes, [dataclasses.replace(each, method="trained") for each in records])
-    exported = asked.output / "export"
+            _write_results(
+                asked, trained, settings, sizes, [dataclasses.replace(each, method="trained") for each in records]
+            )
+    exported = asked.output / EXPORT
     if not exported.exists():
-        export_sizes(folders[RESIZED], exported, results=asked.output / "evaluation" / "results.json")
+        export_sizes(folders[RESIZED], exported, results=asked.output / EVALUATION / "results.json")
     order = [task.name for task in sts] + [data.name for data in beir]
     table = []
     for (task, size), by_method in sorted(scores.items(), key=lambda item: (order.index(item[0][0]), item[0][1])):
@@ -356,13 +404,13 @@ def _report(asked: Resize, tasks: tuple[list[STSTask], list[RetrievalData]]) -> 
 
 
 def _write_results(
-    asked: Resize, settings: EmbeddingSettings, sizes: Sequence[Size], records: Sequence[Record]
+    asked: Resize, model: Path, settings: EmbeddingSettings, sizes: Sequence[Size], records: Sequence[Record]
 ) -> None:
-    folder = asked.output / "evaluation"
+    folder = asked.output / EVALUATION
     folder.mkdir(exist_ok=True)
     content = {
         "format": 1,
-        "model": str(asked.output / "training" / "model"),
+        "model": str(model),
         "sizes": [[size.layers, size.dim] for size in sizes],
         "settings": dataclasses.asdict(settings),
         "records": [record.as_json() for record in records],

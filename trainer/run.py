@@ -86,8 +86,10 @@ def main(task: str, description: str, argv: Sequence[str] | None = None) -> None
     execute(recipe)
 
 
-def execute(recipe: Recipe) -> Path:
+def execute(recipe: Recipe, *, last: bool = True) -> Path:
     """Train what the recipe says; returns the run folder. Every rank calls it.
+
+    last: the ranks part afterwards; False where they have more to do together.
 
     Raises Stopped, after a checkpoint, where the run was asked to end early, and GaveUp where it cannot go on.
     """
@@ -111,7 +113,8 @@ def execute(recipe: Recipe) -> Path:
         step, reason = _run(recipe, output, stops)
     try:
         dist.barrier()
-        dist.destroy_process_group()
+        if last:
+            dist.destroy_process_group()
     except RuntimeError as error:
         log.warning("all is written, but another rank was gone before the end (%s)", str(error).splitlines()[0])
     if reason is not None:

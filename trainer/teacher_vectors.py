@@ -1,0 +1,194 @@
+"""Command: a teacher's vectors of all texts, computed once, for a recipe with teacher.vectors = "stored".
+
+    python -m trainer.teacher_vectors --config RECIPE.toml --texts FILE... [--section.key=value ...]
+
+The texts are the files from which the recipe's shards were made. The teacher, teacher.model, may have any tokenizer and
+any width: it reads the texts themselves, with its own prompt and length. The store is teacher.store
+(trainer/vector_store.py). Under a launcher, ranks share the work; after a kill the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from data.collate import text_hashes
+from data.command import log_to_stderr, run_command
+from data.corpora import TEXT_SPLITS, Document, Unit, plan_documents, plan_tuples, read_unit
+from data.encoding import TextEncoder
+from data.files import sha256_of
+from data.shards import ShardFolder
+from data.tokens import load_tokenizer, prompt_ids, tokenizer_fingerprint
+from trainer.config import ConfigError, Recipe, load_recipe
+from trainer.distributed import World, gather_objects, start
+from trainer.evaluation.encode import encoding_of
+from trainer.evaluation.subject import load_model
+from trainer.evaluation.vectors import weights_digest
+from trainer.vector_store import STORE_FILE, StoreRecord, keys_path, write_block, write_record
+
+log = logging.getLogger(__name__)
+
+BLOCK_TEXTS = 4_096
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.teacher_vectors",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--config", required=True, metavar="RECIPE.toml", help="the recipe whose shards and teacher these are")
+    add("--texts", required=True, nargs="+", metavar="FILE", help="what the shards were made from")
+    add("--text-column", default="text", metavar="NAME", help="of documents (%(default)s)")
+    add("--text-split", choices=TEXT_SPLITS, default="blank-lines", help="of .txt files (%(default)s)")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes
+    args, rest = parser.parse_known_args(argv)
+    for text in rest:
+        if not (text.startswith("--") and "=" in text):
+            parser.error(f"{text!r} is not understood; settings are given as --section.key=value")
+    log_to_stderr()
+    recipe = load_recipe(args.config, [text[2:] for text in rest])
+    teacher = recipe.teacher
+    if not (recipe.is_taught and teacher.vectors == "stored" and teacher.model and teacher.store):
+        raise ConfigError(
+            f'{args.config} stores no vectors; set teacher.vectors = "stored", teacher.model and teacher.store'
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        if recipe.reads_documents:
+            units = plan_documents(
+                args.texts, text_column=args.text_column, text_split=args.text_split, skip_empty=True
+            )
+        else:
+            units = plan_tuples(args.texts, scratch=Path(scratch), skip_empty=True)
+        store_vectors(recipe, units, own_world())
+
+
+def store_vectors(recipe: Recipe, units: Sequence[Unit], world: World) -> None:
+    """Fill teacher.store with the vectors of all texts of these units. Every rank calls it."""
+    folder, source = Path(recipe.teacher.store), recipe.teacher.model
+    shards = [ShardFolder(path, verify="size") for path in recipe.data.shards]
+    tokenizer = load_tokenizer(shards[0].tokenizer_path)
+    encoder, teachers, settings = load_model(source, pooling=recipe.teacher.pooling or None)
+    if settings is None:
+        raise ConfigError(f"teacher.model = {source!r} does not say how it pools; give a folder that does")
+    full = settings.sizes.full
+    record = StoreRecord(
+        teacher=_digest([weights_digest(encoder), tokenizer_fingerprint(teachers), str(settings)]),
+        tokenizer=tokenizer_fingerprint(tokenizer),
+        texts=_digest([[unit.source, sha256_of(unit.path) if unit.kind != "hub" else ""] for unit in units]),
+        rooms=tuple(_rooms(recipe, tokenizer)),
+        width=full.dim,
+    )
+    if world.is_main:
+        _begin(folder, record)
+    gather_objects(None)
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    ids_of = TextEncoder(tokenizer.backend_tokenizer, np.dtype(np.int32))
+    vectors_of = encoding_of(encoder, teachers, [full], device=world.device)
+    blocks = 0
+    with tqdm(unit="text", desc="teacher", disable=not (world.is_main and sys.stderr.isatty())) as bar:
+        for number, (texts, is_query) in enumerate(_blocks(units)):
+            blocks += 1
+            bar.update(len(texts))
+            if number % world.size != world.rank or keys_path(folder, number).exists():
+                continue
+            log.info("block %d: %s texts", number, f"{len(texts):,}")
+            vectors = np.empty((len(texts), full.dim), np.float16)
+            for side, length, prompt in (
+                (True, settings.query_max_length, settings.query_prompt),
+                (False, settings.passage_max_length, settings.passage_prompt),
+            ):
+                rows = np.flatnonzero(is_query == side)
+                if len(rows):
+                    found = vectors_of(
+                        [texts[row] for row in rows], similarity="cosine", max_length=length, prompt=prompt
+                    )
+                    vectors[rows] = found[full]
+            ids = ids_of(texts)
+            keys = np.stack([text_hashes([each[:room] for each in ids]) for room in record.rooms], axis=1)
+            write_block(folder, number, keys, vectors)
+    gather_objects(None)
+    if world.is_main:
+        write_record(folder, record.model_copy(update={"blocks": blocks}))
+        log.info("%s: %d blocks of vectors", folder, blocks)
+
+
+def _begin(folder: Path, record: StoreRecord) -> None:
+    """Go on with what is there if it is of the same teacher and texts, and refuse it otherwise."""
+    path = folder / STORE_FILE
+    if path.is_file():
+        before = json.loads(path.read_bytes())
+        now = record.model_dump(mode="json")
+        if differing := [key for key, value in now.items() if key != "blocks" and before.get(key) != value]:
+            raise ConfigError(
+                f"teacher.store {folder} holds vectors with another {' and '.join(differing)}; name another folder"
+            )
+        return
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(f"teacher.store {folder} holds something else; name a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_record(folder, record)
+
+
+def _rooms(recipe: Recipe, tokenizer: object) -> list[int]:
+    """How many tokens of a text the recipe's collator keeps, beside prompts and special tokens; each once."""
+    data, (query_prompts, passage_prompts) = recipe.data, recipe.prompts
+    if recipe.reads_documents:
+        sides = [(data.max_length, passage_prompts)]
+    else:
+        sides = [(data.query_max_length, query_prompts), (data.passage_max_length, passage_prompts)]
+    rooms = {
+        length - 2 - len(prompt_ids(tokenizer, prompt) if prompt else ())  # type: ignore[arg-type]
+        for length, prompts in sides
+        for prompt in (prompts or [""])
+    }
+    return sorted(rooms)
+
+
+def _blocks(units: Sequence[Unit]) -> Iterator[tuple[list[str], np.ndarray]]:
+    """Texts in the order of the files, BLOCK_TEXTS at a time, and which of them are queries."""
+    texts: list[str] = []
+    queries: list[bool] = []
+    for unit in units:
+        for _, record in read_unit(unit):
+            if "text" in record:
+                texts.append(cast(Document, record)["text"])
+                queries.append(False)
+            else:
+                mine = [record["query"], *record["positives"], *record["negatives"]]
+                texts += mine
+                queries += [True] + [False] * (len(mine) - 1)
+            while len(texts) >= BLOCK_TEXTS:
+                yield texts[:BLOCK_TEXTS], np.asarray(queries[:BLOCK_TEXTS])
+                texts, queries = texts[BLOCK_TEXTS:], queries[BLOCK_TEXTS:]
+    if texts:
+        yield texts, np.asarray(queries)
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def own_world() -> World:
+    """This process among those of its launcher, or alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return start()
+    return World(0, 0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+if __name__ == "__main__":
+    run_command(main)
