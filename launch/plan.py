@@ -177,12 +177,14 @@ def _shape_of(recipe: Recipe, given: str, vocabulary: int) -> tuple[Shape, int]:
 
 
 def guide_of(recipe: Recipe, given: str = "") -> FrozenGuide | None:
-    """The guide's shape: --guide, else guide.model's own."""
-    if not recipe.uses_guide:
+    """The shape of the frozen model that passes beside the student: --guide, else the guide's own, or the teacher's."""
+    live = recipe.is_taught and recipe.teacher.vectors == "live"
+    if not recipe.uses_guide and not live:
         if given:
             raise ConfigError(f"--guide {given!r} is given, and the recipe uses no guide; leave it out")
         return None
-    values, said = _config_of(given or recipe.guide.model, "--guide")
+    own = recipe.guide.model if recipe.uses_guide else recipe.teacher.model or recipe.model.source
+    values, said = _config_of(given or own, "--guide")
     shape, positions = _read_shape(values, said)
     if values.get("model_type") == "static":
         shape = dataclasses.replace(shape, layers=0)

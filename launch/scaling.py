@@ -186,6 +186,8 @@ def sizes_of(recipe: Recipe) -> list[Size]:
     if kind == "one":
         assert recipe.single_size is not None
         return [recipe.single_size]
+    if kind == "grid":
+        return list(ladder.grid)
     if kind == "mrl":
         return [Size(full.layers, size.dim) for size in ladder]
     if kind == "adaptive_layers":
@@ -257,8 +259,7 @@ def model_flops(recipe: Recipe, shape: Shape, texts: Texts) -> float:
 
 def encoder_passes(recipe: Recipe) -> float:
     """In forward passes: the backward pass is two; caching embeds once more, checkpointing computes once more."""
-    objective = recipe.objective
-    cached = recipe.pairs != "none" or (objective.name == "contrastive" and objective.backward == "grad_cache")
+    cached = recipe.pairs != "none" or (recipe.compares_texts and recipe.objective.backward == "grad_cache")
     return FORWARD_AND_BACKWARD + cached + recipe.train.activation_checkpointing
 
 
@@ -286,6 +287,9 @@ def computed_flops(recipe: Recipe, shape: Shape, texts: Texts, *, all_passages: 
 
 def _loss_flops(recipe: Recipe, texts: Texts, all_passages: float) -> float:
     """Scores, and the gradients of queries and passages, at every size; scores again where a row does not fit."""
+    if recipe.objective.name == "distill":  # similarities of a rank's texts to all; none where none are compared
+        widths = sum(size.dim for size in sizes_of(recipe))
+        return 3 * 2 * texts.count * all_passages * widths
     if recipe.objective.loss == "cosent":
         return 0.0
     queries, once = _loss_queries(recipe, texts, all_passages)
@@ -434,8 +438,11 @@ def memory_of(
 
 
 def _passages(recipe: Recipe, texts: Texts) -> float:
+    """Vectors that every rank gathers: passages, or in distillation all texts, where a term needs them."""
     if recipe.objective.name == "masked":
         return 0.0
+    if recipe.objective.name == "distill":
+        return texts.count if recipe.teacher.similarity_weight or recipe.teacher.order_weight else 0.0
     each = 1 + recipe.data.num_negatives
     return texts.count * each / (1 + each)
 
@@ -473,14 +480,15 @@ def collectives(
     if stage in (1, 2):
         found.append(Collective("all_gather", kept.sent_weights * model.trained, 2))
     if stage == 3:
-        cached = recipe.objective.name == "contrastive" and recipe.objective.backward == "grad_cache"
+        cached = recipe.compares_texts and recipe.objective.backward == "grad_cache"
         gathers = micro_batches * (3 if cached else 1)
         # Parameters one by one, about a matrix a call.
         found.append(
             Collective("all_gather", gathers * kept.sent_weights * model.divided, gathers * model.shape.layers)
         )
         found.append(Collective("all_gather", kept.sent_weights * (model.trained - model.divided)))
-    if recipe.objective.name == "contrastive" and recipe.objective.loss == "infonce":
+    distills = recipe.objective.name == "distill" and passages > 0
+    if distills or (recipe.objective.name == "contrastive" and recipe.objective.loss == "infonce"):
         whole = 4.0 * passages * sum(size.dim for size in sizes_of(recipe))
         found += [Collective("all_gather", whole), Collective("reduce_scatter", whole)]
         if model.guide is not None:
@@ -548,9 +556,9 @@ def predict(
     whole = texts_of(recipe, batch, lengths)
     # The fullest rank, for which the others wait.
     share = texts_of(recipe, math.ceil(batch / ranks), lengths)
-    masked = recipe.objective.name == "masked"
-    longest = recipe.data.max_length if masked else max(recipe.data.query_max_length, recipe.data.passage_max_length)
-    cut = masked or recipe.objective.backward == "grad_cache"
+    data, alike = recipe.data, recipe.reads_documents or recipe.objective.name == "masked"
+    longest = data.max_length if alike else max(data.query_max_length, data.passage_max_length)
+    cut = not recipe.compares_texts or recipe.objective.backward == "grad_cache"
     micro_batches = max(1, math.ceil(share.tokens / (micro_batch_size * longest))) if cut else 1
     part = min(1.0, micro_batch_size * longest / share.tokens) if cut else 1.0
     micro = Texts(share.count * part, share.tokens * part, share.pairs * part)

@@ -372,10 +372,10 @@ def test_every_recipe_can_be_planned(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    layers, hidden = (6, 192) if recipe.stem.startswith("demo") else (12, 768)
+    layers, hidden = {"demo": (6, 192), "distill": (6, 384)}.get(recipe.stem.split("_")[0], (12, 768))
     values = {"hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": 30522}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    guided = bool(load_recipe(recipe).guide.model)
+    guided = bool(load_recipe(recipe).guide.model or load_recipe(recipe).teacher.model)
     command = [str(recipe), "--nodes", "1", "--model", str(tmp_path), "--json"]
     if guided and not recipe.stem.startswith("static"):
         assert plan.main(command) == 2

@@ -55,9 +55,9 @@ def launched(
     for path in RECIPES:
         values = read_toml(path)
         static = values["model"].get("config", {}).get("model_type") == "static"
-        masked = values["objective"]["name"] == "masked"
+        task = values["objective"]["name"]
         graded = values["objective"].get("loss") == "cosent"
-        documents = masked and values["objective"].get("pairs") != "tuples"
+        documents = task == "distill" or (task == "masked" and values["objective"].get("pairs") != "tuples")
         shards = document_shards if documents else graded_shards if graded else tuple_shards
         overrides = {
             "run.output": str(root / path.stem),
@@ -83,6 +83,8 @@ def launched(
             overrides["model.source"] = str(root / "backbone")
         if "guide" in values:
             overrides["guide.model"] = str(guide_folder)
+        if "teacher" in values:
+            overrides |= {"teacher.model": str(root / "backbone"), "teacher.pooling": "mean"}
         if values["objective"].get("sizes") == "one":
             overrides["objective.size"] = "2x16"
         recipe = load_recipe(path, ["train.steps=2"])
@@ -91,7 +93,7 @@ def launched(
             f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in overrides.items() if is_read(recipe, k)
         ]
         if path.stem in wanted:
-            cases.append({"task": "masked" if masked else "contrastive", "arguments": arguments})
+            cases.append({"task": task, "arguments": arguments})
         if f"{path.stem}-direct" in wanted:
             # As many steps: a curriculum goes by the share of them that is done.
             changed = [f"--run.output={root / path.stem}-direct", "--objective.backward=direct"]
