@@ -2,17 +2,11 @@
 
     python -m trainer.export --model runs/x/model --output runs/x/export
 
-The folders keep sentence-transformers' long-standing layout, because its newest one is mis-read by other servers
-(FIELD_NOTES.md): Transformer, Pooling, then Dense where dimensions are cut, then Normalize where similarity is cosine.
-- Layers are cut out of the checkpoint and out of its config: a config that keeps the old count reloads RANDOM layers.
-- Width is cut by a Dense module of the selection matrix [d, D] (ones on the diagonal, no bias, identity activation).
-  `truncate_dim` would act behind Normalize and leave vectors that are not of unit length.
-- Families with a pooler (BERT, RoBERTa) get one of zeros: it takes no part in the embedding, and a checkpoint without
-  it makes every loader report newly initialised weights.
-A static encoder (models/static_embedding.py) becomes a StaticEmbedding: its files stand in the root, its width is cut
-in the table itself, and its tokenizer adds no special tokens and cuts texts by itself. With `--table int8` the file is
-a quarter as large: codes and a scale a token, which sentence-transformers multiplies out when it loads them.
-One maximal length has to serve queries and documents in that layout: it is the longer of the two.
+The layout of the folders is told in trainer/exporting/folders.py. Beside the sizes:
+- `--router 3x128:6x128` writes a folder whose `encode_query` and `encode_document` run a size each;
+- `--onnx float32,int8` writes ONNX files into each of them, checked and timed (trainer/exporting/onnx_files.py);
+- `--weights float16` halves the files of encoders with layers, `--table int8` quarters those of a token table.
+`encoder/` is the whole encoder with barista.json, in float32, from which training can go on.
 """
 
 from __future__ import annotations
@@ -20,48 +14,104 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import inspect
-import json
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
 from data.command import exit_code_of, log_to_stderr
-from data.files import write_atomically
-from data.records import Record, read_record
 from data.tokens import tokenizer_fingerprint
-from models.encoder import EmbeddingSettings, truncate_layers
+from models.encoder import EmbeddingSettings, Encoder
+from models.heads import save_heads
 from models.sizes import Ladder, Size
 from trainer.config import ConfigError
 from trainer.evaluation.subject import check_sizes, load_model, trained_settings
-from trainer.model_card import LIMITS, results_section, training_section
+from trainer.exporting.cards import router_card, size_card, static_card
+from trainer.exporting.folders import (
+    WEIGHTS,
+    Cut,
+    cut_to,
+    save_checkpoint,
+    table_tensors,
+    weights_megabytes,
+    with_idle_pooler,
+    write_route,
+    write_router,
+    write_size,
+    write_static,
+)
+from trainer.exporting.onnx_files import PRECISIONS, Check, check_onnx, write_onnx
+from trainer.exporting.receipt import check_output, write_receipt
+from trainer.model_card import LIMITS, Results, base_model_of, results_section, training_section
 from trainer.options import real
-from trainer.quantisation import int8_table
-from trainer.whole_folder import check_place, written_whole
+from trainer.whole_folder import written_whole
 
 log = logging.getLogger(__name__)
 
 ENCODER_FOLDER = "encoder"
-RECEIPT_FILE = "export.json"
-_MODULES = "sentence_transformers.models"
-_USAGE = """```python
-from sentence_transformers import SentenceTransformer
+Checks = dict[str, Check]  # precision -> what was measured of that ONNX file
 
-model = SentenceTransformer("path/to/this/folder")
-queries = model.encode_query(["what is an espresso?"])
-documents = model.encode_document(["Espresso is coffee brewed under pressure."])
-print(model.similarity(queries, documents))
-```
-"""
+
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """A size for queries and one for documents, of one width."""
+
+    query: Size
+    document: Size
+
+    def __post_init__(self) -> None:
+        if self.query.dim != self.document.dim:
+            raise ConfigError(
+                f"router {self.query}:{self.document} compares {self.query.dim} dimensions with {self.document.dim}; "
+                f"give both sizes one width, for example {self.query}:{self.document.layers}x{self.query.dim}"
+            )
+
+    @property
+    def name(self) -> str:
+        return f"router-{self.query}-{self.document}"
+
+    @property
+    def routes(self) -> dict[str, Size]:
+        return {"query": self.query, "document": self.document}
+
+    @classmethod
+    def parse(cls, text: str, ladder: Ladder) -> Router:
+        """Read "3x128:6x128"."""
+        query, colon, document = text.partition(":")
+        if not colon:
+            raise ConfigError(f"router {text!r} is not of the form QUERY_SIZE:DOCUMENT_SIZE, such as 3x128:6x128")
+        return cls(ladder.find(query.strip()), ladder.find(document.strip()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """In what numbers files are written. table: of a static encoder's tokens. onnx: precisions of ONNX files."""
+
+    weights: str = "float32"
+    table: str = "float32"
+    onnx: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.onnx) - set(PRECISIONS)):
+            raise ConfigError(f"--onnx {unknown[0]!r} is unknown; use {', '.join(PRECISIONS)}, or both")
+        if self.onnx:
+            check_onnx()
+
+    def check_against(self, encoder: Encoder, source: Path) -> None:
+        """Refuse what this kind of encoder has not."""
+        if not encoder.is_static:
+            if self.table != "float32":
+                raise ConfigError(
+                    f"{source} is no static model and has no token table alone; leave --table int8 out, or give "
+                    "--onnx int8, whose table is in int8"
+                )
+        elif self.weights != "float32" or self.onnx:
+            option = "--onnx" if self.onnx else f"--weights {self.weights}"
+            raise ConfigError(f"{source} is a static model, a table alone; leave {option} out, or give --table int8")
 
 
 def export_sizes(
@@ -69,56 +119,183 @@ def export_sizes(
     output: str | Path,
     *,
     sizes: Sequence[str | Size] | None = None,
+    routers: Sequence[str] = (),
+    weights: str = "float32",
+    table: str = "float32",
+    onnx: Sequence[str] = (),
     results: str | Path | None = None,
     watts_per_rank: float | None = None,
-    table: str = "float32",
+    base_model: str | None = None,
 ) -> dict[str, Path]:
-    """Write a folder per size and `encoder/` into `output`; returns size name -> folder.
+    """Write a folder per size and router and `encoder/` into `output`; returns name -> folder.
 
     `model_folder`: a trained folder (Hugging Face files and barista.json). `sizes`: names of its ladder, or any
-    LAYERSxDIM; None: the whole ladder. `output` appears whole or not at all; an earlier export there is replaced,
-    anything else refused. `results`, `watts_per_rank`: for the model cards (trainer/model_card.py). `table`: float32 or
-    int8, how a static encoder's token table is written.
+    LAYERSxDIM; None: the whole ladder. `routers`: QUERY_SIZE:DOCUMENT_SIZE. `output` appears whole or not at all; an
+    earlier export there is replaced, anything else refused. `weights`: float32 or float16, of encoders with layers.
+    `table`: float32 or int8, how a static encoder's token table is written. `onnx`: float32, int8 or both. `results`,
+    `watts_per_rank`, `base_model`: for the model cards (trainer/model_card.py).
     """
     model_folder, output = Path(model_folder), Path(output)
     settings = trained_settings(model_folder)
-    _check_output(output)
+    check_output(output)
     chosen = _chosen_sizes(sizes, settings.sizes)
-    results = Path(results) if results is not None else None
-    training = training_section(model_folder, watts_per_rank=watts_per_rank)
-    facts = {size: f"{training}\n{results_section(results, size)}\n{LIMITS}" for size in chosen.values()}
+    pairs = list(dict.fromkeys(Router.parse(text, settings.sizes) for text in routers))
+    form = Form(weights, table, tuple(dict.fromkeys(onnx)))
+    facts = _Facts(
+        Results.read(None if results is None else Path(results)),
+        training_section(model_folder, watts_per_rank=watts_per_rank),
+        base_model or base_model_of(model_folder),
+    )
     encoder, tokenizer, _ = load_model(model_folder)
-    if table == "int8" and not encoder.is_static:
-        raise ConfigError(f"{model_folder} is no static model and has no token table alone; leave --table int8 out")
-    check_sizes(chosen.values(), encoder)
-    tokenizer.model_max_length = max(settings.query_max_length, settings.passage_max_length)
-    # A padded or truncated call leaves its settings in the tokenizer's file, where other programs obey them.
-    tokenizer.backend_tokenizer.no_truncation()
-    tokenizer.backend_tokenizer.no_padding()
+    form.check_against(encoder, model_folder)
+    if encoder.is_static and pairs:
+        raise ConfigError(f"{model_folder} is a static model, whose one layer serves both; leave --router out")
+    check_sizes([*chosen.values(), *(size for pair in pairs for size in pair.routes.values())], encoder)
+    tokenizer = _of_length(tokenizer, max(settings.query_max_length, settings.passage_max_length))
+    content: dict[str, Any] = {"sizes": {name: [size.layers, size.dim] for name, size in chosen.items()}}
     with written_whole(output) as partial:
-        backbone = _with_idle_pooler(encoder.backbone.float())
-        _save_checkpoint(backbone, tokenizer, partial / ENCODER_FOLDER)
-        dataclasses.replace(settings, tokenizer=tokenizer_fingerprint(tokenizer)).save(partial / ENCODER_FOLDER)
-        tensors = {}
+        with_idle_pooler(encoder.backbone.float())
+        encoder.heads.float()
+        save_checkpoint(encoder.backbone, tokenizer, partial / ENCODER_FOLDER)
+        save_heads(encoder.heads.state_dict(), partial / ENCODER_FOLDER)
+        fingerprint = tokenizer_fingerprint(tokenizer)
+        dataclasses.replace(settings, tokenizer=fingerprint).save(partial / ENCODER_FOLDER)
         if encoder.is_static:
-            tensors = _table_tensors(encoder.word_embeddings.weight.detach(), in_int8=table == "int8")
-        # From the deepest size on, so that one copy in memory can be cut step by step.
-        for name, size in sorted(chosen.items(), key=lambda item: item[1], reverse=True):
-            if encoder.is_static:
-                _write_static(tensors, tokenizer, settings, name, size, partial / name)
-            else:
-                truncate_layers(backbone, size.layers)
-                _write_sentence_transformer(backbone, tokenizer, settings, name, size, partial / name)
-            with (partial / name / "README.md").open("a", encoding="utf-8") as card:
-                card.write(f"\n{facts[size]}")
-        receipt = {
-            "format": 1,
-            "sizes": {name: [size.layers, size.dim] for name, size in chosen.items()},
-            "files": _files_in(partial),
-        }
-        write_atomically(partial / RECEIPT_FILE, json.dumps(receipt, indent=2) + "\n")
-    log.info("exported %s to %s", ", ".join(chosen), output)
-    return {name: output / name for name in chosen}
+            _write_static_sizes(chosen, encoder, tokenizer, settings, form, facts, partial)
+        else:
+            checks = _write_sizes(chosen, pairs, encoder, tokenizer, settings, form, facts, partial)
+            content["routers"] = {
+                pair.name: {route: [size.layers, size.dim] for route, size in pair.routes.items()} for pair in pairs
+            }
+            content["weights"] = form.weights
+            content["onnx"] = {
+                folder: {precision: check.as_json() for precision, check in of_folder.items()}
+                for folder, of_folder in checks.items()
+                if of_folder
+            }
+        write_receipt(partial, content)
+    names = [*chosen, *(pair.name for pair in pairs)]
+    log.info("exported %s to %s", ", ".join(names), output)
+    return {name: output / name for name in names}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """What a card tells beside the size itself."""
+
+    results: Results
+    training: str
+    base_model: str | None
+
+    def sections(self, size: Size | None) -> str:
+        """`size`: None for a folder of two, which results.json knows nothing of."""
+        scores = [] if size is None else [results_section(self.results, size)]
+        return "\n" + "\n".join([self.training, *scores, LIMITS])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """One cut that is written: a size's own folder, or a route of a router's."""
+
+    size: Size
+    name: str
+    router: Router | None = None
+    route: str = ""
+
+
+def _write_sizes(
+    chosen: dict[str, Size],
+    pairs: Sequence[Router],
+    encoder: Encoder,
+    tokenizer: PreTrainedTokenizerFast,
+    settings: EmbeddingSettings,
+    form: Form,
+    facts: _Facts,
+    output: Path,
+) -> dict[str, Checks]:
+    """The folders of an encoder with layers. Returns a Transformer's folder -> what was measured of its ONNX files."""
+    lengths = {"query": settings.query_max_length, "document": settings.passage_max_length}
+    routes: dict[Router, dict[str, Cut]] = {pair: {} for pair in pairs}
+    checks: dict[str, Checks] = {}
+    jobs = [_Job(size, name) for name, size in chosen.items()]
+    jobs += [_Job(size, pair.name, pair, route) for pair in pairs for route, size in pair.routes.items()]
+    # From the deepest size on, so that one copy in memory can be cut step by step.
+    for job in sorted(jobs, key=lambda job: job.size, reverse=True):
+        cut, folder, own = cut_to(encoder, job.size, settings), output / job.name, tokenizer
+        if job.router is None:
+            transformer = write_size(cut, own, folder, weights=form.weights)
+        else:
+            own = _of_length(tokenizer, lengths[job.route])
+            transformer = write_route(cut, own, folder, job.route, weights=form.weights)
+            routes[job.router][job.route] = cut
+        of_folder = write_onnx(cut, own, transformer, form.onnx) if form.onnx else {}
+        checks[transformer.relative_to(output).as_posix()] = of_folder
+        if job.router is None:
+            card = size_card(
+                cut,
+                job.name,
+                base_model=facts.base_model,
+                scores=facts.results.of(job.size),
+                checks=of_folder,
+                weights=_told(form, folder),
+            )
+            _write_card(folder, card + facts.sections(job.size))
+    for pair in pairs:
+        cuts, folder = {route: routes[pair][route] for route in pair.routes}, output / pair.name
+        transformers = write_router(cuts, folder)
+        card = router_card(
+            cuts["query"],
+            cuts["document"],
+            pair.name,
+            base_model=facts.base_model,
+            checks={route: checks[path.relative_to(output).as_posix()] for route, path in transformers.items()},
+            weights=_told(form, folder),
+        )
+        _write_card(folder, card + facts.sections(None))
+    return checks
+
+
+def _write_static_sizes(
+    chosen: dict[str, Size],
+    encoder: Encoder,
+    tokenizer: PreTrainedTokenizerFast,
+    settings: EmbeddingSettings,
+    form: Form,
+    facts: _Facts,
+    output: Path,
+) -> None:
+    tensors = table_tensors(encoder.word_embeddings.weight.detach(), in_int8=form.table == "int8")
+    stored = "float32" if form.table == "float32" else "int8 codes and a scale each"
+    for name, size in chosen.items():
+        write_static(tensors, tokenizer, settings, size, output / name)
+        card = static_card(
+            f"{encoder.word_embeddings.num_embeddings:,}, {stored}",
+            tokenizer,
+            settings,
+            name,
+            size,
+            base_model=facts.base_model,
+            scores=facts.results.of(size),
+        )
+        _write_card(output / name, card + facts.sections(size))
+
+
+def _write_card(folder: Path, card: str) -> None:
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _told(form: Form, folder: Path) -> str:
+    return f"{form.weights}, {weights_megabytes(folder):.1f} MB"
+
+
+def _of_length(tokenizer: PreTrainedTokenizerFast, length: int) -> PreTrainedTokenizerFast:
+    """A copy that cuts texts at so many tokens when it is asked to cut."""
+    own = copy.deepcopy(tokenizer)
+    own.model_max_length = length
+    # A padded or truncated call leaves its settings in the tokenizer's file, where other programs obey them.
+    own.backend_tokenizer.no_truncation()
+    own.backend_tokenizer.no_padding()
+    return own
 
 
 def _chosen_sizes(sizes: Sequence[str | Size] | None, ladder: Ladder) -> dict[str, Size]:
@@ -126,219 +303,6 @@ def _chosen_sizes(sizes: Sequence[str | Size] | None, ladder: Ladder) -> dict[st
     if not wanted:
         raise ConfigError("no size to export; name some of the ladder's, or leave the choice out for all of them")
     return {ladder.name(size): size for size in wanted}
-
-
-class _Receipt(Record):
-    """export.json: the sizes by name, and the bytes of every file but itself, by its path in the export."""
-
-    format: Literal[1] = 1
-    sizes: dict[str, tuple[int, int]]
-    # Exports of earlier versions have none; nothing says which of their files are a user's.
-    files: dict[str, int] | None = None
-
-
-def _check_output(output: Path) -> None:
-    """Refuse to touch what no export wrote, and places where none can be written."""
-    check_place(output)
-    if not output.exists():
-        return
-    if not output.is_dir():
-        raise ConfigError(f"output {output} is a file; give a new folder")
-    check_place(output.absolute().parent)
-    present = _files_in(output)
-    if not any(output.iterdir()):
-        return
-    mend = "give a new or an empty folder"
-    if not (output / RECEIPT_FILE).is_file():
-        raise ConfigError(
-            f"output {output} holds something else ({min(path.name for path in output.iterdir())}); {mend}"
-        )
-    receipt = read_record(output / RECEIPT_FILE, _Receipt, what="export record", mend=mend)
-    if receipt.files is None:
-        raise ConfigError(
-            f"output {output} is an export of an earlier version, which kept no list of its files; {mend}"
-        )
-    del present[RECEIPT_FILE]
-    for name, size in sorted(present.items()):
-        if name not in receipt.files:
-            raise ConfigError(f"output {output} holds something else ({name}); {mend}")
-        if size != receipt.files[name]:
-            raise ConfigError(f"output {output} holds a file that was changed after the export ({name}); {mend}")
-
-
-def _files_in(folder: Path) -> dict[str, int]:
-    """Bytes of everything in a folder that is no folder, by its path in it. Links are not followed."""
-    found = {}
-    for place, folders, files in os.walk(folder):
-        for path in (Path(place, name) for name in (*folders, *files)):
-            if path.is_symlink() or not path.is_dir():
-                found[path.relative_to(folder).as_posix()] = path.lstat().st_size
-    return found
-
-
-def _with_idle_pooler(backbone: PreTrainedModel) -> PreTrainedModel:
-    takes_pooler = "add_pooling_layer" in inspect.signature(type(backbone).__init__).parameters
-    if takes_pooler and getattr(backbone, "pooler", None) is None:
-        with torch.device("meta"):
-            pooler: Any = type(backbone)(copy.deepcopy(backbone.config)).pooler
-        pooler.to_empty(device="cpu")
-        for parameter in pooler.parameters():
-            torch.nn.init.zeros_(parameter)
-        backbone.pooler = pooler
-    return backbone
-
-
-def _save_checkpoint(backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    backbone.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def _write_sentence_transformer(
-    backbone: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: EmbeddingSettings,
-    name: str,
-    size: Size,
-    folder: Path,
-) -> None:
-    """One size in the long-standing layout; `backbone` is cut to its layers already."""
-    width = int(backbone.config.hidden_size)
-    _save_checkpoint(backbone, tokenizer, folder)
-    _write_json(
-        folder / "sentence_bert_config.json", {"max_seq_length": tokenizer.model_max_length, "do_lower_case": False}
-    )
-    modules = ["Transformer", "Pooling"]
-    _write_json(
-        folder / "1_Pooling" / "config.json",
-        {
-            "word_embedding_dimension": width,
-            "pooling_mode_cls_token": settings.pooling == "cls",
-            "pooling_mode_mean_tokens": settings.pooling == "mean",
-            "pooling_mode_max_tokens": False,
-            "pooling_mode_mean_sqrt_len_tokens": False,
-        },
-    )
-    if size.dim < width:
-        modules.append("Dense")
-        dense = folder / f"{len(modules) - 1}_Dense"
-        _write_json(
-            dense / "config.json",
-            {
-                "in_features": width,
-                "out_features": size.dim,
-                "bias": False,
-                "activation_function": "torch.nn.modules.linear.Identity",
-            },
-        )
-        save_file({"linear.weight": torch.eye(size.dim, width)}, dense / "model.safetensors", metadata={"format": "pt"})
-    _write_modules(folder, modules, settings)
-    (folder / "README.md").write_text(_card(backbone, settings, name, size), encoding="utf-8")
-
-
-def _table_tensors(table: torch.Tensor, *, in_int8: bool) -> dict[str, torch.Tensor]:
-    """A token table [V, D] under the names that StaticEmbedding looks for. One scale a row serves every width of it."""
-    if not in_int8:
-        return {"embedding.weight": table}
-    codes, scales = int8_table(table)
-    return {"embeddings": codes, "weights": scales}
-
-
-def _write_static(
-    tensors: dict[str, torch.Tensor],
-    tokenizer: PreTrainedTokenizerBase,
-    settings: EmbeddingSettings,
-    name: str,
-    size: Size,
-    folder: Path,
-) -> None:
-    """One width of a token table. A StaticEmbedding has no maximal length: the tokenizer's file has."""
-    folder.mkdir(parents=True)
-    cut = {key: each[:, : size.dim].contiguous() if each.ndim == 2 else each for key, each in tensors.items()}
-    save_file(cut, folder / "model.safetensors", metadata={"format": "pt"})
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    backend.enable_truncation(tokenizer.model_max_length - tokenizer.num_special_tokens_to_add())
-    backend.save(str(folder / "tokenizer.json"))
-    _write_modules(folder, ["StaticEmbedding"], settings)
-    rows, stored = len(next(iter(tensors.values()))), "float32" if len(tensors) == 1 else "int8 codes and a scale each"
-    card = _static_card(f"{rows:,}, {stored}", tokenizer, settings, name, size)
-    (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def _write_modules(folder: Path, modules: list[str], settings: EmbeddingSettings) -> None:
-    """modules.json and the settings beside it; unit vectors where similarity is cosine."""
-    if settings.similarity == "cosine":
-        modules.append("Normalize")
-        (folder / f"{len(modules) - 1}_Normalize").mkdir()
-    listed = [
-        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"{_MODULES}.{kind}"}
-        for i, kind in enumerate(modules)
-    ]
-    _write_json(folder / "modules.json", listed)
-    _write_json(
-        folder / "config_sentence_transformers.json",
-        {
-            "prompts": {"query": settings.query_prompt, "document": settings.passage_prompt},
-            "default_prompt_name": None,
-            "similarity_fn_name": settings.similarity,
-        },
-    )
-
-
-def _card(backbone: PreTrainedModel, settings: EmbeddingSettings, name: str, size: Size) -> str:
-    parameters = sum(p.numel() for key, p in backbone.named_parameters() if not key.startswith("pooler."))
-    length = max(settings.query_max_length, settings.passage_max_length)
-    title = f"{name} ({size})" if name != str(size) else name
-    family = backbone.config.model_type
-    layers = f"{size.layers} layers" if size.layers > 1 else "layer"
-    kind = "unit vectors, compared by cosine" if settings.similarity == "cosine" else "compared by dot product"
-    return f"""---
-library_name: sentence-transformers
-pipeline_tag: sentence-similarity
-tags: [sentence-transformers, feature-extraction, starbucks, matryoshka]
----
-# Text embeddings, size {title}
-
-One of the sizes of a two-dimensional Matryoshka ("Starbucks") embedding model: the first {layers} and
-the first {size.dim} dimensions of one encoder that was trained to work at every size.
-
-| | |
-| --- | --- |
-| layers | {size.layers} |
-| embedding dimensions | {size.dim} ({kind}) |
-| parameters | {parameters:,} |
-| architecture | {family}, {settings.pooling} pooling |
-| longest text | {length} tokens |
-| trained with | queries of {settings.query_max_length} tokens, passages of {settings.passage_max_length} |
-
-{_USAGE}"""
-
-
-def _static_card(
-    tokens: str, tokenizer: PreTrainedTokenizerBase, settings: EmbeddingSettings, name: str, size: Size
-) -> str:
-    title = f"{name} ({size.dim} dimensions)"
-    kind = "unit vectors, compared by cosine" if settings.similarity == "cosine" else "compared by dot product"
-    return f"""---
-library_name: sentence-transformers
-pipeline_tag: sentence-similarity
-tags: [sentence-transformers, feature-extraction, static-embeddings, matryoshka]
----
-# Static text embeddings, size {title}
-
-The mean of a text's token vectors, from a table whose every prefix of columns was trained to work on its own.
-
-| | |
-| --- | --- |
-| embedding dimensions | {size.dim} ({kind}) |
-| tokens in the table | {tokens} |
-| longest text | {tokenizer.model_max_length - tokenizer.num_special_tokens_to_add()} tokens |
-
-{_USAGE}"""
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -349,6 +313,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", required=True, type=Path, help="the model folder of a trained run")
     parser.add_argument("--output", required=True, type=Path, help="a new folder, or an earlier export to replace")
     parser.add_argument("--sizes", default="all", help='"all" of the ladder, or names: demi,short,3x48 (%(default)s)')
+    parser.add_argument(
+        "--router",
+        action="append",
+        default=[],
+        metavar="QUERY:DOCUMENT",
+        help="also a folder that encodes queries and documents at a size each, such as 3x128:6x128; may be repeated",
+    )
+    parser.add_argument(
+        "--onnx", default="", metavar="PRECISIONS", help="also ONNX files: float32, int8 or float32,int8 (none)"
+    )
+    parser.add_argument(
+        "--weights", choices=WEIGHTS, default="float32", help="of encoders with layers, in files (%(default)s)"
+    )
+    parser.add_argument(
+        "--table", choices=("float32", "int8"), default="float32", help="of a static model's tokens (%(default)s)"
+    )
     parser.add_argument("--results", type=Path, metavar="FILE", help="results.json of the model, for the model cards")
     parser.add_argument(
         "--watts-per-rank",
@@ -357,26 +337,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="for the cards' energy estimate (50 on a CPU, 500 on a GPU)",
     )
     parser.add_argument(
-        "--table", choices=("float32", "int8"), default="float32", help="of a static model's tokens (%(default)s)"
+        "--base-model", metavar="NAME", help="hub name for the cards (that with which the chain of runs began)"
     )
     args = parser.parse_args(argv)
     log_to_stderr()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
-    sizes = None if args.sizes == "all" else [name.strip() for name in args.sizes.split(",") if name.strip()]
 
     def export() -> None:
         folders = export_sizes(
             args.model,
             args.output,
-            sizes=sizes,
+            sizes=None if args.sizes == "all" else _listed(args.sizes),
+            routers=args.router,
+            weights=args.weights,
+            table=args.table,
+            onnx=_listed(args.onnx),
             results=args.results,
             watts_per_rank=args.watts_per_rank,
-            table=args.table,
+            base_model=args.base_model,
         )
         sys.stdout.write("".join(f"{name}\t{folder}\n" for name, folder in folders.items()))
 
     return exit_code_of(export)
+
+
+def _listed(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 if __name__ == "__main__":

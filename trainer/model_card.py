@@ -8,6 +8,7 @@ Energy is an estimate: hours of training steps × ranks × an assumed power of o
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 # One rank's share of a machine under load: a data-centre GPU with its host, or half of a small CPU server.
 WATTS_PER_RANK = {"cuda": 500.0, "cpu": 50.0}
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SHOWN_METRICS = ("spearman", "ndcg_cut_10", "recip_rank_10", "recall_100")
 
 
@@ -45,9 +47,12 @@ class _Step(Record):
     samples: int | None = pydantic.Field(default=None, ge=0)
 
 
-class _Score(Record):
+class Score(Record):
+    """Of a record of results.json what a card shows."""
+
     method: str
     task: str
+    kind: Literal["sts", "retrieval", "transfer"]
     layers: int
     dim: int
     metric: str
@@ -58,7 +63,7 @@ class _Results(Record):
     """Of results.json what a card shows."""
 
     format: Literal[1]
-    records: tuple[_Score, ...]
+    records: tuple[Score, ...]
 
 
 @dataclass(frozen=True)
@@ -137,23 +142,52 @@ def read_compute(run: Path, environment: Environment, *, watts_per_rank: float |
     )  # fmt: skip
 
 
-def results_section(results: Path | None, size: Size) -> str:
-    """Markdown: the scores of one size from the results.json of `trainer.evaluate sizes`."""
-    if results is None:
+@dataclass(frozen=True)
+class Results:
+    """The shown scores of a trained model, of all sizes. name: the file's, None where none was given."""
+
+    name: str | None = None
+    scores: tuple[Score, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path | None) -> Results:
+        """From the results.json of `trainer.evaluate sizes`."""
+        if path is None:
+            return cls()
+        mend = "give the results.json of `trainer.evaluate sizes`"
+        content = read_record(path, _Results, what="evaluation", mend=mend)
+        shown = (r for r in content.records if r.method == "trained" and r.metric in _SHOWN_METRICS)
+        return cls(path.name, tuple(shown))
+
+    def of(self, size: Size) -> list[Score]:
+        return [r for r in self.scores if (r.layers, r.dim) == (size.layers, size.dim)]
+
+
+def results_section(results: Results, size: Size) -> str:
+    """Markdown: the scores of one size, beside those of the largest."""
+    if results.name is None:
         return "## Results\n\nNone given; `python -m trainer.export --results results.json` puts them here.\n"
-    content = read_record(
-        results, _Results, what="evaluation", mend="give the results.json of `trainer.evaluate sizes`"
-    )
-    records = [r for r in content.records if r.method == "trained" and r.metric in _SHOWN_METRICS]
-    mine = [r for r in records if (r.layers, r.dim) == (size.layers, size.dim)]
+    mine = results.of(size)
     if not mine:
         return f"## Results\n\n{results.name} has none of the size {size}.\n"
-    full = max((r.layers, r.dim) for r in records)
-    best = {(r.task, r.metric): r.value for r in records if (r.layers, r.dim) == full}
+    full = max((r.layers, r.dim) for r in results.scores)
+    best = {(r.task, r.metric): r.value for r in results.scores if (r.layers, r.dim) == full}
     rows = [[r.task, METRIC_LABELS[r.metric], _number(r.value), _number(best.get((r.task, r.metric)))] for r in mine]
     return (
         f"## Results\n\n{markdown_table(['task', 'metric', str(size), f'{full[0]}x{full[1]}'], rows, text_columns=2)}"
     )
+
+
+def base_model_of(model_folder: Path) -> str | None:
+    """The hub's name of the model at which the chain of runs behind a model folder began; None where none is known."""
+    seen = set()
+    while (run := model_folder.resolve().parent) not in seen and (run / "recipe.toml").is_file():
+        seen.add(run)
+        source = build_recipe(read_toml(run / "recipe.toml")).model.source
+        if not source or not Path(source).exists():
+            return source if _HUB_NAME.fullmatch(source) else None
+        model_folder = Path(source)
+    return None
 
 
 LIMITS = """## Limits

@@ -11,84 +11,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
 from data.errors import OtherFormat
 from data.tokens import tokenizer_fingerprint
-from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
+from models.encoder import EmbeddingSettings, load_encoder
 from models.sizes import ModelError, Size
+from tests.trainer.exports import LADDER, our_vectors, write_model
 from trainer import export
 from trainer.config import ConfigError
-from trainer.evaluation.encode import encode, encoder_forward
 from trainer.export import export_sizes
 
 sentence_transformers = pytest.importorskip("sentence_transformers", reason="needs the package sentence-transformers")
-
-LADDER = ((1, 8), (2, 12), (4, 32))
-CONFIGS = {
-    "bert": {
-        "hidden_size": 32,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "intermediate_size": 48,
-        "max_position_embeddings": 64,
-    },
-    "distilbert": {"dim": 32, "n_layers": 4, "n_heads": 2, "hidden_dim": 48, "max_position_embeddings": 64},
-    "modernbert": {
-        "hidden_size": 32,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "intermediate_size": 48,
-        "max_position_embeddings": 64,
-        "local_attention": 8,
-    },
-}
-CONFIGS["roberta"] = {**CONFIGS["bert"], "max_position_embeddings": 66}
 
 ModelFactory = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
 def make_model(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> ModelFactory:
-    """A trained folder with random weights: an MLM checkpoint, a tokenizer and barista.json."""
-
-    def make(family: str, pooling: str = "cls", similarity: str = "cosine", **settings: object) -> Path:
-        torch.manual_seed(7)
-        model = build_masked_lm(
-            {"model_type": family, **CONFIGS[family]},
-            vocab_size=len(tiny_tokenizer),
-            pad_token_id=tiny_tokenizer.pad_token_id,
-        )
-        # Fresh norms and biases are ones and zeros, which would hide a norm that is left out or applied twice.
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter += 0.2 * torch.randn_like(parameter)
-        folder = tmp_path_factory.mktemp(family)
-        model.save_pretrained(folder)
-        tiny_tokenizer.save_pretrained(folder)
-        lengths = {"query_max_length": 16, "passage_max_length": 48}
-        values = {"pooling": pooling, "similarity": similarity, "ladder": LADDER, **lengths, **settings}
-        EmbeddingSettings(**values).save(folder)  # type: ignore[arg-type]
-        return folder
+    def make(family: str, *args: str, **more: object) -> Path:
+        return write_model(tmp_path_factory.mktemp(family), tiny_tokenizer, family, *args, **more)  # type: ignore[arg-type]
 
     return make
-
-
-def our_vectors(model: Path, texts: list[str], sizes: list[Size], prompt: str = "") -> dict[Size, np.ndarray]:
-    encoder = load_encoder(model).eval()
-    settings = EmbeddingSettings.load(model)
-    assert settings is not None
-    return encode(
-        encoder_forward(encoder, sizes),
-        AutoTokenizer.from_pretrained(model),
-        texts,
-        sizes,
-        similarity=settings.similarity,
-        max_length=48,
-        prompt=prompt,
-        device="cpu",
-    )
 
 
 @pytest.mark.parametrize(
@@ -198,6 +143,112 @@ def test_the_whole_encoder_is_an_ordinary_checkpoint(make_model: ModelFactory, t
     assert load_encoder(tmp_path / "export" / "encoder").pooling == "mean"
 
 
+@pytest.mark.parametrize(("pooling", "similarity"), [("mean", "cosine"), ("cls", "dot")])
+def test_a_head_is_its_size_s_dense(
+    pooling: str, similarity: str, make_model: ModelFactory, docstrings: list[str], tmp_path: Path
+) -> None:
+    """Heads at 1 and 4 layers: the full size gets a Dense as well, and 2x12, without one, the selection."""
+    texts, sizes = docstrings[:12], [Size(*pair) for pair in LADDER]
+    model = make_model("bert", pooling, similarity, heads=(1, 4))
+    folders = export_sizes(model, tmp_path / "export")
+    ours = our_vectors(model, texts, sizes)
+    heads = load_encoder(model).heads
+    for size, folder in zip(sizes, folders.values()):
+        theirs = sentence_transformers.SentenceTransformer(str(folder), device="cpu").encode(texts)
+        np.testing.assert_allclose(theirs, ours[size], atol=1e-5, rtol=1e-5)
+        dense = load_file(folder / "2_Dense" / "model.safetensors")
+        if str(size.layers) in heads:
+            head = heads[str(size.layers)]
+            assert torch.equal(dense["linear.weight"], head.weight[: size.dim])
+            assert torch.equal(dense["linear.bias"], head.bias[: size.dim])
+            assert "through a linear" in (folder / "README.md").read_text()
+        else:
+            assert list(dense) == ["linear.weight"]
+    whole = our_vectors(tmp_path / "export" / "encoder", texts, sizes)
+    assert all(np.array_equal(whole[size], ours[size]) for size in sizes)
+    # Negative control: without its bias a head gives other vectors.
+    path = folders["1x8"] / "2_Dense" / "model.safetensors"
+    dense = load_file(path)
+    save_file({**dense, "linear.bias": torch.zeros(8)}, path)
+    theirs = sentence_transformers.SentenceTransformer(str(folders["1x8"]), device="cpu").encode(texts)
+    assert np.abs(theirs - ours[sizes[0]]).max() > 1e-2
+
+
+def test_widths_that_servers_may_cut_to(make_model: ModelFactory, docstrings: list[str], tmp_path: Path) -> None:
+    """vLLM reads them off config.json; the prefix of a size's vector is the vector of that width."""
+    model = make_model("bert", "mean", heads=(2,))
+    folders = export_sizes(model, tmp_path / "export", sizes=["4x32", "3x20", "2x12", "1x8"])
+    widths = {"4x32": [8, 12, 32], "3x20": [8, 12, 20], "2x12": [8, 12], "1x8": None}
+    for name, expected in widths.items():
+        config = AutoConfig.from_pretrained(folders[name])
+        assert getattr(config, "matryoshka_dimensions", None) == expected
+        assert getattr(config, "is_matryoshka", None) == (True if expected else None)
+    assert not hasattr(AutoConfig.from_pretrained(tmp_path / "export" / "encoder"), "is_matryoshka")
+    loaded = sentence_transformers.SentenceTransformer(str(folders["2x12"]), device="cpu")
+    narrow = loaded.encode(docstrings[:6], truncate_dim=8, normalize_embeddings=True)
+    np.testing.assert_allclose(narrow, our_vectors(model, docstrings[:6], [Size(2, 8)])[Size(2, 8)], atol=1e-5)
+    assert "truncate_dim=8" in (folders["2x12"] / "README.md").read_text()
+    assert "truncate_dim" not in (folders["1x8"] / "README.md").read_text()
+
+
+@pytest.mark.parametrize("heads", [(), (1, 3)])
+def test_a_router_encodes_queries_and_documents_at_a_size_each(
+    heads: tuple[int, ...], make_model: ModelFactory, docstrings: list[str], tmp_path: Path
+) -> None:
+    model = make_model("bert", "mean", heads=heads, query_prompt="find: ", passage_prompt="text: ")
+    folders = export_sizes(model, tmp_path / "export", sizes=["1x12", "3x12"], routers=["1x12:3x12"])
+    assert list(folders) == ["1x12", "3x12", "router-1x12-3x12"]
+    single = [sentence_transformers.SentenceTransformer(str(folders[name]), device="cpu") for name in ("1x12", "3x12")]
+    router = sentence_transformers.SentenceTransformer(str(folders["router-1x12-3x12"]), device="cpu")
+    # Within both lengths all agree; beyond, the router cuts queries at their own length, as they were trained.
+    short, long = [text[:20] for text in docstrings[:8]], docstrings[:8]
+    np.testing.assert_allclose(router.encode_query(short), single[0].encode_query(short), atol=1e-6)
+    np.testing.assert_allclose(router.encode_document(long), single[1].encode_document(long), atol=1e-6)
+    np.testing.assert_allclose(router.encode(long), single[1].encode(long), atol=1e-6)
+    ours = our_vectors(model, long, [Size(1, 12)], "find: ", max_length=16)[Size(1, 12)]
+    np.testing.assert_allclose(router.encode_query(long), ours, atol=1e-5)
+    assert router.get_embedding_dimension() == 12 and router.similarity_fn_name == "cosine"
+    assert router.similarity(router.encode_query(short), router.encode_document(short)).shape == (8, 8)
+    # Negative controls: the routes differ, and so would one length for both.
+    assert np.abs(router.encode_query(short) - router.encode_document(short)).max() > 1e-2
+    assert np.abs(router.encode_query(long) - single[0].encode_query(long)).max() > 1e-3
+    receipt = json.loads((tmp_path / "export" / "export.json").read_text())
+    assert receipt["routers"] == {"router-1x12-3x12": {"query": [1, 12], "document": [3, 12]}}
+    assert "queries of 1x12 and documents of 3x12" in (folders["router-1x12-3x12"] / "README.md").read_text()
+
+
+def test_weights_in_float16(make_model: ModelFactory, docstrings: list[str], tmp_path: Path) -> None:
+    """Files of half the size, which are computed with in float32; the whole encoder keeps its own."""
+    model, texts = make_model("bert", "mean"), docstrings[:12]
+    names = ["1x8", "2x12", "4x32"]
+    whole = export_sizes(model, tmp_path / "whole", routers=["1x8:2x8"])
+    half = export_sizes(model, tmp_path / "half", routers=["1x8:2x8"], weights="float16")
+    for name in [*names, "router-1x8-2x8"]:
+        models = [sentence_transformers.SentenceTransformer(str(each[name]), device="cpu") for each in (half, whole)]
+        assert {parameter.dtype for parameter in models[0].parameters()} == {torch.float32}
+        a, b = (each.encode(texts) for each in models)
+        assert (a * b).sum(1).min() > 0.9999 and not np.array_equal(a, b)
+        if name in names:
+            stored = load_file(half[name] / "model.safetensors")
+            assert {tensor.dtype for tensor in stored.values()} == {torch.float16}
+            sizes = [(each[name] / "model.safetensors").stat().st_size for each in (half, whole)]
+            assert sizes[0] < 0.6 * sizes[1]
+            assert "| weights | float16, " in (half[name] / "README.md").read_text()
+    encoders = [load_file(tmp_path / each / "encoder" / "model.safetensors") for each in ("half", "whole")]
+    assert all(torch.equal(encoders[0][key], encoders[1][key]) for key in encoders[1])
+
+
+def test_weights_beyond_float16_are_refused(make_model: ModelFactory, tmp_path: Path) -> None:
+    model = make_model("bert")
+    weights = load_file(model / "model.safetensors")
+    weights["bert.embeddings.word_embeddings.weight"][3, 3] = 1e5
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"word_embeddings\.weight has values beyond float16's 65,504"):
+        export_sizes(model, tmp_path / "export", sizes=["1x8"], weights="float16")
+    assert not (tmp_path / "export").exists()
+    export_sizes(model, tmp_path / "export", sizes=["1x8"])
+
+
 def test_six_sizes_bear_the_cups_names(make_model: ModelFactory, tmp_path: Path) -> None:
     settings = {"ladder": ((1, 4), (2, 8), (3, 12), (4, 16), (5, 24), (6, 32))}
     short_model = make_model("bert", **settings)
@@ -295,10 +346,10 @@ def test_a_failed_export_leaves_what_was_there(
     export_sizes(model, output, sizes=["1x8"])
     before = {path: path.read_bytes() for path in sorted(output.rglob("*")) if path.is_file()}
 
-    def fail(*args: object) -> str:
+    def fail(*args: object, **more: object) -> str:
         raise OSError("disk full")
 
-    monkeypatch.setattr(export, "_card", fail)
+    monkeypatch.setattr(export, "size_card", fail)
     with pytest.raises(OSError, match="disk full"):
         export_sizes(model, output)
     assert before == {path: path.read_bytes() for path in sorted(output.rglob("*")) if path.is_file()}
@@ -325,6 +376,11 @@ def test_mistakes_exit_with_2(make_model: ModelFactory, tmp_path: Path, capsys: 
     assert "grande" in error("--model", str(model), "--sizes", "grande")
     assert "outgrows" in error("--model", str(model), "--sizes", "9x9")
     assert "no size" in error("--model", str(model), "--sizes", ",")
+    assert "12 dimensions with 32" in error("--model", str(model), "--router", "2x12:4x32")
+    assert "QUERY_SIZE:DOCUMENT_SIZE" in error("--model", str(model), "--router", "2x12")
+    assert "outgrows" in error("--model", str(model), "--router", "2x12:9x12")
+    assert "'int4' is unknown" in error("--model", str(model), "--onnx", "int4")
+    assert "no token table alone" in error("--model", str(model), "--table", "int8")
     (model / "config.json").unlink()
     assert "config.json" in error("--model", str(model))
     assert not (tmp_path / "out").exists()

@@ -1,0 +1,254 @@
+"""The folders of sizes, in sentence-transformers' long-standing layout: all its versions and other servers read it.
+
+A size is Transformer, Pooling, then Dense where its depth has a head or its dimensions are cut, then Normalize where
+similarity is cosine.
+- Layers are cut out of the checkpoint and out of its config: a config that keeps the old count reloads RANDOM layers.
+- A head (models/heads.py) becomes a Dense of its first d rows, with its bias. Without one, width is cut by a Dense of
+  the selection matrix [d, D] (ones on the diagonal, no bias, identity activation): `truncate_dim` would act behind
+  Normalize and leave vectors that are not of unit length.
+- Families with a pooler (BERT, RoBERTa) get one of zeros: it takes no part in the embedding, and a checkpoint without
+  it makes every loader report newly initialised weights.
+- `is_matryoshka` and `matryoshka_dimensions` in config.json name the ladder's widths up to the size's own. vLLM
+  refuses a request's `dimensions` where both are missing, and those that the list has not; the prefix of a size's
+  vector is that of the smaller width at the same depth, since the Dense is what was cut.
+- Weights in float16 are files of half the size, whose config.json says float32: what loads them computes in float32,
+  which is several times as fast on a CPU, unless it is asked for another type.
+A Router holds two sizes of one width, for `encode_query` and `encode_document`. Each of its routes is the whole list of
+a size's modules, and cuts texts at the length that queries or documents were trained with; in a folder of one size
+a single length has to serve both, and is the longer.
+A static encoder (models/static_embedding.py) becomes a StaticEmbedding: its files stand in the root, its width is cut
+in the table itself, and its tokenizer adds no special tokens and cuts texts by itself. An int8 table is codes and a
+scale a token, which sentence-transformers multiplies out when it loads them. It does so for StaticEmbedding alone:
+a Transformer's int8 table would need a package of its own to load, so it belongs to the ONNX files.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from models.encoder import EmbeddingSettings, Encoder, truncate_layers
+from models.heads import linear_head
+from models.sizes import ModelError, Size
+from trainer.quantisation import int8_table
+
+WEIGHTS = ("float32", "float16")
+_MODULES = "sentence_transformers.models"
+_ROUTER_FILE = "router_config.json"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One size of an encoder: its layers alone, and what maps pooled states [batch, hidden] to its embedding.
+
+    projection: None where the pooled states are the embedding. widths: the dimensions to which the embedding may be
+    cut, its own included. parameters: of its layers and its head; the backbone itself is cut further for the next size.
+    """
+
+    size: Size
+    backbone: PreTrainedModel
+    projection: nn.Linear | None
+    settings: EmbeddingSettings
+    widths: tuple[int, ...]
+    parameters: int
+
+    @property
+    def modules(self) -> list[str]:
+        """The kinds of its modules, in their order."""
+        dense = ["Dense"] if self.projection is not None else []
+        return ["Transformer", "Pooling", *dense, *_normalize(self.settings)]
+
+
+def cut_to(encoder: Encoder, size: Size, settings: EmbeddingSettings) -> Cut:
+    """Cut the encoder's backbone to the size's layers, in place: so the deepest size comes first."""
+    backbone = truncate_layers(encoder.backbone, size.layers)
+    widths = tuple(sorted({size.dim, *(each.dim for each in settings.sizes if each.dim < size.dim)}))
+    for key, value in (("is_matryoshka", True), ("matryoshka_dimensions", list(widths))):
+        if len(widths) > 1:
+            setattr(backbone.config, key, value)
+        elif hasattr(backbone.config, key):
+            delattr(backbone.config, key)
+    projection = _projection(encoder, size)
+    parameters = sum(each.numel() for name, each in backbone.named_parameters() if not name.startswith("pooler."))
+    if projection is not None and projection.bias is not None:
+        parameters += sum(each.numel() for each in projection.parameters())
+    return Cut(size, backbone, projection, settings, widths, parameters)
+
+
+@torch.no_grad()
+def _projection(encoder: Encoder, size: Size) -> nn.Linear | None:
+    if str(size.layers) in encoder.heads:
+        head = cast(nn.Linear, encoder.heads[str(size.layers)])
+        return linear_head(head.weight[: size.dim], head.bias[: size.dim]).requires_grad_(False)
+    if size.dim == encoder.hidden_size:
+        return None
+    selection = nn.Linear(encoder.hidden_size, size.dim, bias=False).requires_grad_(False)
+    selection.weight.copy_(torch.eye(size.dim, encoder.hidden_size))
+    return selection
+
+
+def with_idle_pooler(backbone: PreTrainedModel) -> PreTrainedModel:
+    """The same backbone with a pooler of zeros, if its family has one."""
+    takes_pooler = "add_pooling_layer" in inspect.signature(type(backbone).__init__).parameters
+    if takes_pooler and getattr(backbone, "pooler", None) is None:
+        with torch.device("meta"):
+            pooler: Any = type(backbone)(copy.deepcopy(backbone.config)).pooler
+        pooler.to_empty(device="cpu")
+        for parameter in pooler.parameters():
+            torch.nn.init.zeros_(parameter)
+        backbone.pooler = pooler
+    return backbone
+
+
+def write_size(cut: Cut, tokenizer: PreTrainedTokenizerFast, folder: Path, *, weights: str = "float32") -> Path:
+    """A folder that `SentenceTransformer(folder)` loads; returns that of its Transformer. weights: one of WEIGHTS."""
+    paths = [f"{i}_{kind}" if i else "" for i, kind in enumerate(cut.modules)]
+    for kind, path in zip(cut.modules, paths, strict=True):
+        _write_module(cut, kind, tokenizer, folder / path, weights=weights)
+    _write_modules(folder, dict(zip(paths, cut.modules, strict=True)), cut.settings)
+    return folder
+
+
+def write_route(
+    cut: Cut, tokenizer: PreTrainedTokenizerFast, folder: Path, route: str, *, weights: str = "float32"
+) -> Path:
+    """One route's modules of a Router; returns the folder of its Transformer."""
+    for path, kind in _route(cut, route).items():
+        _write_module(cut, kind, tokenizer, folder / path, weights=weights)
+    return folder / next(iter(_route(cut, route)))
+
+
+def write_router(cuts: Mapping[str, Cut], folder: Path) -> dict[str, Path]:
+    """What binds routes, which are written already, to a folder that `SentenceTransformer(folder)` loads.
+
+    Returns the folder of each route's Transformer.
+    """
+    routes = {route: _route(cut, route) for route, cut in cuts.items()}
+    content = {
+        "types": {path: f"{_MODULES}.{kind}" for paths in routes.values() for path, kind in paths.items()},
+        "structure": {route: list(paths) for route, paths in routes.items()},
+        "parameters": {"default_route": "document", "allow_empty_key": True, "route_mappings": {}},
+    }
+    _write_json(folder / _ROUTER_FILE, content)
+    _write_modules(folder, {"": "Router"}, next(iter(cuts.values())).settings)
+    return {route: folder / next(iter(paths)) for route, paths in routes.items()}
+
+
+def _route(cut: Cut, route: str) -> dict[str, str]:
+    """Folder of a module in its Router -> kind."""
+    return {f"{route}_{i}_{kind}": kind for i, kind in enumerate(cut.modules)}
+
+
+def _write_module(cut: Cut, kind: str, tokenizer: PreTrainedTokenizerFast, folder: Path, *, weights: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind == "Transformer":
+        save_checkpoint(cut.backbone, tokenizer, folder, weights=weights)
+        lengths = {"max_seq_length": tokenizer.model_max_length, "do_lower_case": False}
+        _write_json(folder / "sentence_bert_config.json", lengths)
+    elif kind == "Pooling":
+        flags = {"cls_token": "cls", "mean_tokens": "mean", "max_tokens": "max", "mean_sqrt_len_tokens": "sqrt"}
+        _write_json(
+            folder / "config.json",
+            {
+                "word_embedding_dimension": int(cut.backbone.config.hidden_size),
+                **{f"pooling_mode_{flag}": cut.settings.pooling == mode for flag, mode in flags.items()},
+            },
+        )
+    elif kind == "Dense":
+        assert cut.projection is not None
+        _write_json(
+            folder / "config.json",
+            {
+                "in_features": cut.projection.in_features,
+                "out_features": cut.projection.out_features,
+                "bias": cut.projection.bias is not None,
+                "activation_function": "torch.nn.modules.linear.Identity",
+            },
+        )
+        _save_tensors(cut.projection.state_dict(prefix="linear."), folder)
+
+
+def save_checkpoint(
+    backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path, *, weights: str = "float32"
+) -> None:
+    """The Hugging Face files of an encoder and of its tokenizer."""
+    tensors = None
+    if weights == "float16":
+        state = backbone.state_dict()
+        tensors = {name: each.half() if each.is_floating_point() else each for name, each in state.items()}
+        if too_large := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+            raise ModelError(f"{too_large[0]} has values beyond float16's 65,504; leave --weights float16 out")
+    backbone.save_pretrained(folder, state_dict=tensors)
+    tokenizer.save_pretrained(folder)
+
+
+def weights_megabytes(folder: Path) -> float:
+    """Of all safetensors files in a folder and below it."""
+    return sum(path.stat().st_size for path in folder.rglob("*.safetensors")) / 1e6
+
+
+def table_tensors(table: Tensor, *, in_int8: bool) -> dict[str, Tensor]:
+    """A token table [V, D] under the names that StaticEmbedding looks for. One scale a row serves every width of it."""
+    if not in_int8:
+        return {"embedding.weight": table}
+    codes, scales = int8_table(table)
+    return {"embeddings": codes, "weights": scales}
+
+
+def write_static(
+    tensors: Mapping[str, Tensor],
+    tokenizer: PreTrainedTokenizerFast,
+    settings: EmbeddingSettings,
+    size: Size,
+    folder: Path,
+) -> None:
+    """One width of a token table. A StaticEmbedding has no maximal length: the tokenizer's file has."""
+    folder.mkdir(parents=True)
+    _save_tensors({key: each[:, : size.dim] if each.ndim == 2 else each for key, each in tensors.items()}, folder)
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.enable_truncation(tokenizer.model_max_length - tokenizer.num_special_tokens_to_add())
+    backend.save(str(folder / "tokenizer.json"))
+    kinds = ["StaticEmbedding", *_normalize(settings)]
+    _write_modules(folder, {f"{i}_{kind}" if i else "": kind for i, kind in enumerate(kinds)}, settings)
+
+
+def _normalize(settings: EmbeddingSettings) -> list[str]:
+    """Unit vectors where similarity is cosine."""
+    return ["Normalize"] if settings.similarity == "cosine" else []
+
+
+def _write_modules(folder: Path, modules: Mapping[str, str], settings: EmbeddingSettings) -> None:
+    """modules.json, of folders of modules and their kinds, and the settings beside it."""
+    listed = []
+    for i, (path, kind) in enumerate(modules.items()):
+        (folder / path).mkdir(exist_ok=True)  # that of a module without files
+        listed.append({"idx": i, "name": str(i), "path": path, "type": f"{_MODULES}.{kind}"})
+    _write_json(folder / "modules.json", listed)
+    _write_json(
+        folder / "config_sentence_transformers.json",
+        {
+            "prompts": {"query": settings.query_prompt, "document": settings.passage_prompt},
+            "default_prompt_name": None,
+            "similarity_fn_name": settings.similarity,
+        },
+    )
+
+
+def _save_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,73 @@
+"""export.json: what an export wrote, so that a later one replaces that and nothing of a user's."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from data.files import write_atomically
+from data.records import Record, read_record
+from trainer.config import ConfigError
+from trainer.whole_folder import check_place
+
+RECEIPT_FILE = "export.json"
+
+
+class Receipt(Record):
+    """export.json: the sizes by name, and the bytes of every file but itself, by its path in the export.
+
+    A further key tells what was measured of the ONNX files (trainer/exporting/onnx_files.py); nothing here reads it.
+    """
+
+    format: Literal[1] = 1
+    sizes: dict[str, tuple[int, int]]
+    # Exports of earlier versions have none; nothing says which of their files are a user's.
+    files: dict[str, int] | None = None
+
+
+def write_receipt(export: Path, content: Mapping[str, Any]) -> None:
+    """`content`: what stands in it beside its format and the files, which are all that lie in the folder now."""
+    record = {"format": 1, **content, "files": _files_in(export)}
+    write_atomically(export / RECEIPT_FILE, json.dumps(record, indent=2) + "\n")
+
+
+def check_output(output: Path) -> None:
+    """Refuse to touch what no export wrote, and places where none can be written."""
+    check_place(output)
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise ConfigError(f"output {output} is a file; give a new folder")
+    check_place(output.absolute().parent)
+    present = _files_in(output)
+    if not any(output.iterdir()):
+        return
+    mend = "give a new or an empty folder"
+    if not (output / RECEIPT_FILE).is_file():
+        raise ConfigError(
+            f"output {output} holds something else ({min(path.name for path in output.iterdir())}); {mend}"
+        )
+    receipt = read_record(output / RECEIPT_FILE, Receipt, what="export record", mend=mend)
+    if receipt.files is None:
+        raise ConfigError(
+            f"output {output} is an export of an earlier version, which kept no list of its files; {mend}"
+        )
+    del present[RECEIPT_FILE]
+    for name, size in sorted(present.items()):
+        if name not in receipt.files:
+            raise ConfigError(f"output {output} holds something else ({name}); {mend}")
+        if size != receipt.files[name]:
+            raise ConfigError(f"output {output} holds a file that was changed after the export ({name}); {mend}")
+
+
+def _files_in(folder: Path) -> dict[str, int]:
+    """Bytes of everything in a folder that is no folder, by its path in it. Links are not followed."""
+    found = {}
+    for place, folders, files in os.walk(folder):
+        for path in (Path(place, name) for name in (*folders, *files)):
+            if path.is_symlink() or not path.is_dir():
+                found[path.relative_to(folder).as_posix()] = path.lstat().st_size
+    return found
