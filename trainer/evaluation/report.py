@@ -173,7 +173,7 @@ def grids_markdown(grids: Iterable[Grid], verdicts: Sequence[Verdict] = ()) -> s
             places = [(grid.task, grid.method, size.layers, size.dim, depth) for depth in grid.depths]
             cells = [_number(value) + marks.get(place, "") for value, place in zip(values, places)]
             rows.append([name, str(size.layers), str(size.dim), *cells])
-        header = [first, "layers", "dim", *(f"{depth} layers" for depth in grid.depths)]
+        header = [first, "layers", "dim", *(f"{depth} layer{'s' * (depth > 1)}" for depth in grid.depths)]
         part = f"### {grid.task}: {grid.method}, {label}, {first} (rows) by {second} of other depths (columns)\n\n"
         part += markdown_table(header, rows)
         if any(place[:2] == (grid.task, grid.method) for place in marks):
