@@ -23,6 +23,7 @@ os.environ.update(
 
 import pytest
 
+from data.minilm import NoPackage, minilm_folder
 from tests import ROOT
 from tests.lanes import COLLECTED, DECLARATIONS, LANES, Guard, LaneError, declared_by, lane_of
 
@@ -90,6 +91,15 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"needs the data sets of {folder}, which is absent")
     return folder
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The folder of all-MiniLM-L6-v2, a real model; tests that need it are skipped where its package is absent."""
+    try:
+        return minilm_folder()
+    except NoPackage as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

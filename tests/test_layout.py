@@ -21,7 +21,7 @@ ALLOWED = {
     "models": {"models", "data.model_folders", *ENDS},
     "trainer": {"data", "models", "trainer"},
     # All torch-free; the counts, so that a plan and a run's metrics cannot disagree about operations.
-    "launch": {"launch", "trainer.config", "trainer.counts", "models.sizes", "data.parent_death", *ENDS},
+    "launch": {"launch", "trainer.config", "trainer.counts", "models.sizes", "data.minilm", "data.parent_death", *ENDS},
 }
 
 

@@ -1,6 +1,7 @@
 """Commands: score a trained model at every size, compare, time and rerank, or score anybody's run as trec_eval does.
 
     python -m trainer.evaluate sizes --model runs/x/model --beir data/scifact --bm25 --output results
+    python -m trainer.evaluate sizes --model runs/x/model --beir data/scifact --across-depths
     python -m trainer.evaluate compare results other_results
     python -m trainer.evaluate latency --model runs/x/model --beir data/scifact
     python -m trainer.evaluate rerank --model runs/x/model --beir data/scifact --output reranked
@@ -10,6 +11,8 @@
 `sizes` writes `results.json`: {"format": 1, "model", "sizes", "settings", "records"}, where each record is flat:
 {"method": "trained" | "untrained" | "BM25", "task", "kind": "sts" | "retrieval", "size": the size's name in its ladder,
 "layers", "dim", "metric": trec_eval's name or spearman, pearson, spearman/<subset>, "value"}; BM25 has layers 0, dim 0.
+With --across-depths there is "across_depths": {"records", "significance"} as well, for queries against documents of
+other depths; its records have "document_size" and "document_layers" too.
 Beside it, raw.jsonl.gz holds every query's and every pair's scores (trainer/evaluation/raw.py).
 With --vectors the documents' vectors are kept (trainer/evaluation/vectors.py); ranks of a launcher share the work.
 "significance" in results.json: one entry a tested size, see trainer/evaluation/report.py, Verdict.

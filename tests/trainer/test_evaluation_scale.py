@@ -87,8 +87,11 @@ def command(model: Path, tasks: Sequence[str], *options: object) -> list[str]:
 
 
 def values_of(folder: Path) -> dict[tuple[str, ...], float]:
-    records = json.loads((folder / "results.json").read_text())["records"]
-    return {(r["method"], r["task"], r["size"], r["metric"]): r["value"] for r in records}
+    content = json.loads((folder / "results.json").read_text())
+    values = {(r["method"], r["task"], r["size"], r["metric"]): r["value"] for r in content["records"]}
+    for r in content.get("across_depths", {"records": []})["records"]:
+        values[r["method"], r["task"], r["size"], r["metric"], r["document_size"]] = r["value"]
+    return values
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -317,7 +320,7 @@ def test_two_ranks_give_what_one_process_gives(
     """deepspeed with a store, torchrun without: the same blocks give the same vectors, so nothing differs at all."""
 
     def run(name: str, *options: object) -> list[str]:
-        blocks = ["--passages-per-block", 13, "--bm25", "--random-init"]
+        blocks = ["--passages-per-block", 13, "--bm25", "--random-init", "--across-depths"]
         return command(model_folder, tasks, "--output", tmp_path / name, *blocks, *options)
 
     stores = [["--vectors", tmp_path / name] for name in ("alone_vectors", "ranks_vectors")]
@@ -498,7 +501,7 @@ def test_faiss_ranks_as_we_do(model_folder: Path, tasks: list[str], tmp_path: Pa
     index.add(documents)
     assert (np.sort(index.search(queries, 10)[1]) != np.sort(search(queries, documents, top_k=10)[1])).any()
 
-    run = partial(command, model_folder, tasks[:3])
+    run = partial(command, model_folder, [*tasks[:3], "--across-depths"])
     assert evaluate.main(run("--output", tmp_path / "ours")) == 0
     assert evaluate.main(run("--output", tmp_path / "theirs", "--search", "faiss")) == 0
     ours, theirs = values_of(tmp_path / "ours"), values_of(tmp_path / "theirs")

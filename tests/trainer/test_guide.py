@@ -210,3 +210,33 @@ def test_a_folder_that_cannot_guide(good: Values, guide_folder: Path, tiny_token
     tiny_tokenizer.save_pretrained(empty)
     with pytest.raises(ConfigError, match=r"guide\.model.*config\.json is missing"):
         load(empty, pooling="cls", temperature=1.0)
+
+
+def test_folders_of_sentence_transformers_guide_and_start_training(
+    good: Values, guide_folder: Path, tmp_path: Path
+) -> None:
+    """With the transformer in a folder of its own, and the pooling and lengths that the folder says."""
+    folder = tmp_path / "st"
+    shutil.copytree(guide_folder, folder / "0_Transformer")
+    (folder / "0_Transformer" / "barista.json").unlink()
+    (folder / "0_Transformer" / "sentence_bert_config.json").write_text('{"max_seq_length": 18}')
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    paths = {"Transformer": "0_Transformer", "Pooling": "1_Pooling"}
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in paths.items()]
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+    teaching = good | {"objective": {**good["objective"], "kl_teacher": "guide"}}
+    recipe = recipe_of(teaching | {"guide": {"model": str(folder)}})
+    with pytest.raises(ConfigError, match=r"no barista\.json with a temperature; set guide\.temperature"):
+        guides.load_guide(recipe, open_shards(recipe))
+    recipe = recipe_of(teaching | {"guide": {"model": str(folder), "temperature": 0.3}})
+    found = guides.load_guide(recipe, open_shards(recipe))
+    assert found is not None
+    assert (found.encoder.pooling, found.similarity, str(found.size)) == ("mean", "cosine", "2x24")
+    assert (found.query_max_length, found.passage_max_length, found.temperature) == (18, 18, 0.3)
+
+    started = {"source": str(folder), "ladder": [[1, 8], [2, 24]], "pooling": "mean"}
+    recipe = recipe_of(teaching | {"model": started, "guide": {"model": str(folder), "temperature": 0.3}})
+    encoder = build_model(recipe, open_shards(recipe)).encoder
+    assert torch.equal(encoder.word_embeddings.weight, found.encoder.word_embeddings.weight)

@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from models.encoder import EmbeddingSettings
 from models.sizes import Size
+from trainer.evaluation.across import Searched, SizePair, encoded_sizes, sides
 from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS, Forward, encode
-from trainer.evaluation.raw import RawResults
+from trainer.evaluation.raw import RawResults, shape_of
 from trainer.evaluation.report import Record
 from trainer.evaluation.retrieval import (
     DEFAULT_PASSAGES_PER_BLOCK,
@@ -30,7 +31,7 @@ from trainer.evaluation.sts import STSTask, evaluate_sts
 def evaluate_tasks(
     forward: Forward,
     tokenizer: PreTrainedTokenizerBase,
-    sizes: Sequence[Size],
+    sizes: Sequence[Searched],
     settings: EmbeddingSettings,
     *,
     sts: Sequence[STSTask] = (),
@@ -48,23 +49,25 @@ def evaluate_tasks(
     rank: int = 0,
     world_size: int = 1,
     progress: bool = False,
-    on_run: Callable[[str, Size, Run], None] | None = None,
+    on_run: Callable[[str, Searched, Run], None] | None = None,
     raw: RawResults | None = None,
 ) -> list[Record]:
     """Every task at every size. All ranks call this alike; every rank gets the STS records, rank 0 the retrieval ones.
 
-    `sizes`: those that `forward` returns, in its order. Similarity, lengths and prompts are the settings' own; STS
-    texts take the query prompt and the longer of the two lengths. The caller puts the model into eval mode.
+    `sizes`: what is scored; `forward` returns their `encoded_sizes`, in that order. Similarity, lengths and prompts are
+    the settings' own; STS texts take the query prompt and the longer of the two lengths. The caller puts the model into
+    eval mode.
     `flat`: what `forward` takes, see `encode`. `on_run(task name, size, run)` sees every ranking; `raw` collects every
     query's and every pair's scores. `blocks_of`: where a corpus' vectors come from, in place of encoding them here
     together; with `merge`, see `retrieve`.
     """
     ladder = settings.sizes if settings.ladder else None
+    sizes = list(dict.fromkeys(sizes))
     encode_texts = partial(
         encode,
         forward,
         tokenizer,
-        sizes=sizes,
+        sizes=encoded_sizes(sizes),
         device=device,
         flat=flat,
         batch_tokens=batch_tokens,
@@ -73,9 +76,14 @@ def evaluate_tasks(
         progress=progress,
     )
 
-    def records(task: str, kind: str, size: Size, metrics: dict[str, float]) -> list[Record]:
-        name = ladder.name(size) if ladder else str(size)
-        return [Record(method, task, kind, name, size.layers, size.dim, metric, v) for metric, v in metrics.items()]
+    def name(size: Size) -> str:
+        return ladder.name(size) if ladder else str(size)
+
+    def records(task: str, kind: str, searched: Searched, metrics: dict[str, float]) -> list[Record]:
+        size, documents = sides(searched)
+        other = (name(documents), documents.layers) if isinstance(searched, SizePair) else ()
+        shape = (name(size), size.layers, size.dim)
+        return [Record(method, task, kind, *shape, metric, value, *other) for metric, value in metrics.items()]
 
     results: list[Record] = []
     if sts:
@@ -83,7 +91,7 @@ def evaluate_tasks(
         # The similarity of STS is cosine whatever the model's, so vectors need not be normalised here.
         encode_sts = partial(encode_texts, similarity="dot", max_length=longest, prompt=settings.query_prompt)
         on_cosines = partial(raw.add_sts, method) if raw is not None else None
-        for task, by_size in evaluate_sts(encode_sts, sts, on_cosines=on_cosines).items():
+        for task, by_size in evaluate_sts(encode_sts, sts, searched=sizes, on_cosines=on_cosines).items():
             for size, metrics in by_size.items():
                 results += records(task, "sts", size, metrics)
     for data in retrieval:
@@ -104,6 +112,7 @@ def evaluate_tasks(
             encode_queries,
             blocks_of(data) if blocks_of else in_blocks(encode_documents, data.documents, passages_per_block),
             data,
+            searched=sizes,
             top_k=top_k,
             device=device,
             ignore_identical_ids=ignore_identical_ids,
@@ -116,7 +125,7 @@ def evaluate_tasks(
             means = known_metrics(of_size, data, top_k)
             results += records(data.name, "retrieval", size, means)
             if raw is not None:
-                raw.add_retrieval(method, data.name, (size.layers, size.dim), of_size, list(means))
+                raw.add_retrieval(method, data.name, shape_of(size), of_size, list(means))
     return results
 
 

@@ -31,6 +31,11 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     _model_options(sizes)
     _task_options(sizes)
     add("--sts-subsets", type=Path, metavar="FILE", help="TSV of dataset, subset, first row, rows (with a header)")
+    add(
+        "--across-depths",
+        action="store_true",
+        help="queries of each size against documents of every other depth among --sizes too, at the query's width",
+    )
     add("--random-init", action="store_true", help="score the same architecture with fresh weights too, as the control")
     add("--seed", type=count(least=0, most=LARGEST_SEED), default=0, help="of the fresh weights (%(default)s)")
     add("--bm25", action="store_true", help="score BM25 too (needs the package bm25s)")

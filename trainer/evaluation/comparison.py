@@ -15,7 +15,7 @@ import numpy as np
 
 from models.sizes import Size
 from trainer.config import ConfigError
-from trainer.evaluation.raw import BM25, Key, RawResults
+from trainer.evaluation.raw import BM25, AcrossKey, Key, RawResults
 from trainer.evaluation.report import HEADLINE_METRICS, METRIC_LABELS, Verdict, markdown_table
 from trainer.evaluation.retrieval import RetrievalData
 from trainer.evaluation.significance import (
@@ -53,7 +53,7 @@ class Sample:
         return float(np.mean(list(self.by_seed.values())))
 
 
-def samples_of(by_seed: Mapping[int, tuple[RawResults, Key]]) -> dict[str, Sample]:
+def samples_of(by_seed: Mapping[int, tuple[RawResults, Key | AcrossKey]]) -> dict[str, Sample]:
     """Metric -> sample, from one method's results at one size on one task, seed by seed."""
     means = {seed: raw.means(key) for seed, (raw, key) in by_seed.items()}
     raw, key = next(iter(by_seed.values()))
@@ -65,7 +65,7 @@ def samples_of(by_seed: Mapping[int, tuple[RawResults, Key]]) -> dict[str, Sampl
     for metric in means[next(iter(means))]:
         values = {seed: of_seed[metric] for seed, of_seed in means.items()}
         if task.kind == "retrieval":
-            rows = np.stack([other.values[place][metric] for other, place in by_seed.values()])
+            rows = np.stack([other.columns(place)[metric] for other, place in by_seed.values()])
             samples[metric] = Sample(values, rows.shape[1], items=rows.mean(0))
         elif metric == "spearman_mean":
             samples[metric] = Sample(values, 0)
@@ -155,6 +155,28 @@ def verdicts_of(
         for (key, test), p in zip(tests.items(), shown):
             sign = mark(test.difference, p)
             verdicts.append(Verdict(key[1], task.name, *key[2:], metric, baseline, test.difference, p, sign))
+    return verdicts
+
+
+def across_verdicts(raw: RawResults, *, corrected: bool = False) -> list[Verdict]:
+    """Documents of each other depth against those of the query's own size, by the same method.
+
+    `corrected`: Holm, over the tests of a task.
+    """
+    verdicts = []
+    for task in raw.tasks.values():
+        metric = HEADLINE_METRICS[task.kind]
+        tests = {}
+        for key in (key for key in raw.across if key[0] == task.name):
+            own: Key = key[:4]
+            tests[key] = compare(samples_of({0: (raw, key)})[metric], samples_of({0: (raw, own)})[metric])
+        p_values = [test.p for test in tests.values()]
+        shown = holm(p_values) if corrected else p_values
+        for (key, test), p in zip(tests.items(), shown):
+            _, method, layers, dim, documents = key
+            sign, baseline = mark(test.difference, p), "documents of the query's own size"
+            row = (method, task.name, layers, dim, metric, baseline, test.difference, p, sign, documents)
+            verdicts.append(Verdict(*row))
     return verdicts
 
 

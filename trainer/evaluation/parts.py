@@ -38,6 +38,8 @@ class _Row(records.Record):
     dim: int
     metric: str
     value: float | None
+    document_size: str = ""
+    document_layers: int = 0
 
 
 class _Part(records.Record):

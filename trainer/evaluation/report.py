@@ -31,12 +31,18 @@ METRIC_LABELS = {
     "accuracy": "accuracy",
     "f1": "F1",
 }
+# What stands at the two sizes of a pair.
+_SIDES = {"spearman": ("first sentences", "second sentences"), "ndcg_cut_10": ("queries", "documents")}
 HEADLINE_METRICS = {"sts": "spearman", "retrieval": "ndcg_cut_10", "transfer": "accuracy"}
 
 
 @dataclass(frozen=True)
 class Record:
-    """One number. A method without sizes (BM25) has size "", layers 0 and dim 0."""
+    """One number. A method without sizes (BM25) has size "", layers 0 and dim 0.
+
+    Queries against documents of another depth (--across-depths) have the documents' size as well; `size` is then that
+    of the queries, and both are equally wide.
+    """
 
     method: str
     task: str
@@ -46,10 +52,13 @@ class Record:
     dim: int
     metric: str
     value: float
+    document_size: str = ""
+    document_layers: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        """JSON has no NaN: an undefined value is null."""
-        return {**dataclasses.asdict(self), "value": None if math.isnan(self.value) else self.value}
+        """JSON has no NaN: an undefined value is null. Without another size of documents there are no such keys."""
+        values = {**dataclasses.asdict(self), "value": None if math.isnan(self.value) else self.value}
+        return values if self.document_layers else _without_documents(values)
 
 
 @dataclass(frozen=True)
@@ -65,10 +74,16 @@ class Verdict:
     difference: float
     p: float
     mark: str
+    document_layers: int = 0
 
     def as_json(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
-        return {key: None if isinstance(each, float) and math.isnan(each) else each for key, each in values.items()}
+        values = {key: None if isinstance(each, float) and math.isnan(each) else each for key, each in values.items()}
+        return values if self.document_layers else _without_documents(values)
+
+
+def _without_documents(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if not key.startswith("document_")}
 
 
 def flat(records: Iterable[Record]) -> dict[str, float]:
@@ -113,6 +128,77 @@ def results_markdown(records: Sequence[Record], verdicts: Sequence[Verdict] = ()
             part += f"\np: {label} against {test.baseline}; † significantly better, ‡ significantly worse (p < 0.05)\n"
         parts.append(part)
     return "\n".join(parts)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One method's headline metric on one task: queries of each size (rows) by the documents' layers (columns)."""
+
+    task: str
+    method: str
+    metric: str
+    sizes: tuple[Size, ...]
+    names: tuple[str, ...]  # the sizes' in their ladder
+    depths: tuple[int, ...]
+    values: np.ndarray  # float64 [sizes, depths]; the query's own depth among them
+
+
+def grids_of(records: Sequence[Record], across: Sequence[Record]) -> list[Grid]:
+    """`records`: both sides of one size; `across`: documents of another depth."""
+    grids = []
+    for task, method in _in_order((record.task, record.method) for record in across):
+        of_both = [r for r in (*records, *across) if (r.task, r.method) == (task, method)]
+        metric = HEADLINE_METRICS[of_both[0].kind]
+        values = {
+            (r.layers, r.dim, r.document_layers or r.layers): r.value
+            for r in of_both
+            if r.layers and r.metric == metric
+        }
+        names = {Size(r.layers, r.dim): r.size for r in of_both if r.layers}
+        sizes, depths = tuple(sorted(names)), tuple(sorted({size.layers for size in names}))
+        table = [[values.get((size.layers, size.dim, depth), math.nan) for depth in depths] for size in sizes]
+        shown = tuple(names[size] for size in sizes)
+        grids.append(Grid(task, method, metric, sizes, shown, depths, np.array(table)))
+    return grids
+
+
+def grids_markdown(grids: Iterable[Grid], verdicts: Sequence[Verdict] = ()) -> str:
+    """A heading and a table a task and method: queries down, documents across."""
+    marks = {(v.task, v.method, v.layers, v.dim, v.document_layers): v.mark for v in verdicts}
+    parts = []
+    for grid in grids:
+        label, first, second = METRIC_LABELS[grid.metric], *_SIDES[grid.metric]
+        rows = []
+        for size, name, values in zip(grid.sizes, grid.names, grid.values.tolist()):
+            places = [(grid.task, grid.method, size.layers, size.dim, depth) for depth in grid.depths]
+            cells = [_number(value) + marks.get(place, "") for value, place in zip(values, places)]
+            rows.append([name, str(size.layers), str(size.dim), *cells])
+        header = [first, "layers", "dim", *(f"{depth} layer{'s' * (depth > 1)}" for depth in grid.depths)]
+        part = f"### {grid.task}: {grid.method}, {label}, {first} (rows) by {second} of other depths (columns)\n\n"
+        part += markdown_table(header, rows)
+        if any(place[:2] == (grid.task, grid.method) for place in marks):
+            part += f"\n{second} of another depth against the row's own: † significantly better, ‡ significantly worse"
+            part += " (p < 0.05)\n"
+        parts.append(part)
+    return "\n".join(parts)
+
+
+def plot_grids(grids: Iterable[Grid], folder: Path) -> list[Path]:
+    """A heat map a task and method."""
+    written = []
+    for grid in grids:
+        figure = _draw_numbers(
+            grid.values,
+            rows=[f"{size}".replace("x", "×") for size in grid.sizes],
+            columns=[str(depth) for depth in grid.depths],
+            ylabel=_SIDES[grid.metric][0],
+            xlabel=f"layers of {_SIDES[grid.metric][1]}",
+            title=f"{grid.task}: {grid.method}",
+            label=METRIC_LABELS[grid.metric],
+        )
+        name = f"{file_name(grid.task)}_{grid.metric}_{file_name(grid.method)}_across_depths.png"
+        written.append(save_figure(figure, folder / name))
+    return written
 
 
 def size_scores(records: Iterable[Record], *, task: str, metric: str, method: str) -> dict[Size, float]:
@@ -167,18 +253,42 @@ def draw_heat_map(values: Mapping[Size, float], *, title: str, label: str, diffe
 
     The matplotlib figure is the caller's to close (`close_figure`).
     """
-    plt = _pyplot()
     layers = sorted({size.layers for size in values})
     dims = sorted({size.dim for size in values})
     grid = np.full((len(layers), len(dims)), np.nan)
     for size, value in values.items():
         grid[layers.index(size.layers), dims.index(size.dim)] = value
+    return _draw_numbers(
+        grid,
+        rows=[str(layer) for layer in layers],
+        columns=[str(dim) for dim in dims],
+        ylabel="layers",
+        xlabel="dimensions",
+        title=title,
+        label=label,
+        difference=difference,
+    )
+
+
+def _draw_numbers(
+    grid: np.ndarray,
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    ylabel: str,
+    xlabel: str,
+    title: str,
+    label: str,
+    difference: bool = False,
+) -> Any:
+    """A number in each cell of `grid`, float64 [rows, columns], the first row at the bottom."""
+    plt = _pyplot()
     finite = grid[np.isfinite(grid)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     if difference:
         high = max(abs(low), abs(high)) or 1.0
         low = -high
-    figure, axes = plt.subplots(figsize=(2.4 + 0.75 * len(dims), 1.6 + 0.5 * len(layers)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(2.4 + 0.75 * len(columns), 1.6 + 0.5 * len(rows)), layout="constrained")
     image = axes.imshow(
         grid, origin="lower", aspect="auto", cmap="RdBu" if difference else "viridis", vmin=low, vmax=high
     )
@@ -189,10 +299,10 @@ def draw_heat_map(values: Mapping[Size, float], *, title: str, label: str, diffe
             dark = 0.25 < shade < 0.75 if difference else shade > 0.6
             text = f"{value:+.3f}" if difference else f"{value:.3f}"
             axes.text(column, row, text, ha="center", va="center", fontsize=8, color="black" if dark else "white")
-    axes.set_xticks(range(len(dims)), [str(dim) for dim in dims])
-    axes.set_yticks(range(len(layers)), [str(layer) for layer in layers])
-    axes.set_xlabel("dimensions")
-    axes.set_ylabel("layers")
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
     axes.set_title(title)
     figure.colorbar(image, ax=axes, label=label)
     return figure

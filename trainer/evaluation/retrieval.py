@@ -29,6 +29,7 @@ from torch import Tensor
 
 from models.sizes import ModelError, Size
 from trainer.config import ConfigError
+from trainer.evaluation.across import Searched, sides
 from trainer.evaluation.encode import EncodeTexts
 from trainer.evaluation.faiss_search import NOT_A_NUMBER, faiss_candidates
 from trainer.evaluation.inputs import id_of, json_lines, text_lines, text_of, whole_number
@@ -416,14 +417,16 @@ def retrieve(
     blocks: Iterable[Block],
     data: RetrievalData,
     *,
+    searched: Sequence[Searched] | None = None,
     top_k: int = DEFAULT_TOP_K,
     device: torch.device | str = "cpu",
     primary: bool = True,
     merge: MergeKeys | None = None,
     faiss: bool = False,
-) -> Iterator[tuple[Size, dict[str, dict[str, float]]]]:
+) -> Iterator[tuple[Searched, dict[str, dict[str, float]]]]:
     """Size by size, the run of every judged query; the corpus passes once, in blocks, for all sizes.
 
+    `searched`: the sizes, or pairs of sizes, in place of all that `encode_queries` gives.
     Memory: one block's vectors at every size, and `top_k` keys a query and size. Under several ranks every rank runs
     this; only the `primary` one yields. Either all pass the same blocks, which they encode together, and the primary
     searches; or each passes blocks of its own, searches those, and `merge` brings the best to the primary.
@@ -432,19 +435,27 @@ def retrieve(
     query_vectors = encode_queries(data.queries)
     searches = primary or merge is not None
     on_device = {size: torch.from_numpy(rows).to(device) for size, rows in query_vectors.items() if searches}
-    found = {size: TopK(len(data.queries), top_k, device=device) for size in on_device}
+    wanted: list[Searched] = list(on_device) if searched is None or not searches else list(dict.fromkeys(searched))
+    found = {each: TopK(len(data.queries), top_k, device=device) for each in wanted}
+    # Documents of a size are cut once for all queries that search them.
+    by_documents: dict[Size, list[Searched]] = {}
+    for each in wanted:
+        by_documents.setdefault(sides(each).document, []).append(each)
     for start, vectors_of in blocks:
-        for size, queries in on_device.items():
-            if faiss:
-                found[size].add_candidates(*faiss_candidates(queries, vectors_of(size), top_k=top_k, start=start))
-            else:
-                found[size].add_block(queries, vectors_of(size), start=start)
-    for size in list(found):
-        best = found.pop(size)
+        for size, searching in by_documents.items():
+            documents = vectors_of(size)
+            for each in searching:
+                queries = on_device[sides(each).query]
+                if faiss:
+                    found[each].add_candidates(*faiss_candidates(queries, documents, top_k=top_k, start=start))
+                else:
+                    found[each].add_block(queries, documents, start=start)
+    for each in list(found):
+        best = found.pop(each)
         if merge is not None:
             best.keys = merge(best.keys, min(top_k, len(data.documents)))
         if primary:
-            yield size, as_run(data, *best.result())
+            yield each, as_run(data, *best.result())
 
 
 def as_run(data: RetrievalData, scores: np.ndarray, positions: np.ndarray) -> dict[str, dict[str, float]]:
@@ -492,6 +503,7 @@ def evaluate_retrieval(
     blocks: Iterable[Block],
     data: RetrievalData,
     *,
+    searched: Sequence[Searched] | None = None,
     top_k: int = DEFAULT_TOP_K,
     device: torch.device | str = "cpu",
     ignore_identical_ids: bool = False,
@@ -499,17 +511,18 @@ def evaluate_retrieval(
     primary: bool = True,
     merge: MergeKeys | None = None,
     faiss: bool = False,
-    on_run: Callable[[Size, Run], None] | None = None,
-) -> dict[Size, RunScores]:
+    on_run: Callable[[Searched, Run], None] | None = None,
+) -> dict[Searched, RunScores]:
     """Size -> scores over all judged queries; empty on ranks that are not `primary`. What else: see `retrieve`.
 
     `on_run` sees every run before it is dropped (to write it down): one run at a time is held.
     """
     results = {}
-    runs: Iterable[tuple[Size, dict[str, dict[str, float]]]] = retrieve(
+    runs: Iterable[tuple[Searched, dict[str, dict[str, float]]]] = retrieve(
         encode_queries,
         blocks,
         data,
+        searched=searched,
         top_k=top_k + ignore_identical_ids,
         device=device,
         primary=primary,

@@ -29,14 +29,23 @@ from models.sizes import Size
 from trainer.config import ConfigError
 from trainer.distributed import World, gather_objects, start
 from trainer.evaluation import evaluate_tasks, known_metrics
-from trainer.evaluation.comparison import check_same_items, verdicts_of
+from trainer.evaluation.across import Searched, across_depths, encoded_sizes
+from trainer.evaluation.comparison import across_verdicts, check_same_items, verdicts_of
 from trainer.evaluation.corpus import Progress, counted, encoded_blocks, merge_keys, stored_blocks, watched
 from trainer.evaluation.encode import encode, encoder_forward
 from trainer.evaluation.faiss_search import load_faiss
 from trainer.evaluation.output import output_folder, write_json, write_text
 from trainer.evaluation.parts import PARTS_FOLDER, Parts, Results
 from trainer.evaluation.raw import BM25, RAW_FILE, RawResults, read_raw, write_raw
-from trainer.evaluation.report import Record, file_name, plot_records, results_markdown
+from trainer.evaluation.report import (
+    Record,
+    file_name,
+    grids_markdown,
+    grids_of,
+    plot_grids,
+    plot_records,
+    results_markdown,
+)
 from trainer.evaluation.retrieval import (
     DEFAULT_TOP_K,
     Block,
@@ -83,6 +92,7 @@ def evaluate_sizes(args: argparse.Namespace) -> int:
         check_same_items(against, sts, beir, name=str(args.against))
 
     encoder, tokenizer, settings, sizes = load_subject(args)
+    searched: list[Searched] = [*sizes, *(across_depths(sizes) if args.across_depths else ())]
     methods = {"trained": encoder}
     if args.random_init:
         methods["untrained"] = untrained_encoder(encoder, seed=args.seed)
@@ -94,7 +104,7 @@ def evaluate_sizes(args: argparse.Namespace) -> int:
             for method, model in methods.items():
                 log.info("%s: %d sizes on %d tasks", method, len(sizes), len(sts) + len(beir))
                 model.to(world.device).eval()
-                subject = _Subject(args, method, model, tokenizer, settings, sizes, world, stops.wanted)
+                subject = _Subject(args, method, model, tokenizer, settings, searched, world, stops.wanted)
                 finished += subject.evaluate(sts, beir, parts, output)
             if not main_rank:
                 return 0
@@ -106,12 +116,15 @@ def evaluate_sizes(args: argparse.Namespace) -> int:
             goes_on = f"; the same command goes on with what {kept} kept" if kept else ""
             raise Stopped(f"stopped ({stopped}){goes_on}") from None
 
-    records = [record for of_part, _ in finished for record in of_part]
+    found = [record for of_part, _ in finished for record in of_part]
+    records = [record for record in found if not record.document_layers]
+    across = [record for record in found if record.document_layers]
     raw = RawResults()
     for _, of_part in finished:
         raw.add(of_part)
     verdicts = verdicts_of(raw, against=against, name=str(args.against), corrected=args.holm)
-    table = results_markdown(records, verdicts)
+    grids, of_grids = grids_of(records, across), across_verdicts(raw, corrected=args.holm)
+    table = "\n".join(filter(None, (results_markdown(records, verdicts), grids_markdown(grids, of_grids))))
     sys.stdout.write(table)
     content = {
         "format": 1,
@@ -121,11 +134,17 @@ def evaluate_sizes(args: argparse.Namespace) -> int:
         "records": [record.as_json() for record in records],
         "significance": [verdict.as_json() for verdict in verdicts],
     }
+    if across:
+        content["across_depths"] = {
+            "records": [record.as_json() for record in across],
+            "significance": [verdict.as_json() for verdict in of_grids],
+        }
     if args.json:
         write_json(args.json, content)
     if output:
         write_text(output / "table.md", table)
         plot_records(records, output / "figures")
+        plot_grids(grids, output / "figures")
         write_raw(raw, output / RAW_FILE)
         write_json(output / "results.json", content)
         parts.remove()
@@ -141,9 +160,13 @@ class _Subject:
     model: Encoder
     tokenizer: PreTrainedTokenizerFast
     settings: EmbeddingSettings
-    sizes: Sequence[Size]
+    searched: Sequence[Searched]
     world: World
     wanted: Callable[[], str | None]  # why this process should stop
+
+    @property
+    def sizes(self) -> list[Size]:
+        return encoded_sizes(self.searched)
 
     def evaluate(
         self, sts: Sequence[STSTask], beir: Sequence[RetrievalData], parts: Parts, output: Path | None
@@ -157,7 +180,7 @@ class _Subject:
             evaluate_tasks,
             forward,
             self.tokenizer,
-            self.sizes,
+            self.searched,
             self.settings,
             device=world.device,
             flat=flat,
@@ -258,7 +281,7 @@ class _Subject:
             "weights": self._weights,
             "tokenizer": self._tokenizer,
             "task": _task_digest(task),
-            "sizes": [str(size) for size in self.sizes],
+            "sizes": [str(size) for size in self.searched],
             "settings": dataclasses.asdict(self.settings),
             "vectors": bool(args.vectors),
             **{name: getattr(args, name) for name in names},
@@ -316,8 +339,8 @@ def _digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _run_writer(output: Path, method: str) -> Callable[[str, Size, Run], None]:
-    def write(task: str, size: Size, run: Run) -> None:
+def _run_writer(output: Path, method: str) -> Callable[[str, Searched, Run], None]:
+    def write(task: str, size: Searched, run: Run) -> None:
         folder = output / "runs"
         folder.mkdir(parents=True, exist_ok=True)
         write_run(run, folder / f"{task}_{method}_{size}.trec", name=f"{method}_{size}")

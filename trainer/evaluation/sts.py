@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from models.sizes import Size
 from trainer.config import ConfigError
+from trainer.evaluation.across import Searched, sides
 from trainer.evaluation.encode import EncodeTexts
 from trainer.evaluation.inputs import json_lines, text_lines, text_of, whole_number
 
@@ -80,22 +80,26 @@ def evaluate_sts(
     encode_texts: EncodeTexts,
     tasks: Sequence[STSTask],
     *,
-    on_cosines: Callable[[STSTask, Size, np.ndarray], None] | None = None,
-) -> dict[str, dict[Size, dict[str, float]]]:
+    searched: Sequence[Searched] | None = None,
+    on_cosines: Callable[[STSTask, Searched, np.ndarray], None] | None = None,
+) -> dict[str, dict[Searched, dict[str, float]]]:
     """Task name -> size -> metrics, all tasks and all sizes from one pass.
 
     Metrics: `spearman` and `pearson` over all pairs; with subsets also `spearman/<subset>` and `spearman_mean`, the
     plain mean over subsets. A correlation that is not defined (all cosines equal) is NaN.
+    `searched`: the sizes to score, in place of all that `encode_texts` gives. Of a pair of sizes, the first sentence is
+    taken at the first and the second at the other; the reverse is another pair.
     `on_cosines` sees the pairs' cosines, [pairs], of every task and size.
     """
     vectors = encode_texts([text for task in tasks for pair in task.pairs for text in pair])
-    results: dict[str, dict[Size, dict[str, float]]] = {task.name: {} for task in tasks}
-    for size, all_rows in vectors.items():
+    results: dict[str, dict[Searched, dict[str, float]]] = {task.name: {} for task in tasks}
+    for size in vectors if searched is None else searched:
+        first, second = (vectors[side] for side in sides(size))
         start = 0
         for task in tasks:
-            rows = all_rows[start : start + 2 * len(task.pairs)]
-            start += len(rows)
-            cosines = cosine_of_pairs(rows[0::2], rows[1::2])
+            rows = slice(start, start + 2 * len(task.pairs))
+            start = rows.stop
+            cosines = cosine_of_pairs(first[rows][0::2], second[rows][1::2])
             if on_cosines is not None:
                 on_cosines(task, size, cosines)
             results[task.name][size] = score_sts(task, cosines)
