@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="folder or hub name of the model")
-    add("--texts", required=True, nargs="+", metavar="FILE", help="texts as for data.prepare documents, or its shards")
+    add("--texts", required=True, nargs="+", metavar="FILE", help="texts, as for data.prepare documents")
     add("--output", required=True, type=Path, metavar="RUN", help="a new folder, or that of this command before")
     add("--sizes", default="", metavar="1x32,2x64,...", help="the ladder; default: six sizes by the model's shape")
     add("--train", choices=("all", "heads"), default="all", help="heads: the model itself stays as it is")

@@ -28,6 +28,7 @@ from trainer.closed_form import FITTED_TEXTS, HELD_OUT_TEXTS, depth_states, fit_
 from trainer.config import ConfigError, load_recipe
 from trainer.distributed import gather_objects
 from trainer.evaluation import evaluate_tasks
+from trainer.evaluation.across import SizePair, encoded_sizes
 from trainer.evaluation.encode import encode, encoder_forward, encoding_of
 from trainer.evaluation.latency import measure_costs
 from trainer.evaluation.report import HEADLINE_METRICS, Record, markdown_table
@@ -46,6 +47,7 @@ AS_IT_IS, CLOSED_FORM, RESIZED = "as_it_is", "closed_form", "resized"
 # Folders of a RUN, beside closed_form/.
 START, SHARDS, TRAINING, EVALUATION, EXPORT = "start", "shards", "training", "evaluation", "export"
 TEACHER, PAIR_SHARDS, PAIR_TRAINING, PAIR_TEACHER = "teacher", "pair_shards", "pair_training", "pair_teacher"
+_TO_WHOLE = "_to_whole"  # ends a column of queries at the size and documents of the whole model
 AGREEMENT = "agreement"  # the task that needs no labels
 # Texts left out of training, of which the first are compared with each other.
 _HELD_OUT = 1_000
@@ -83,9 +85,9 @@ def propose_ladder(num_layers: int, width: int) -> Ladder:
     sizes = []
     for step in range(1, steps + 1):
         share = _SHARES[round(step * len(_SHARES) / steps) - 1]
-        sizes.append(
-            Size(round(num_layers * step / steps), max(1, round(width * share / 8) * 8) if share < 1 else width)
-        )
+        least = step * min(8, width // steps)
+        dim = width if share == 1 else max(least, round(width * share / 8) * 8)
+        sizes.append(Size(round(num_layers * step / steps), dim))
     return Ladder(tuple(sizes))
 
 
@@ -348,89 +350,110 @@ def agreement(encoder: Encoder, tokenizer: Any, settings: EmbeddingSettings, tex
 
 
 def _report(asked: Resize, tasks: tuple[list[STSTask], list[RetrievalData]]) -> str:
-    sts, beir = tasks
+    """Evaluate, export, and print the table; once it is there, it is only printed."""
+    path = asked.output / "resize.json"
+    if not path.exists():
+        write_atomically(path, json.dumps({"format": 1, "records": _measured(asked, *tasks)}, indent=2) + "\n")
+    text = _markdown(json.loads(path.read_text(encoding="utf-8"))["records"])
+    write_atomically(asked.output / "table.md", text)
+    return text
+
+
+def _measured(asked: Resize, sts: Sequence[STSTask], beir: Sequence[RetrievalData]) -> list[dict[str, Any]]:
+    """A record a task and size: what it scores by each method, what it costs, what it weighs."""
     trained = asked.output / (PAIR_TRAINING if asked.pairs else TRAINING) / "model"
     folders = {AS_IT_IS: asked.output / START, RESIZED: trained}
     if asked.heads:
         folders[CLOSED_FORM] = asked.output / CLOSED_FORM
     held_out = _held_out(asked)
-    encoder, tokenizer, settings = _load(asked.teacher or folders[AS_IT_IS])
-    sts = [agreement(encoder, tokenizer, settings, held_out), *sts]
-    scores: dict[tuple[str, Size], dict[str, float]] = {}
-    costs = {}
+    sts = [agreement(*_load(asked.teacher or folders[AS_IT_IS]), held_out), *sts]
+    scores: dict[tuple[str, Size, str], float] = {}
     for method, folder in folders.items():
-        encoder, tokenizer, settings = _load(folder)
-        sizes = list(settings.sizes)
         log.info("evaluating %s", method.replace("_", " "))
-        records = evaluate_tasks(
-            encoder_forward(encoder.to(_device()).eval(), sizes),
-            tokenizer,
-            sizes,
-            settings,
-            sts=sts,
-            retrieval=beir,
-            device=_device(),
-            method=method,
-        )
+        records = _evaluate(folder, sts, beir)
         for record in records:
             if record.metric == HEADLINE_METRICS[record.kind]:
-                scores.setdefault((record.task, Size(record.layers, record.dim)), {})[method] = record.value
+                column = method if record.document_layers == 0 else f"{method}{_TO_WHOLE}"
+                scores[record.task, Size(record.layers, record.dim), column] = record.value
         if method == RESIZED:
-            costs = measure_costs(encoder.cpu(), tokenizer, sizes, settings, held_out[:_TIMED_TEXTS])
-            _write_results(
-                asked, trained, settings, sizes, [dataclasses.replace(each, method="trained") for each in records]
-            )
+            _write_results(asked, trained, records)
     exported = asked.output / EXPORT
     if not exported.exists():
-        export_sizes(folders[RESIZED], exported, results=asked.output / EVALUATION / "results.json")
-    order = [task.name for task in sts] + [data.name for data in beir]
-    table = []
-    for (task, size), by_method in sorted(scores.items(), key=lambda item: (order.index(item[0][0]), item[0][1])):
-        weights = sum(path.stat().st_size for path in (exported / settings.sizes.name(size)).rglob("*.safetensors"))
-        table.append(
-            {
-                "task": task,
-                "layers": size.layers,
-                "dim": size.dim,
-                **{method: by_method.get(method) for method in (AS_IT_IS, CLOSED_FORM, RESIZED)},
-                "milliseconds": costs[size].milliseconds,
-                "megabytes": weights / 1e6,
-            }
-        )
-    write_atomically(asked.output / "resize.json", json.dumps({"format": 1, "records": table}, indent=2) + "\n")
-    text = _markdown(table)
-    write_atomically(asked.output / "table.md", text)
-    return text
+        export_sizes(trained, exported, results=asked.output / EVALUATION / "results.json")
+    encoder, tokenizer, settings = _load(trained)
+    costs = measure_costs(encoder, tokenizer, list(settings.sizes), settings, held_out[:_TIMED_TEXTS])
+    columns = [*(f"{method}{to}" for method in (AS_IT_IS, CLOSED_FORM, RESIZED) for to in ("", _TO_WHOLE))]
+    return [
+        {
+            "task": task,
+            "layers": size.layers,
+            "dim": size.dim,
+            **{column: scores.get((task, size, column)) for column in columns},
+            "milliseconds": costs[size].milliseconds,
+            "megabytes": _weight(exported / settings.sizes.name(size)) / 1e6,
+        }
+        for task in (*(task.name for task in sts), *(data.name for data in beir))
+        for size in settings.sizes
+    ]
 
 
-def _write_results(
-    asked: Resize, model: Path, settings: EmbeddingSettings, sizes: Sequence[Size], records: Sequence[Record]
-) -> None:
-    folder = asked.output / EVALUATION
-    folder.mkdir(exist_ok=True)
+def _evaluate(folder: Path, sts: Sequence[STSTask], beir: Sequence[RetrievalData]) -> list[Record]:
+    """Every size against itself, and its queries against documents of the whole model, cut to the query's width."""
+    encoder, tokenizer, settings = _load(folder)
+    sizes = list(settings.sizes)
+    searched = [*sizes, *(SizePair(size, Size(sizes[-1].layers, size.dim)) for size in sizes[:-1])]
+    return evaluate_tasks(
+        encoder_forward(encoder.to(_device()).eval(), encoded_sizes(searched)),
+        tokenizer,
+        searched,
+        settings,
+        sts=sts,
+        retrieval=beir,
+        device=_device(),
+        method="trained",
+    )
+
+
+def _weight(folder: Path) -> int:
+    """Bytes of an exported size's weights."""
+    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+
+
+def _write_results(asked: Resize, model: Path, records: Sequence[Record]) -> None:
+    """What model cards read, in the format of `trainer.evaluate sizes`."""
+    settings = EmbeddingSettings.load(model)
+    assert settings is not None
     content = {
         "format": 1,
         "model": str(model),
-        "sizes": [[size.layers, size.dim] for size in sizes],
+        "sizes": [list(pair) for pair in settings.ladder],
         "settings": dataclasses.asdict(settings),
-        "records": [record.as_json() for record in records],
+        "records": [record.as_json() for record in records if record.document_layers == 0],
         "significance": [],
     }
+    folder = asked.output / EVALUATION
+    folder.mkdir(exist_ok=True)
     write_atomically(folder / "results.json", json.dumps(content, indent=2) + "\n")
 
 
-def _markdown(table: Sequence[dict[str, Any]]) -> str:
+def _markdown(records: Sequence[dict[str, Any]]) -> str:
+    """A table a task."""
+    headings = {
+        "as it is": AS_IT_IS,
+        "closed form": CLOSED_FORM,
+        "resized": RESIZED,
+        "resized, documents whole": f"{RESIZED}{_TO_WHOLE}",
+    }
     text = ""
-    for task, rows in itertools.groupby(table, key=lambda row: row["task"]):
+    for task, rows in itertools.groupby(records, key=lambda row: row["task"]):
         lines = [
             [
                 f"{row['layers']}x{row['dim']}",
-                *("–" if row[method] is None else f"{row[method]:.4f}" for method in (AS_IT_IS, CLOSED_FORM, RESIZED)),
+                *("–" if row[column] is None else f"{row[column]:.4f}" for column in headings.values()),
                 f"{row['milliseconds']:.1f}",
                 f"{row['megabytes']:.1f}",
             ]
             for row in rows
         ]
-        headings = ["size", "as it is", "closed form", "resized", "ms a query", "MB"]
-        text += f"## {task}\n\n{markdown_table(headings, lines)}\n"
+        text += f"## {task}\n\n{markdown_table(['size', *headings, 'ms a query', 'MB'], lines)}\n"
     return text
