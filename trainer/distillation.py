@@ -82,9 +82,11 @@ class DistillationObjective:
                 return torch.stack([flow.float() for flow in flows]).sum()
 
             accumulate(engine, chunks, loss_of=loss_of)
-            if not losses:
+            if not losses:  # of a rank without texts
                 zero = torch.zeros((), device=engine.device)
-                losses = {"loss": zero} | {f"{kind}/{name}": zero for kind in ("loss", "vector") for name in plan.names}
+                losses = {"loss": zero} | {f"loss/{name}": zero for name in plan.names}
+        if self.teaching.weights.is_one_term:  # it is the size's loss
+            losses = {name: value for name, value in losses.items() if name.startswith("loss")}
         flops = FORWARD_AND_BACKWARD * encoder_flops(self.shape, lengths)
         return StepReport(losses, batch.num_tokens, padded, flops)
 

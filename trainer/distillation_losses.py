@@ -35,6 +35,10 @@ class TeachingWeights:
     temperature: float = 0.05
 
     @property
+    def is_one_term(self) -> bool:
+        return sum(map(bool, (self.vector, self.similarity, self.gram, self.order))) == 1
+
+    @property
     def compares_texts(self) -> bool:
         """Whether a text's gradient depends on the batch's other texts."""
         return any((self.similarity, self.gram, self.order))
