@@ -182,8 +182,8 @@ class ContrastiveObjective:
         if on_coordinates:
             losses["loss"] = losses["loss"] + divergence.pop("loss")
         if taught:
-            losses["loss"] = losses["loss"] + taught["loss"]
-            losses |= {name: value for name, value in taught.items() if not name.startswith("loss")}
+            losses["loss"] = losses["loss"] + taught.pop("loss")
+            losses |= taught
         return losses | divergence, gradients
 
     def _infonce(

@@ -153,7 +153,9 @@ def shown_sizes(recipe: Recipe) -> list[str]:
     """Names of the sizes that get a line of their own, smallest first: the ladder's and the fixed ones trained."""
     ladder = recipe.ladder
     sizes = set(ladder)
-    if recipe.objective.sizes in ("mrl", "two_d_all_widths"):
+    if recipe.objective.sizes == "grid":
+        sizes |= set(ladder.grid)
+    elif recipe.objective.sizes in ("mrl", "two_d_all_widths"):
         sizes |= {Size(ladder.full.layers, size.dim) for size in ladder}
     elif recipe.objective.sizes == "adaptive_layers":
         sizes |= {Size(size.layers, ladder.full.dim) for size in ladder}
@@ -170,10 +172,14 @@ def layout_of(recipe: Recipe) -> Layout:
         title, losses = "Losses by size, pre-training", {"encoder loss": ["^losses/encoder"]}
         if objective.decoder:
             losses["decoder loss"] = ["^losses/decoder"]
+    elif objective.name == "distill":
+        title, losses = "Losses by size, distillation", {"all terms of the teacher": ["^losses/distillation"]}
     else:
         title, losses = "Losses by size, fine-tuning", {"loss": ["^losses/contrastive"]}
         if objective.kl != "none":
             losses["KL to the full size"] = ["^losses/kl"]
+        if recipe.is_taught:
+            losses["all terms of the teacher"] = ["^losses/distillation"]
     metrics = ["spearman"] * bool(evaluation.sts) + ["ndcg_cut_10", "recip_rank_10"] * bool(evaluation.beir)
     scores = {METRIC_LABELS[metric]: [f"^evaluation/.*/{metric}$"] for metric in metrics}
     return {

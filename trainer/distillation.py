@@ -84,9 +84,7 @@ class DistillationObjective:
             accumulate(engine, chunks, loss_of=loss_of)
             if not losses:  # of a rank without texts
                 zero = torch.zeros((), device=engine.device)
-                losses = {"loss": zero} | {f"loss/{name}": zero for name in plan.names}
-        if self.teaching.weights.is_one_term:  # it is the size's loss
-            losses = {name: value for name, value in losses.items() if name.startswith("loss")}
+                losses = {"loss": zero} | {f"distill/{name}": zero for name in plan.names}
         flops = FORWARD_AND_BACKWARD * encoder_flops(self.shape, lengths)
         return StepReport(losses, batch.num_tokens, padded, flops)
 

@@ -28,7 +28,7 @@ from trainer.closed_form import FITTED_TEXTS, HELD_OUT_TEXTS, depth_states, fit_
 from trainer.config import ConfigError, load_recipe
 from trainer.distributed import gather_objects
 from trainer.evaluation import evaluate_tasks
-from trainer.evaluation.across import SizePair, encoded_sizes
+from trainer.evaluation.across import Searched, SizePair, encoded_sizes
 from trainer.evaluation.encode import encode, encoder_forward, encoding_of
 from trainer.evaluation.latency import measure_costs
 from trainer.evaluation.report import HEADLINE_METRICS, Record, markdown_table
@@ -401,7 +401,7 @@ def _evaluate(folder: Path, sts: Sequence[STSTask], beir: Sequence[RetrievalData
     """Every size against itself, and its queries against documents of the whole model, cut to the query's width."""
     encoder, tokenizer, settings = _load(folder)
     sizes = list(settings.sizes)
-    searched = [*sizes, *(SizePair(size, Size(sizes[-1].layers, size.dim)) for size in sizes[:-1])]
+    searched: list[Searched] = [*sizes, *(SizePair(size, Size(sizes[-1].layers, size.dim)) for size in sizes[:-1])]
     return evaluate_tasks(
         encoder_forward(encoder.to(_device()).eval(), encoded_sizes(searched)),
         tokenizer,

@@ -6,7 +6,7 @@ In TensorBoard colours belong to runs, not to tags. So what is measured at every
 small run a size, beside the main one, and the sizes become lines of their own colour in one chart:
 
     tensorboard/            train/loss, train/lr, speed/tokens_per_second, …; the layout, figures and texts
-    tensorboard/1_demi/     losses/encoder, losses/decoder, losses/kl, evaluation/<task>/<metric>
+    tensorboard/1_demi/     losses/encoder, losses/kl and the like, evaluation/<task>/<metric>
     tensorboard/2_short/    the same, and so on; numbered, because TensorBoard sorts by name
     tensorboard/results/    the settings, and the newest of what runs are compared by: the HPARAMS tab
 
@@ -43,7 +43,11 @@ MAIN_RUN = "."
 RESULTS_RUN = "results"
 _SPEED = ("tokens_per_second", "mfu", "seconds", "padding_share", "data_wait_share", "memory_mib")
 # The first part of a name that is measured at every size -> its tag.
-_FAMILIES = {"encoder": "losses/encoder", "decoder": "losses/decoder", "loss": "losses/contrastive", "kl": "losses/kl"}
+_FAMILIES = {
+    **{name: f"losses/{name}" for name in ("encoder", "decoder", "kl", "vector", "similarity", "gram", "order")},
+    "loss": "losses/contrastive",
+    "distill": "losses/distillation",
+}
 _TRACKING_FILE = "tracking.json"
 _PROJECT = "barista"
 _SECONDS_TO_FINISH = 60.0

@@ -130,7 +130,8 @@ class Teaching:
         """This rank's part of the losses; their gradients by unit vectors are added.
 
         units: a size's unit vectors [n, d_k]; taught: the teacher's [n, D]; num_texts: of the global batch. Ranks call
-        it together where terms compare texts. "loss" among the results is the weighted sum.
+        it together where terms compare texts. "loss" among the results is the weighted sum, "distill/SIZE" a size's
+        part of it without the size's weight; several terms are told one by one as well.
         """
         weights, device = self.weights, taught.device
         by_size = torch.zeros(len(units), device=device)
@@ -165,7 +166,8 @@ class Teaching:
         if weights.gathers:
             self._add_compared(units, taught, gradients, plan, world, add)
         total = (by_size * by_size.new_tensor(plan.loss_weights)).sum()
-        return {"loss": total} | {f"loss/{size}": value for size, value in zip(plan.names, by_size)} | found
+        losses = {"loss": total} | {f"distill/{size}": value for size, value in zip(plan.names, by_size)}
+        return losses if weights.is_one_term else losses | found
 
     def _add_compared(
         self,

@@ -155,7 +155,7 @@ def test_another_teacher_and_pairs(with_pairs: Path) -> None:
     assert (with_pairs / "pair_training" / "DONE").is_file()
     lines = [json.loads(line) for line in (with_pairs / "pair_training" / "metrics.jsonl").read_text().splitlines()]
     step = next(line for line in lines if "loss" in line)
-    assert any(name.startswith("vector/") for name in step) and any(name.startswith("kl/") for name in step)
+    assert any(name.startswith("distill/") for name in step) and any(name.startswith("kl/") for name in step)
     assert set(load_encoder(with_pairs / "pair_training" / "model").heads) == {"1", "2", "3"}
 
 
