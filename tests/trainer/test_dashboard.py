@@ -230,6 +230,7 @@ def test_places(name: str, place: tuple[str, str] | None) -> None:
         ("ladder", ["1x16", "2x32", "3x48"]),
         ("mrl", ["1x16", "2x32", "3x16", "3x32", "3x48"]),
         ("adaptive_layers", ["1x16", "1x48", "2x32", "2x48", "3x48"]),
+        ("grid", ["1x16", "1x32", "1x48", "2x16", "2x32", "2x48", "3x16", "3x32", "3x48"]),
         ("two_d", ["1x16", "2x32", "3x48"]),
         ("two_d_listed", ["1x16", "2x32", "3x48"]),
         ("two_d_all_widths", ["1x16", "2x32", "3x16", "3x32", "3x48"]),
@@ -248,6 +249,10 @@ def test_the_layout_follows_the_recipe() -> None:
     assert by_size(objective={"name": "masked"}) == {pre_training: ["encoder loss", "decoder loss"]}
     assert by_size(objective={"name": "masked", "decoder": False}) == {pre_training: ["encoder loss"]}
     assert by_size() == {fine_tuning: ["loss", "KL to the full size"]}
+    taught = {"model": {"source": "x", "config": {}}, "teacher": {"model": "t"}}
+    teacher = "all terms of the teacher"
+    assert by_size(objective={"name": "distill"}, **taught) == {"Losses by size, distillation": [teacher]}
+    assert by_size(**taught) == {fine_tuning: ["loss", "KL to the full size", teacher]}
     assert by_size(objective={"kl": "none"}, evaluation={"sts": ["x.tsv"]}) == {
         fine_tuning: ["loss"],
         "Evaluation by size": ["Spearman"],
@@ -261,7 +266,9 @@ def test_settings_are_of_the_objective_and_plain() -> None:
     assert "objective.kl" not in masked and "objective.encoder_mask_ratio" in masked
     assert masked["model.ladder"] == "1x16 2x32 3x48"
     assert all(isinstance(value, (bool, int, float, str)) for value in (contrastive | masked).values())
-    assert {*contrastive, *masked} == {*COMPARED, "model.ladder"} - {"train.epochs"}  # these go by steps
+    distilled = settings_of(recipe_of(recipe_values("shards", objective={"name": "distill"}, teacher={"model": "t"})))
+    assert "teacher.vector_weight" in distilled and "teacher.vector_weight" not in contrastive
+    assert {*contrastive, *masked, *distilled} == {*COMPARED, "model.ladder"} - {"train.epochs"}  # these go by steps
 
 
 def test_texts_are_toml() -> None:
