@@ -372,6 +372,7 @@ def test_what_a_recipe_is_for_acts(name: str, other: str, expected: Results) -> 
     assert loss > 100 * LOSS_TOLERANCE
 
 
+@pytest.mark.full
 def test_steps_are_steep_and_clipped(expected: Results) -> None:
     """A step moves parameters by far more than the tolerance, and clipping acts on most of them."""
     norms = [expected[name][0]["norm"] for name in (*AT_EVERY_STAGE, *AT_ONE_STAGE)]

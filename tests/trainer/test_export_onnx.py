@@ -67,6 +67,7 @@ def vectors_of(folder: Path, texts: list[str], file: str = "model.onnx", *, size
     return np.concatenate(found)
 
 
+@pytest.mark.launch
 def test_the_graph_gives_the_folder_s_vectors(model: Path, export: Path, docstrings: list[str]) -> None:
     texts = ["", "a", *docstrings[:12]]  # of all lengths, one and several at a time
     theirs = sentence_transformers.SentenceTransformer(str(export / "1x8"), device="cpu").encode(texts)
@@ -120,6 +121,7 @@ def big_tensors(path: Path) -> dict[str, str]:
     return {each.name: types.Name(each.data_type) for each in found if np.prod(each.dims) > 250}
 
 
+@pytest.mark.launch
 def test_int8_files_hold_their_tables_in_int8(export: Path, docstrings: list[str]) -> None:
     folder = export / "1x8"
     whole, small = (folder / "onnx" / name for name in ("model.onnx", "model_int8.onnx"))
@@ -134,6 +136,7 @@ def test_int8_files_hold_their_tables_in_int8(export: Path, docstrings: list[str
     assert (a * b).sum(1).min() > 0.95 and np.abs(a - b).max() > 1e-4
 
 
+@pytest.mark.launch
 def test_what_was_measured_is_told(export: Path) -> None:
     checks = json.loads((export / "export.json").read_text())["onnx"]["1x8"]
     assert 0 <= checks["float32"]["largest_difference"] < TOLERANCE
@@ -146,12 +149,14 @@ def test_what_was_measured_is_told(export: Path) -> None:
     assert "'find: what is an espresso?'" in card  # the query's prompt, which no other program adds
 
 
+@pytest.mark.launch
 def test_int8_alone(model: Path, copied: None, tmp_path: Path) -> None:
     folder = export_sizes(model, tmp_path / "export", sizes=["1x8"], onnx=["int8"])["1x8"]
     assert [path.name for path in (folder / "onnx").iterdir()] == ["model_int8.onnx"]
     assert list(json.loads((tmp_path / "export" / "export.json").read_text())["onnx"]["1x8"]) == ["int8"]
 
 
+@pytest.mark.launch
 def test_another_graph_is_refused(model: Path, copied: None, tmp_path: Path) -> None:
     """Negative control of the check that is part of the export: the graph of weights that were a little others."""
     shutil.copytree(model, tmp_path / "model")
@@ -171,6 +176,7 @@ def test_a_missing_package_is_named_before_anything_is_done(
     assert not (tmp_path / "export").exists()
 
 
+@pytest.mark.launch
 def test_threads_are_as_before(export: Path) -> None:
     before = torch.get_num_threads()
     with one_thread():

@@ -116,6 +116,7 @@ def test_backbones_start_from_each_other(study_file: Path) -> None:
     assert sources == {"tiny", str(runs[0].folder / "model"), str(runs[1].folder / "model")}
 
 
+@pytest.mark.launch
 def test_chosen_arms_bring_what_they_start_from(study_file: Path) -> None:
     write_toml(study_file.with_name("mlm.toml"), recipe_values("shards", objective={"name": "masked"}))
     path = changed(
