@@ -1,9 +1,9 @@
 # `make demo` is the whole road on this machine; `make check` and `make test-all` are what CI runs.
 #
 # Tests run in three lanes, each of which contains the one before it (CONTRIBUTING.md):
-#   make test-fast   no process is started: under 3 minutes on two plain cores
-#   make test        and those that start processes, and one real launch of each kind: under 10
-#   make test-all    and the products, each stage, recipe, kill and host: under 30
+#   make test-fast   no process is started: 3 minutes on two plain cores
+#   make test        and those that start processes, and one real launch of each kind: 9
+#   make test-all    and the products, each stage, recipe, kill and host: some 40
 # ARGS="-k srl" gives pytest more to go by, WORKERS=8 uses more cores, WORKERS=0 one process.
 PYTHON ?= python3
 WORKERS ?= 2
