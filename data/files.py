@@ -153,7 +153,7 @@ def sha256_of(path: Path | str) -> str:
 
 
 def looks_of(status: os.stat_result) -> str:
-    """Tells a file from another and, unless somebody forges it, from itself with other bytes."""
+    """A file's size, times and inode: as long as they are the same, so are its bytes, unless somebody set the times."""
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
 
 

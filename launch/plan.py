@@ -177,7 +177,7 @@ def _shape_of(recipe: Recipe, given: str, vocabulary: int) -> tuple[Shape, int]:
 
 
 def guide_of(recipe: Recipe, given: str = "") -> FrozenGuide | None:
-    """The shape of the frozen model that passes beside the student: --guide, else the guide's own, or the teacher's."""
+    """The shape of the frozen model that runs beside the student: of --guide, else of the recipe's guide or teacher."""
     live = recipe.is_taught and recipe.teacher.vectors == "live"
     if not recipe.uses_guide and not live:
         if given:

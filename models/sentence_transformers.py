@@ -179,7 +179,7 @@ def read_sentence_model(source: str | Path) -> SentenceModel | None:
     None where there is no modules.json, and where there is a barista.json, which goes before it.
 
     Raises:
-        ModelError: the folder is damaged, or asks for what this project cannot compute.
+        ModelError: the folder is damaged, or it describes a model that this project cannot compute.
 
     """
     with _as_model_error():

@@ -212,7 +212,7 @@ def test_a_ladder_of_one_depth_is_refused(
 
 
 def made_up() -> RawResults:
-    """Documents of the third layer help queries of the first, and harm none."""
+    """Scores in which queries of the first layer do better against documents of the third than against their own."""
     generator, raw = np.random.default_rng(0), RawResults()
     for size, gain in ((Size(1, 8), 0.0), (SizePair(Size(1, 8), Size(3, 8)), 0.2)):
         values = np.clip(generator.random(40) * 0.5 + gain, 0, 1)

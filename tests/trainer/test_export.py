@@ -218,7 +218,7 @@ def test_a_router_encodes_queries_and_documents_at_a_size_each(
 
 
 def test_weights_in_float16(make_model: ModelFactory, docstrings: list[str], tmp_path: Path) -> None:
-    """Files of half the size, which are computed with in float32; the whole encoder keeps its own."""
+    """float16 halves the files of a size, which computes in float32 once it is loaded; encoder/ stays in float32."""
     model, texts = make_model("bert", "mean"), docstrings[:12]
     names = ["1x8", "2x12", "4x32"]
     whole = export_sizes(model, tmp_path / "whole", routers=["1x8:2x8"])

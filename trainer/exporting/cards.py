@@ -239,8 +239,8 @@ def _onnx_section(
 ## {title}
 
 {markdown_table(head, rows)}
-Differences and cosines are to the vectors of this folder's weights in torch; milliseconds are of one short query on
-one thread of the machine that wrote the files, without its tokenizing.
+The differences and cosines compare each file's vectors with those that torch computes from this folder's weights. The
+milliseconds are for one short query on one thread of the machine that wrote the files; tokenizing is not included.
 
 ```python
 import onnxruntime

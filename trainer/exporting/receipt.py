@@ -64,7 +64,7 @@ def check_output(output: Path) -> None:
 
 
 def _files_in(folder: Path) -> dict[str, int]:
-    """Bytes of everything in a folder that is no folder, by its path in it. Links are not followed."""
+    """The size in bytes of every file below a folder, by its path. A link counts as a file and is not followed."""
     found = {}
     for place, folders, files in os.walk(folder):
         for path in (Path(place, name) for name in (*folders, *files)):
