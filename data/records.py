@@ -8,6 +8,7 @@ a field `format` is versioned: a number that this version does not know raises O
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -103,3 +104,8 @@ def _first_problem(error: ValueError) -> str:
         return f"it has no {key}"
     shown = repr(first["input"])
     return f"{key} = {shown if len(shown) <= 80 else f'{shown[:80]} …'}: {message}"
+
+
+def digest_of(content: object) -> str:
+    """The sha256 of JSON values, whatever the order of their keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

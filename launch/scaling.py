@@ -442,7 +442,7 @@ def _passages(recipe: Recipe, texts: Texts) -> float:
     if recipe.objective.name == "masked":
         return 0.0
     if recipe.objective.name == "distill":
-        return texts.count if recipe.teacher.similarity_weight or recipe.teacher.order_weight else 0.0
+        return texts.count if recipe.teacher.gathers else 0.0
     each = 1 + recipe.data.num_negatives
     return texts.count * each / (1 + each)
 

@@ -22,12 +22,12 @@ from models.sizes import ModelError
 HEADS_FILE = "heads.safetensors"
 
 
-def linear_head(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """weight: float [out, hidden]; bias: [out], zeros where there is none."""
+def linear_head(weight: Tensor, bias: Tensor) -> nn.Linear:
+    """weight: float [out, hidden]; bias: [out]."""
     head = nn.Linear(weight.shape[1], weight.shape[0])
     with torch.no_grad():
         head.weight.copy_(weight)
-        head.bias.copy_(torch.zeros_like(head.bias) if bias is None else bias)
+        head.bias.copy_(bias)
     return head
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from data.records import digest_of
 from data.secrets import without_secrets
 from data.shards import ShardFolder
 from trainer.build import ModelParts
@@ -55,7 +56,7 @@ def check_agreement(recipe: Recipe, sources: Sequence[ShardFolder], parts: Model
         return
     facts = facts_of(recipe, sources, parts)
     # Most often all are equal, and a digest a rank tells.
-    digests = gather_objects(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest())
+    digests = gather_objects(digest_of(facts))
     if len(set(digests)) > 1 and (problem := disagreement(gather_objects(facts))) is not None:
         raise Refused(problem)
 

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.collate import Texts
+from models.sizes import Size
 from trainer.distributed import World, derive_seed, max_over_ranks
 
 Embed = Callable[[Tensor], tuple[Tensor, ...]]
@@ -88,6 +90,27 @@ def micro_batches(lengths: Tensor, *, token_budget: int, packed: bool = False) -
     while cuts[-1]:
         cuts.append(int(begin[cuts[-1]]))
     return list(order.tensor_split(cuts[-2:0:-1]))
+
+
+def in_one(lengths: Tensor) -> list[Tensor]:
+    """All texts as one micro-batch, longest first; none where there is no text. lengths: int64 [n]."""
+    return [lengths.argsort(descending=True, stable=True)] if len(lengths) else []
+
+
+def padded_tokens(lengths: Tensor, chunks: Sequence[Tensor], *, packed: bool) -> int:
+    """Tokens that these micro-batches compute, padding included."""
+    return int(lengths.sum() if packed else sum(len(rows) * int(lengths[rows].max()) for rows in chunks))
+
+
+def embed_texts(
+    engine: Passes, texts: Texts, rows: Tensor, *, sizes: Sequence[Size], pad_id: int
+) -> tuple[Tensor, ...]:
+    """One forward pass of the texts `rows`, K of [len(rows), d_k]; of a filler where there are none."""
+    if len(rows):
+        input_ids, attention_mask = texts.pad(rows, pad_id=pad_id)
+    else:
+        input_ids, attention_mask = torch.tensor([[pad_id]]), torch.tensor([[1]])
+    return engine(input_ids.to(engine.device), attention_mask.to(engine.device), sizes=sizes)
 
 
 class _HandOver(torch.autograd.Function):

@@ -277,8 +277,8 @@ def build_objective(recipe: Recipe, parts: ModelParts, *, pad_id: int) -> Object
     make = REGISTRY[recipe.objective.name]
     shape, static = Shape.of(parts.encoder.config), {"static": True} if parts.encoder.is_static else {}
     frozen: dict[str, Any] = {"guide": parts.guide} if recipe.objective.name != "distill" else {}
-    if recipe.is_taught:
-        frozen["teaching"] = Teaching.of(recipe, parts.teacher)
+    if parts.teacher is not None:
+        frozen["teaching"] = Teaching(parts.teacher, recipe.teacher, recipe.train.score_memory_mib)
     return make(recipe, schedule, shape=shape, pad_id=pad_id, packed=packs(backbone), **frozen, **static)
 
 

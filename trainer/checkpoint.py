@@ -46,7 +46,7 @@ from torch import Tensor
 
 from data.errors import DataError, OtherFormat
 from data.files import sync, write_atomically
-from data.records import Record, check_record, parse_json
+from data.records import Record, check_record, digest_of, parse_json
 from trainer.distributed import Refused, World, gather_objects
 from trainer.engine import MASTER, MOMENTS, Piece
 
@@ -568,7 +568,7 @@ def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 def _digest_of(manifest: Mapping[str, Any]) -> str:
     """Of all but the digest itself: a flipped bit can leave valid JSON, with another place in the data."""
     rest = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    return digest_of(rest)
 
 
 def _read_manifest(path: Path, state: type[Record] = SavedState) -> dict[str, Any]:

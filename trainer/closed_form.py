@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from models.encoder import Encoder
 from models.heads import linear_head
 from models.sizes import Size
-from trainer.evaluation.encode import encode, encoder_forward
+from trainer.evaluation.encode import encoding_of
 
 RIDGES = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 FITTED_TEXTS, HELD_OUT_TEXTS = 6_500, 1_000
@@ -77,16 +77,9 @@ def depth_states(
     device: torch.device,
 ) -> dict[int, Tensor]:
     """Depth -> float32 [n, h]: the pooled states of texts, before any head."""
-    bare = Encoder(encoder.backbone, encoder.pooling).to(device).eval()
+    bare = Encoder(encoder.backbone, encoder.pooling)
     sizes = [Size(depth, encoder.hidden_size) for depth in depths]
-    found = encode(
-        encoder_forward(bare, sizes),
-        tokenizer,
-        texts,
-        sizes,
-        similarity="dot",
-        max_length=max_length,
-        prompt=prompt,
-        device=device,
+    found = encoding_of(bare, tokenizer, sizes, device=device)(
+        texts, similarity="dot", max_length=max_length, prompt=prompt
     )
     return {size.layers: torch.from_numpy(vectors) for size, vectors in found.items()}

@@ -145,11 +145,27 @@ class TeacherConfig:
     pooling: str = ""  # cls | mean; empty: what its folder says
     vectors: str = "live"  # live: a forward pass of it a step | stored: read from `store`, any model's
     store: str = ""  # folder written by trainer.teacher_vectors
-    vector_weight: float = 1.0  # of 1 - cosine to the teacher's prefix
-    similarity_weight: float = 0.0  # of the KL of similarities within the global batch
-    gram_weight: float = 0.0  # of the squared error of similarities within the global batch
-    order_weight: float = 0.0  # of the order of similarities, by triples of the global batch's texts
+    vector_weight: float = 1.0  # multiplies 1 minus the cosine to the teacher's vector, cut to the size's width
+    similarity_weight: float = 0.0  # multiplies the KL of the similarities within the global batch
+    gram_weight: float = 0.0  # multiplies the squared error of the similarities within the global batch
+    order_weight: float = 0.0  # multiplies the loss of their order, by triples of the global batch's texts
     temperature: float = 0.05  # divides similarities in the KL
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Each term's weight by its name; nothing is computed of a term whose weight is 0."""
+        kinds = ("vector", "similarity", "gram", "order")
+        return {kind: getattr(self, f"{kind}_weight") for kind in kinds}
+
+    @property
+    def compares_texts(self) -> bool:
+        """Whether a text's gradient depends on the batch's other texts."""
+        return any(weight for kind, weight in self.terms.items() if kind != "vector")
+
+    @property
+    def gathers(self) -> bool:
+        """Whether every rank needs all texts' vectors; Gram matrices are compared through sums over ranks."""
+        return bool(self.similarity_weight or self.order_weight)
 
 
 @dataclass(frozen=True)
@@ -300,9 +316,8 @@ class Recipe:
     @property
     def compares_texts(self) -> bool:
         """Whether a text's gradient depends on the other texts of its batch."""
-        teacher = self.teacher
-        relational = any((teacher.similarity_weight, teacher.gram_weight, teacher.order_weight))
-        return self.objective.name == "contrastive" or (self.objective.name == "distill" and relational)
+        name = self.objective.name
+        return name == "contrastive" or (name == "distill" and self.teacher.compares_texts)
 
     @property
     def single_size(self) -> Size | None:
@@ -727,7 +742,7 @@ def _check_teacher(recipe: Recipe) -> None:
     teacher, objective = recipe.teacher, recipe.objective
     if not recipe.is_taught:
         return
-    if not any((teacher.vector_weight, teacher.similarity_weight, teacher.gram_weight, teacher.order_weight)):
+    if not any(teacher.terms.values()):
         raise ConfigError("all weights of [teacher] are 0, so nothing is learnt from it; set teacher.vector_weight")
     if objective.similarity != "cosine":
         raise ConfigError(

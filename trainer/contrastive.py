@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from data.collate import PairBatch, Texts, concatenate
-from trainer.backward import Passes, StepReport, grad_cache, hand_over, micro_batches
+from trainer.backward import (
+    Passes,
+    StepReport,
+    embed_texts,
+    grad_cache,
+    hand_over,
+    in_one,
+    micro_batches,
+    padded_tokens,
+)
 from trainer.config import Recipe
 from trainer.distributed import derive_seed, gather_counts, gather_rows, scatter_gradients, sum_over_ranks
 from trainer.flops import FORWARD_AND_BACKWARD, Shape, encoder_flops
@@ -31,7 +40,7 @@ from trainer.losses import (
 from trainer.prefix_contrastive import PrefixTerms, prefix_contrastive_
 from trainer.read_keys import is_read
 from trainer.size_schedules import Schedule, SizePlan
-from trainer.teacher import Teaching
+from trainer.teacher import Teaching, texts_of_all_ranks
 
 
 @dataclass(frozen=True)
@@ -70,26 +79,17 @@ class ContrastiveObjective:
         if self.cached:
             chunks = micro_batches(lengths, token_budget=self.token_budget, packed=self.packed)
         else:
-            chunks = [lengths.argsort(descending=True, stable=True)] if len(texts) else []
-        padded = int(lengths.sum() if self.packed else sum(len(rows) * int(lengths[rows].max()) for rows in chunks))
-
-        def embed(rows: Tensor) -> tuple[Tensor, ...]:
-            if len(rows):
-                input_ids, attention_mask = texts.pad(rows, pad_id=self.pad_id)
-            else:
-                input_ids, attention_mask = torch.tensor([[self.pad_id]]), torch.tensor([[1]])
-            return engine(input_ids.to(engine.device), attention_mask.to(engine.device), sizes=plan.sizes)
-
+            chunks = in_one(lengths)
         losses = grad_cache(
             engine,
             chunks,
-            embed=embed,
+            embed=lambda rows: embed_texts(engine, texts, rows, sizes=plan.sizes, pad_id=self.pad_id),
             loss_and_gradients=lambda embeddings: self.loss_and_gradients(embeddings, batch, plan, engine),
             seed=derive_seed(self.seed, step, engine.world.rank),
             cached=self.cached,
         )
         flops = FORWARD_AND_BACKWARD * encoder_flops(self.shape, lengths)
-        return StepReport(losses, batch.num_tokens, padded, flops)
+        return StepReport(losses, batch.num_tokens, padded_tokens(lengths, chunks, packed=self.packed), flops)
 
     def _through_a_table(self, engine: Passes, batch: PairBatch, texts: Texts, plan: SizePlan) -> StepReport:
         """All texts in one pass and one graph, which keeps their ids and nothing else.
@@ -162,9 +162,9 @@ class ContrastiveObjective:
         taught: dict[str, Tensor] = {}
         if self.teaching is not None:
             vectors = self.teaching.teacher.vectors(batch, device=engine.device, beat=engine.beat)
-            num_texts = int(sum_over_ranks([float(len(vectors))], engine.device)[0])
+            num_texts = texts_of_all_ranks(len(vectors), engine.device)
             taught = self.teaching.add_gradients(
-                embeddings, vectors, gradients, plan, engine.world, num_texts=max(1, num_texts)
+                embeddings, vectors, gradients, plan, engine.world, num_texts=num_texts
             )
         guide = self._guide_vectors(batch, engine) if self._guide_filters or self._guide_teaches else None
         if self.loss == "cosent":

@@ -13,14 +13,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from data.collate import TextBatch, Texts
-from trainer.backward import Passes, StepReport, accumulate, grad_cache, hand_over, micro_batches
+from data.collate import TextBatch
+from trainer.backward import (
+    Passes,
+    StepReport,
+    accumulate,
+    embed_texts,
+    grad_cache,
+    hand_over,
+    in_one,
+    micro_batches,
+    padded_tokens,
+)
 from trainer.config import Recipe
-from trainer.distributed import derive_seed, sum_over_ranks
+from trainer.distributed import derive_seed
 from trainer.flops import FORWARD_AND_BACKWARD, Shape, encoder_flops
 from trainer.losses import normalize_, unnormalized_gradient_
-from trainer.size_schedules import Schedule, SizePlan
-from trainer.teacher import Teaching
+from trainer.size_schedules import Schedule
+from trainer.teacher import Teaching, texts_of_all_ranks
 
 
 @dataclass(frozen=True)
@@ -43,18 +53,18 @@ class DistillationObjective:
         if self.cached or not compares:
             chunks = micro_batches(lengths, token_budget=self.token_budget, packed=self.packed)
         else:
-            chunks = [lengths.argsort(descending=True, stable=True)] if len(texts) else []
-        padded = int(lengths.sum() if self.packed else sum(len(rows) * int(lengths[rows].max()) for rows in chunks))
+            chunks = in_one(lengths)
         taught = self.teaching.teacher.vectors(batch, device=engine.device, beat=engine.beat)
-        num_texts = int(sum_over_ranks([float(len(texts))], engine.device)[0])
+        num_texts = texts_of_all_ranks(len(texts), engine.device)
+
+        def embed(rows: Tensor) -> tuple[Tensor, ...]:
+            return embed_texts(engine, texts, rows, sizes=plan.sizes, pad_id=self.pad_id)
 
         def learn(vectors: list[Tensor], rows: Tensor | None = None) -> tuple[dict[str, Tensor], list[Tensor]]:
             target = taught if rows is None else taught[rows.to(engine.device)]
             lengths_of = [normalize_(each) for each in vectors]
             gradients = [torch.zeros_like(each) for each in vectors]
-            losses = self.teaching.add_gradients(
-                vectors, target, gradients, plan, engine.world, num_texts=max(1, num_texts)
-            )
+            losses = self.teaching.add_gradients(vectors, target, gradients, plan, engine.world, num_texts=num_texts)
             for gradient, unit, length in zip(gradients, vectors, lengths_of):
                 unnormalized_gradient_(gradient, unit, length)
             return losses, gradients
@@ -63,7 +73,7 @@ class DistillationObjective:
             losses = grad_cache(
                 engine,
                 chunks,
-                embed=lambda rows: self._embed(engine, texts, rows, plan),
+                embed=embed,
                 loss_and_gradients=learn,
                 seed=derive_seed(self.seed, step, engine.world.rank),
                 cached=self.cached,
@@ -72,7 +82,7 @@ class DistillationObjective:
             losses = {}
 
             def loss_of(rows: Tensor) -> Tensor:
-                outputs = self._embed(engine, texts, rows, plan)
+                outputs = embed(rows)
                 if not len(rows):
                     return torch.stack([output.float().sum() * 0.0 for output in outputs]).sum()
                 found, gradients = learn([output.detach().float().clone() for output in outputs], rows)
@@ -86,14 +96,7 @@ class DistillationObjective:
                 zero = torch.zeros((), device=engine.device)
                 losses = {"loss": zero} | {f"distill/{name}": zero for name in plan.names}
         flops = FORWARD_AND_BACKWARD * encoder_flops(self.shape, lengths)
-        return StepReport(losses, batch.num_tokens, padded, flops)
-
-    def _embed(self, engine: Passes, texts: Texts, rows: Tensor, plan: SizePlan) -> tuple[Tensor, ...]:
-        if len(rows):
-            input_ids, attention_mask = texts.pad(rows, pad_id=self.pad_id)
-        else:
-            input_ids, attention_mask = torch.tensor([[self.pad_id]]), torch.tensor([[1]])
-        return engine(input_ids.to(engine.device), attention_mask.to(engine.device), sizes=plan.sizes)
+        return StepReport(losses, batch.num_tokens, padded_tokens(lengths, chunks, packed=self.packed), flops)
 
 
 def distillation(

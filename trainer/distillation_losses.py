@@ -14,7 +14,6 @@ All gradients are with respect to unit vectors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,31 +21,6 @@ from torch import Tensor
 from trainer.losses import GUIDE, ContrastiveTerms, add_contrastive_gradients, normalize_
 
 ORDER_MARGIN = 0.015
-
-
-@dataclass(frozen=True)
-class TeachingWeights:
-    """How much each term counts; of a term with the weight 0 nothing is computed."""
-
-    vector: float = 1.0
-    similarity: float = 0.0
-    gram: float = 0.0
-    order: float = 0.0
-    temperature: float = 0.05
-
-    @property
-    def is_one_term(self) -> bool:
-        return sum(map(bool, (self.vector, self.similarity, self.gram, self.order))) == 1
-
-    @property
-    def compares_texts(self) -> bool:
-        """Whether a text's gradient depends on the batch's other texts."""
-        return any((self.similarity, self.gram, self.order))
-
-    @property
-    def gathers(self) -> bool:
-        """Whether every rank needs all texts' vectors; Gram matrices are compared through sums over ranks."""
-        return any((self.similarity, self.order))
 
 
 def prefix_of(teacher: Tensor, dim: int) -> Tensor:
@@ -57,7 +31,7 @@ def prefix_of(teacher: Tensor, dim: int) -> Tensor:
 
 
 def add_vector_gradients(unit: Tensor, teacher: Tensor, gradient: Tensor, *, weight: float, num_texts: int) -> Tensor:
-    """1 − cos to the teacher's prefix, a mean over `num_texts`: its value, and its weighted gradient is added.
+    """The mean of 1 − cos to the teacher's prefix over `num_texts`. Returns its value and adds its weighted gradient.
 
     unit: [n, d]; teacher: [n, D ≥ d], of unit length; gradient: [n, d], by the unit vectors.
     """
@@ -82,7 +56,7 @@ def add_gram_gradients(
     weight: float,
     num_texts: int,
 ) -> Tensor:
-    """The mean of squared differences of similarities over the global batch: its value, the same on every rank.
+    """The mean squared difference of the similarities over the global batch. Returns its value, equal on all ranks.
 
     ‖SSᵀ − TTᵀ‖² = ‖SᵀS‖² − 2‖SᵀT‖² + ‖TᵀT‖², so that no matrix of all pairs is made. products: those of
     `gram_products`, summed over ranks. The weighted gradient of these rows, 4 (S SᵀS − T TᵀS) / N², is added.

@@ -83,6 +83,11 @@ def start() -> World:
     return World(dist.get_rank(), local_rank, dist.get_world_size(), device)
 
 
+def join(device: torch.device) -> World:
+    """This process among those of its launcher, or alone on `device`."""
+    return start() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else World(0, 0, 1, device)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

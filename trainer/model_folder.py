@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,8 @@ def _write(full: dict[int, torch.Tensor], parts: ModelParts, recipe: Recipe) -> 
         # It has just been set to the engine's precision, in which others would load these float32 weights.
         model.config.dtype = torch.float32
         model.config.save_pretrained(tmp)
-        save_heads({name: full[id(p)] for name, p in parts.encoder.heads.named_parameters()}, tmp)
-        parts.tokenizer.save_pretrained(tmp)
-        settings = embedding_settings(recipe)
-        dataclasses.replace(settings, tokenizer=tokenizer_fingerprint(parts.tokenizer)).save(tmp)
+        heads = {name: full[id(p)] for name, p in parts.encoder.heads.named_parameters()}
+        _write_beside(tmp, parts.tokenizer, embedding_settings(recipe), heads)
     except BaseException:
         for tmp in new.values():
             shutil.rmtree(tmp, ignore_errors=True)
@@ -94,9 +92,15 @@ def write_model_folder(
     """A model that no run trained, in the layout of one that did, whole or not at all."""
     with written_whole(folder) as partial:
         backbone.save_pretrained(partial)
-        save_heads({name: each.detach().float() for name, each in heads.named_parameters()}, partial)
-        tokenizer.save_pretrained(partial)
-        dataclasses.replace(settings, tokenizer=tokenizer_fingerprint(tokenizer)).save(partial)
+        of_heads = {name: each.detach().float() for name, each in heads.named_parameters()}
+        _write_beside(partial, tokenizer, settings, of_heads)
+
+
+def _write_beside(folder: Path, tokenizer: Any, settings: EmbeddingSettings, heads: Mapping[str, torch.Tensor]) -> None:
+    """What a model folder holds beside the Hugging Face model: heads, tokenizer, and settings that name it."""
+    save_heads(heads, folder)
+    tokenizer.save_pretrained(folder)
+    dataclasses.replace(settings, tokenizer=tokenizer_fingerprint(tokenizer)).save(folder)
 
 
 def _empty(folder: Path) -> Path:

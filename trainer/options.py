@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 LARGEST_COUNT = 2**31 - 1  # of texts, tokens, documents
 LARGEST_SEED = 2**63 - 1
@@ -46,3 +46,11 @@ def real(
         return value
 
     return parse
+
+
+def settings_among(rest: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Of the arguments that a command has no option for, the recipe's settings: --section.key=value without dashes."""
+    for text in rest:
+        if not (text.startswith("--") and "=" in text):
+            parser.error(f"{text!r} is not understood; settings are given as --section.key=value")
+    return [text[2:] for text in rest]

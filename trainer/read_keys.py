@@ -32,7 +32,6 @@ CONTRASTIVE = Condition('objective.name = "contrastive"', lambda recipe: recipe.
 EMBEDS = Condition(
     'objective.name = "contrastive" or "distill"', lambda recipe: recipe.objective.name in ("contrastive", "distill")
 )
-DISTILLS = Condition('objective.name = "distill"', lambda recipe: recipe.objective.name == "distill")
 DOCUMENTS = Condition(
     'objective.name = "masked" or "distill"', lambda recipe: recipe.objective.name in ("masked", "distill")
 )
@@ -61,8 +60,7 @@ NEGATIVES = Condition(
 SCORED = Condition(
     'a contrastive term with objective.loss = "infonce", or teacher.similarity_weight or order_weight above 0',
     lambda recipe: (
-        (COMPARISONS.holds(recipe) and NEGATIVES.holds(recipe))
-        or (recipe.is_taught and bool(recipe.teacher.similarity_weight or recipe.teacher.order_weight))
+        (COMPARISONS.holds(recipe) and NEGATIVES.holds(recipe)) or (recipe.is_taught and recipe.teacher.gathers)
     ),
 )
 CACHES = Condition(

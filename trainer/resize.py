@@ -22,7 +22,7 @@ from pathlib import Path
 
 from data.command import log_to_stderr, run_command
 from trainer.config import ConfigError
-from trainer.options import count
+from trainer.options import count, settings_among
 from trainer.resizing import Resize, resize
 
 
@@ -47,9 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--processes", type=count(most=4096), metavar="N", help="that tokenize")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes
     args, rest = parser.parse_known_args(argv)
-    for text in rest:
-        if not (text.startswith("--") and "=" in text):
-            parser.error(f"{text!r} is not understood; settings are given as --section.key=value")
+    overrides = settings_among(rest, parser)
     if args.train == "heads" and args.no_heads:
         raise ConfigError("--train heads trains nothing else than heads; leave --no-heads out")
     log_to_stderr()
@@ -70,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             text_split=args.text_split,
             limit=args.limit,
             processes=args.processes,
-            overrides=tuple(text[2:] for text in rest),
+            overrides=tuple(overrides),
         )
     )
     sys.stdout.write(table)

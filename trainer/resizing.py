@@ -9,13 +9,14 @@ import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import tomli_w
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from data import prepare
@@ -26,19 +27,21 @@ from models.encoder import EmbeddingSettings, Encoder
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from trainer.closed_form import FITTED_TEXTS, HELD_OUT_TEXTS, depth_states, fit_heads
 from trainer.config import ConfigError, load_recipe
-from trainer.distributed import gather_objects
+from trainer.distributed import gather_objects, join
 from trainer.evaluation import evaluate_tasks
 from trainer.evaluation.across import Searched, SizePair, encoded_sizes
-from trainer.evaluation.encode import encode, encoder_forward, encoding_of
+from trainer.evaluation.encode import encoder_forward, encoding_of
 from trainer.evaluation.latency import measure_costs
+from trainer.evaluation.output import results_content, write_json
 from trainer.evaluation.report import HEADLINE_METRICS, Record, markdown_table
 from trainer.evaluation.retrieval import RetrievalData, load_beir
 from trainer.evaluation.sts import STSTask, read_sts
-from trainer.evaluation.subject import load_model
+from trainer.evaluation.subject import choose_device, load_model
 from trainer.export import export_sizes
+from trainer.exporting.folders import weights_megabytes
 from trainer.model_folder import write_model_folder
 from trainer.run import execute
-from trainer.teacher_vectors import own_world, store_vectors
+from trainer.teacher_vectors import store_vectors
 from trainer.whole_folder import check_place
 
 log = logging.getLogger(__name__)
@@ -49,7 +52,7 @@ START, SHARDS, TRAINING, EVALUATION, EXPORT = "start", "shards", "training", "ev
 TEACHER, PAIR_SHARDS, PAIR_TRAINING, PAIR_TEACHER = "teacher", "pair_shards", "pair_training", "pair_teacher"
 _TO_WHOLE = "_to_whole"  # ends a column of queries at the size and documents of the whole model
 AGREEMENT = "agreement"  # the task that needs no labels
-# Texts left out of training, of which the first are compared with each other.
+# Texts that are left out of training and compared with each other.
 _HELD_OUT = 1_000
 _TIMED_TEXTS = 50
 _FLOAT32 = "ds_configs/zero1_float32.json"
@@ -76,6 +79,28 @@ class Resize:
     processes: int | None = None
     overrides: tuple[str, ...] = ()
 
+    @cached_property
+    def held_out(self) -> list[str]:
+        """The first texts of the first file, at most half of them; training does not see them."""
+        most = min(2 * _HELD_OUT, self.limit or 2 * _HELD_OUT)
+        first = list(itertools.islice(_texts_of(self._plan()[0]), most))
+        return first[: len(first) // 2]
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """The texts that are trained on: those of the shards."""
+        return self._plan(skip=len(self.held_out), limit=self.limit)
+
+    def _plan(self, *, skip: int = 0, limit: int | None = None) -> list[Unit]:
+        return plan_documents(
+            self.texts,
+            text_column=self.text_column,
+            text_split=self.text_split,
+            skip_empty=True,
+            skip=skip,
+            limit=limit,
+        )
+
 
 def propose_ladder(num_layers: int, width: int) -> Ladder:
     """Up to six sizes: depths at even steps, widths of 1/12 to the whole; the paper's for 12 layers of 768."""
@@ -96,7 +121,7 @@ def resize(asked: Resize) -> str:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     tasks = _read_tasks(asked)
-    world = own_world()
+    world = join(_device())
     if world.is_main:
         _begin(asked)
         _write_start(asked)
@@ -105,7 +130,7 @@ def resize(asked: Resize) -> str:
             _write_closed_form(asked)
         _write_recipes(asked)
     gather_objects(None)
-    stages = [(TRAINING, _units(asked))]
+    stages = [(TRAINING, asked.units)]
     with tempfile.TemporaryDirectory() as scratch:
         if asked.pairs:
             stages.append((PAIR_TRAINING, plan_tuples(asked.pairs, scratch=Path(scratch), skip_empty=True)))
@@ -138,11 +163,9 @@ def _write_start(asked: Resize) -> None:
     folder = asked.output / START
     if folder.exists():
         return
-    encoder, tokenizer, settings = load_model(asked.model)
+    encoder, tokenizer, settings = _load(asked.model)
     if encoder.is_static:
         raise ConfigError(f"{asked.model} is a token table without layers; train it with trainer.finetune")
-    if settings is None:
-        raise ConfigError(f"{asked.model} does not say how it pools; give a folder of sentence-transformers")
     if settings.similarity != "cosine":
         raise ConfigError(
             f"{asked.model} is compared by dot product; its vectors' lengths, which are not taught, would be lost"
@@ -162,18 +185,6 @@ def _ladder(asked: Resize, full: Size) -> Ladder:
     return ladder
 
 
-def _units(asked: Resize) -> list[Unit]:
-    return plan_documents(
-        asked.texts, text_column=asked.text_column, text_split=asked.text_split, skip_empty=True, limit=asked.limit
-    )
-
-
-def _held_out(asked: Resize) -> list[str]:
-    """The first texts of the first file, at most half of them; training does not see them."""
-    first = list(itertools.islice(_texts_of(_units(asked)[0]), 2 * _HELD_OUT))
-    return first[: len(first) // 2]
-
-
 def _texts_of(unit: Unit) -> Iterator[str]:
     return (cast(Document, record)["text"] for _, record in read_unit(unit))
 
@@ -188,7 +199,7 @@ def _write_shards(asked: Resize) -> None:
         return
     command = ["documents", *asked.texts, "--output", str(folder), *tokenizer]
     command += ["--text-column", asked.text_column, "--text-split", asked.text_split, "--skip-empty"]
-    command += ["--skip-first", str(len(_held_out(asked)))]
+    command += ["--skip-first", str(len(asked.held_out))]
     if asked.limit:
         command += ["--limit", str(asked.limit)]
     if asked.processes:
@@ -197,17 +208,9 @@ def _write_shards(asked: Resize) -> None:
 
 
 def _sampled(asked: Resize, number: int) -> list[str]:
-    """About so many texts, of all units alike, without those held out."""
-    units = _units(asked)
-    share = -(-number // len(units))
-    skipped = len(_held_out(asked))
-    found = [
-        text
-        for place, unit in enumerate(units)
-        for text in itertools.islice(
-            _texts_of(unit), skipped if place == 0 else 0, share + (skipped if place == 0 else 0)
-        )
-    ]
+    """About so many of the texts that are trained on, of all units alike."""
+    share = -(-number // len(asked.units))
+    found = [text for unit in asked.units for text in itertools.islice(_texts_of(unit), share)]
     return found[:number]
 
 
@@ -234,7 +237,8 @@ def _write_closed_form(asked: Resize) -> None:
     )
     heads = encoder.heads
     if asked.teacher:
-        targets = _taught(asked.teacher, texts)
+        teacher = _load(asked.teacher)
+        targets = torch.from_numpy(_whole_vectors(*teacher, texts, prompt=teacher[2].passage_prompt))
         full = Size(encoder.num_layers, targets.shape[1])
         ladder = _ladder(asked, full)
         settings = dataclasses.replace(settings, ladder=tuple((size.layers, size.dim) for size in ladder))
@@ -248,14 +252,13 @@ def _write_closed_form(asked: Resize) -> None:
     write_model_folder(folder, encoder.backbone, tokenizer, settings, heads)
 
 
-def _taught(model: str, texts: Sequence[str]) -> Tensor:
-    """The teacher's unit vectors of texts, float32 [n, D]."""
-    encoder, tokenizer, settings = _load(model)
+def _whole_vectors(
+    encoder: Encoder, tokenizer: Any, settings: EmbeddingSettings, texts: Sequence[str], *, prompt: str
+) -> np.ndarray:
+    """The whole model's unit vectors of texts, float32 [n, D]."""
     full = settings.sizes.full
-    found = encoding_of(encoder, tokenizer, [full], device=_device())(
-        texts, similarity="cosine", max_length=settings.passage_max_length, prompt=settings.passage_prompt
-    )
-    return torch.from_numpy(found[full])
+    vectors_of = encoding_of(encoder, tokenizer, [full], device=_device())
+    return vectors_of(texts, similarity="cosine", max_length=settings.passage_max_length, prompt=prompt)[full]
 
 
 def _write_recipes(asked: Resize) -> None:
@@ -316,7 +319,7 @@ def _load(folder: str | Path) -> tuple[Encoder, Any, EmbeddingSettings]:
 
 
 def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return choose_device("auto")
 
 
 def _read_tasks(asked: Resize) -> tuple[list[STSTask], list[RetrievalData]]:
@@ -329,17 +332,7 @@ def agreement(encoder: Encoder, tokenizer: Any, settings: EmbeddingSettings, tex
 
     What a size scores on it is how well it orders pairs as the whole model does, without any label.
     """
-    full = settings.sizes.full
-    vectors = encode(
-        encoder_forward(encoder.to(_device()).eval(), [full]),
-        tokenizer,
-        list(texts),
-        [full],
-        similarity="cosine",
-        max_length=settings.passage_max_length,
-        prompt=settings.query_prompt,
-        device=_device(),
-    )[full]
+    vectors = _whole_vectors(encoder, tokenizer, settings, texts, prompt=settings.query_prompt)
     similarities = vectors @ vectors.T
     np.fill_diagonal(similarities, -1.0)
     rows = np.arange(len(texts))
@@ -365,8 +358,7 @@ def _measured(asked: Resize, sts: Sequence[STSTask], beir: Sequence[RetrievalDat
     folders = {AS_IT_IS: asked.output / START, RESIZED: trained}
     if asked.heads:
         folders[CLOSED_FORM] = asked.output / CLOSED_FORM
-    held_out = _held_out(asked)
-    sts = [agreement(*_load(asked.teacher or folders[AS_IT_IS]), held_out), *sts]
+    sts = [agreement(*_load(asked.teacher or folders[AS_IT_IS]), asked.held_out), *sts]
     scores: dict[tuple[str, Size, str], float] = {}
     for method, folder in folders.items():
         log.info("evaluating %s", method.replace("_", " "))
@@ -381,7 +373,7 @@ def _measured(asked: Resize, sts: Sequence[STSTask], beir: Sequence[RetrievalDat
     if not exported.exists():
         export_sizes(trained, exported, results=asked.output / EVALUATION / "results.json")
     encoder, tokenizer, settings = _load(trained)
-    costs = measure_costs(encoder, tokenizer, list(settings.sizes), settings, held_out[:_TIMED_TEXTS])
+    costs = measure_costs(encoder, tokenizer, list(settings.sizes), settings, asked.held_out[:_TIMED_TEXTS])
     columns = [*(f"{method}{to}" for method in (AS_IT_IS, CLOSED_FORM, RESIZED) for to in ("", _TO_WHOLE))]
     return [
         {
@@ -390,7 +382,7 @@ def _measured(asked: Resize, sts: Sequence[STSTask], beir: Sequence[RetrievalDat
             "dim": size.dim,
             **{column: scores.get((task, size, column)) for column in columns},
             "milliseconds": costs[size].milliseconds,
-            "megabytes": _weight(exported / settings.sizes.name(size)) / 1e6,
+            "megabytes": weights_megabytes(exported / settings.sizes.name(size)),
         }
         for task in (*(task.name for task in sts), *(data.name for data in beir))
         for size in settings.sizes
@@ -414,26 +406,13 @@ def _evaluate(folder: Path, sts: Sequence[STSTask], beir: Sequence[RetrievalData
     )
 
 
-def _weight(folder: Path) -> int:
-    """Bytes of an exported size's weights."""
-    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
-
-
 def _write_results(asked: Resize, model: Path, records: Sequence[Record]) -> None:
-    """What model cards read, in the format of `trainer.evaluate sizes`."""
+    """results.json, from which the exported model cards take their scores."""
     settings = EmbeddingSettings.load(model)
     assert settings is not None
-    content = {
-        "format": 1,
-        "model": str(model),
-        "sizes": [list(pair) for pair in settings.ladder],
-        "settings": dataclasses.asdict(settings),
-        "records": [record.as_json() for record in records if record.document_layers == 0],
-        "significance": [],
-    }
-    folder = asked.output / EVALUATION
-    folder.mkdir(exist_ok=True)
-    write_atomically(folder / "results.json", json.dumps(content, indent=2) + "\n")
+    own = [record for record in records if record.document_layers == 0]
+    content = results_content(model, list(settings.sizes), settings, own, [])
+    write_json(asked.output / EVALUATION / "results.json", content)
 
 
 def _markdown(records: Sequence[dict[str, Any]]) -> str:

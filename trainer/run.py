@@ -43,6 +43,7 @@ from trainer.loop import Hooks, Plan, RunState, TrainState, train
 from trainer.metrics import Metrics
 from trainer.model_folder import embedding_settings, save_model
 from trainer.optim import learning_rate
+from trainer.options import settings_among
 from trainer.replay import replay
 from trainer.run_folder import check_output_folder, lost_training, no_checkpoint, prove_writable, steps_trained
 from trainer.run_lock import Locked, lock
@@ -70,11 +71,7 @@ def main(task: str, description: str, argv: Sequence[str] | None = None) -> None
     )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes
     args, rest = parser.parse_known_args(argv)
-    overrides = []
-    for text in rest:
-        if not (text.startswith("--") and "=" in text):
-            parser.error(f"{text!r} is not understood; settings are given as --section.key=value")
-        overrides.append(text[2:])
+    overrides = settings_among(rest, parser)
     if args.resume:
         overrides.append(f"run.resume={args.resume}")
     recipe = load_recipe(args.config, overrides)

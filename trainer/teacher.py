@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,9 +17,8 @@ from torch import Tensor
 
 from data.collate import PairBatch, TextBatch
 from data.shards import ShardFolder
-from trainer.config import Recipe
+from trainer.config import Recipe, TeacherConfig
 from trainer.distillation_losses import (
-    TeachingWeights,
     add_gram_gradients,
     add_order_gradients,
     add_similarity_gradients,
@@ -37,7 +37,9 @@ class Teacher(Protocol):
 
     @property
     def width(self) -> int: ...
-    def vectors(self, batch: TextBatch | PairBatch, *, device: torch.device, beat: Callable[[str], None]) -> Tensor: ...
+    def vectors(self, batch: TextBatch | PairBatch, *, device: torch.device, beat: Callable[[str], None]) -> Tensor:
+        """float32 [n, D] of a batch's texts, of unit length; of pairs the queries' first."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,11 @@ class LiveTeacher:
         return self.frozen.size.dim
 
     def vectors(self, batch: TextBatch | PairBatch, *, device: torch.device, beat: Callable[[str], None]) -> Tensor:
-        """float32 [n, D] of a batch's texts, of unit length; of pairs the queries' first."""
         if isinstance(batch, PairBatch):
-            return torch.cat(self.frozen.vectors(batch.queries, batch.passages, device=device, beat=beat))
-        texts = cut(batch.texts, self.frozen.passage_max_length)
-        vectors = self.frozen.embed(texts, device=device, beat=beat)
+            vectors = torch.cat(self.frozen.vectors(batch.queries, batch.passages, device=device, beat=beat))
+        else:
+            texts = cut(batch.texts, self.frozen.passage_max_length)
+            vectors = self.frozen.embed(texts, device=device, beat=beat)
         if self.frozen.similarity != "cosine":
             normalize_(vectors)
         return vectors
@@ -72,7 +74,6 @@ class StoredTeacher:
         return self.store.width
 
     def vectors(self, batch: TextBatch | PairBatch, *, device: torch.device, beat: Callable[[str], None]) -> Tensor:
-        """float32 [n, D] of a batch's texts, of unit length; of pairs the queries' first."""
         if isinstance(batch, PairBatch):
             hashes = torch.cat([batch.query_hashes, batch.passage_hashes])
         else:
@@ -100,22 +101,8 @@ class Teaching:
     """The terms of trainer/distillation_losses.py over a global batch's texts, whichever rank has them."""
 
     teacher: Teacher
-    weights: TeachingWeights
+    weights: TeacherConfig
     score_memory_mib: float
-
-    @classmethod
-    def of(cls, recipe: Recipe, teacher: Teacher | None) -> Teaching | None:
-        if teacher is None:
-            return None
-        chosen = recipe.teacher
-        weights = TeachingWeights(
-            vector=chosen.vector_weight,
-            similarity=chosen.similarity_weight,
-            gram=chosen.gram_weight,
-            order=chosen.order_weight,
-            temperature=chosen.temperature,
-        )
-        return cls(teacher, weights, recipe.train.score_memory_mib)
 
     def add_gradients(
         self,
@@ -133,41 +120,41 @@ class Teaching:
         it together where terms compare texts. "loss" among the results is the weighted sum, "distill/SIZE" a size's
         part of it without the size's weight; several terms are told one by one as well.
         """
-        weights, device = self.weights, taught.device
+        weights, device = self.weights.terms, taught.device
         by_size = torch.zeros(len(units), device=device)
         found: dict[str, Tensor] = {}
 
-        def add(name: str, values: Tensor, weight: float) -> None:
+        def add(name: str, values: Tensor) -> None:
             nonlocal by_size
-            by_size = by_size + weight * values
+            by_size = by_size + weights[name] * values
             found.update({f"{name}/{size}": value for size, value in zip(plan.names, values)})
 
-        if weights.vector:
+        if weights["vector"]:
             values = [
-                add_vector_gradients(unit, taught, gradient, weight=weights.vector * share, num_texts=num_texts)
+                add_vector_gradients(unit, taught, gradient, weight=weights["vector"] * share, num_texts=num_texts)
                 for unit, gradient, share in zip(units, gradients, plan.loss_weights)
             ]
-            add("vector", torch.stack(values), weights.vector)
-        if weights.gram:
+            add("vector", torch.stack(values))
+        if weights["gram"]:
             values = []
             for unit, gradient, share in zip(units, gradients, plan.loss_weights):
                 products = gram_products(unit, taught)
-                summed = (sum_over_ranks(each, device) for each in products)
+                own, between, theirs = (sum_over_ranks(each, device) for each in products)
                 value = add_gram_gradients(
                     unit,
                     taught,
                     gradient,
-                    products=(next(summed), next(summed), next(summed)),
-                    weight=weights.gram * share,
+                    products=(own, between, theirs),
+                    weight=weights["gram"] * share,
                     num_texts=num_texts,
                 )
                 values.append(value / world.size)  # the same on every rank
-            add("gram", torch.stack(values), weights.gram)
-        if weights.gathers:
+            add("gram", torch.stack(values))
+        if self.weights.gathers:
             self._add_compared(units, taught, gradients, plan, world, add)
         total = (by_size * by_size.new_tensor(plan.loss_weights)).sum()
         losses = {"loss": total} | {f"distill/{size}": value for size, value in zip(plan.names, by_size)}
-        return losses if weights.is_one_term else losses | found
+        return losses | found if sum(map(bool, weights.values())) > 1 else losses
 
     def _add_compared(
         self,
@@ -176,10 +163,10 @@ class Teaching:
         gradients: Sequence[Tensor],
         plan: SizePlan,
         world: World,
-        add: Callable[[str, Tensor, float], None],
+        add: Callable[[str, Tensor], None],
     ) -> None:
         """The terms that need all texts' vectors here: one gather of all widths side by side, and one way home."""
-        weights, device = self.weights, taught.device
+        device = taught.device
         counts = gather_counts(len(taught), device)
         widths = [unit.shape[1] for unit in units]
         rows = gather_rows(torch.cat([*units, taught], dim=1), counts)  # [N, sum of widths + D]
@@ -189,28 +176,17 @@ class Teaching:
         teacher = (taught, all_taught.contiguous())
         both = [*gradients, *home]
         start = sum(counts[: world.rank])
-        if weights.similarity:
-            values = add_similarity_gradients(
-                units,
-                everyone,
-                teacher,
-                both,
-                weights=[weights.similarity * share for share in plan.loss_weights],
-                temperature=weights.temperature,
-                start=start,
-                score_memory_mib=self.score_memory_mib,
-            )
-            add("similarity", values, weights.similarity)
-        if weights.order:
-            values = add_order_gradients(
-                units,
-                everyone,
-                teacher,
-                both,
-                weights=[weights.order * share for share in plan.loss_weights],
-                score_memory_mib=self.score_memory_mib,
-            )
-            add("order", values, weights.order)
+        similarity = partial(add_similarity_gradients, temperature=self.weights.temperature, start=start)
+        for name, add_term in (("similarity", similarity), ("order", add_order_gradients)):
+            if weight := self.weights.terms[name]:
+                shares = [weight * share for share in plan.loss_weights]
+                memory = self.score_memory_mib
+                add(name, add_term(units, everyone, teacher, both, weights=shares, score_memory_mib=memory))
         returned = scatter_gradients(torch.cat(home, dim=1), counts)
         for gradient, part in zip(gradients, returned.split(widths, dim=1)):
             gradient += part
+
+
+def texts_of_all_ranks(count: int, device: torch.device) -> int:
+    """The number of texts in the global batch, at least 1. count: this rank's."""
+    return max(1, int(sum_over_ranks([float(count)], device)[0]))

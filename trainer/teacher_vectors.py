@@ -10,10 +10,7 @@ any width: it reads the texts themselves, with its own prompt and length. The st
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import logging
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,22 +18,24 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
-import torch
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
 
 from data.collate import text_hashes
 from data.command import log_to_stderr, run_command
 from data.corpora import TEXT_SPLITS, Document, Unit, plan_documents, plan_tuples, read_unit
 from data.encoding import TextEncoder
 from data.files import sha256_of
+from data.records import digest_of
 from data.shards import ShardFolder
 from data.tokens import load_tokenizer, prompt_ids, tokenizer_fingerprint
 from trainer.config import ConfigError, Recipe, load_recipe
-from trainer.distributed import World, gather_objects, start
+from trainer.distributed import World, gather_objects, join
 from trainer.evaluation.encode import encoding_of
-from trainer.evaluation.subject import load_model
+from trainer.evaluation.subject import choose_device, load_model
 from trainer.evaluation.vectors import weights_digest
-from trainer.vector_store import STORE_FILE, StoreRecord, keys_path, write_block, write_record
+from trainer.options import settings_among
+from trainer.vector_store import StoreRecord, keys_path, read_store_record, write_block, write_store_record
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +55,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--text-split", choices=TEXT_SPLITS, default="blank-lines", help="of .txt files (%(default)s)")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes
     args, rest = parser.parse_known_args(argv)
-    for text in rest:
-        if not (text.startswith("--") and "=" in text):
-            parser.error(f"{text!r} is not understood; settings are given as --section.key=value")
+    overrides = settings_among(rest, parser)
     log_to_stderr()
-    recipe = load_recipe(args.config, [text[2:] for text in rest])
+    recipe = load_recipe(args.config, overrides)
     teacher = recipe.teacher
     if not (recipe.is_taught and teacher.vectors == "stored" and teacher.model and teacher.store):
         raise ConfigError(
@@ -73,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         else:
             units = plan_tuples(args.texts, scratch=Path(scratch), skip_empty=True)
-        store_vectors(recipe, units, own_world())
+        store_vectors(recipe, units, join(choose_device("auto")))
 
 
 def store_vectors(recipe: Recipe, units: Sequence[Unit], world: World) -> None:
@@ -85,16 +82,17 @@ def store_vectors(recipe: Recipe, units: Sequence[Unit], world: World) -> None:
     if settings is None:
         raise ConfigError(f"teacher.model = {source!r} does not say how it pools; give a folder that does")
     full = settings.sizes.full
-    record = StoreRecord(
-        teacher=_digest([weights_digest(encoder), tokenizer_fingerprint(teachers), str(settings)]),
-        tokenizer=tokenizer_fingerprint(tokenizer),
-        texts=_digest([[unit.source, sha256_of(unit.path) if unit.kind != "hub" else ""] for unit in units]),
-        rooms=tuple(_rooms(recipe, tokenizer)),
-        width=full.dim,
-    )
     if world.is_main:
+        record = StoreRecord(
+            teacher=digest_of([weights_digest(encoder), tokenizer_fingerprint(teachers), str(settings)]),
+            tokenizer=tokenizer_fingerprint(tokenizer),
+            texts=_texts_digest(units),
+            rooms=tuple(_rooms(recipe, tokenizer)),
+            width=full.dim,
+        )
         _begin(folder, record)
     gather_objects(None)
+    record = cast(StoreRecord, read_store_record(folder))
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     ids_of = TextEncoder(tokenizer.backend_tokenizer, np.dtype(np.int32))
@@ -123,17 +121,15 @@ def store_vectors(recipe: Recipe, units: Sequence[Unit], world: World) -> None:
             write_block(folder, number, keys, vectors)
     gather_objects(None)
     if world.is_main:
-        write_record(folder, record.model_copy(update={"blocks": blocks}))
+        write_store_record(folder, record.model_copy(update={"blocks": blocks}))
         log.info("%s: %d blocks of vectors", folder, blocks)
 
 
 def _begin(folder: Path, record: StoreRecord) -> None:
     """Go on with what is there if it is of the same teacher and texts, and refuse it otherwise."""
-    path = folder / STORE_FILE
-    if path.is_file():
-        before = json.loads(path.read_bytes())
-        now = record.model_dump(mode="json")
-        if differing := [key for key, value in now.items() if key != "blocks" and before.get(key) != value]:
+    if (before := read_store_record(folder)) is not None:
+        then, now = before.model_dump(), record.model_dump()
+        if differing := [key for key in now if key != "blocks" and then[key] != now[key]]:
             raise ConfigError(
                 f"teacher.store {folder} holds vectors with another {' and '.join(differing)}; name another folder"
             )
@@ -141,10 +137,16 @@ def _begin(folder: Path, record: StoreRecord) -> None:
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"teacher.store {folder} holds something else; name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    write_record(folder, record)
+    write_store_record(folder, record)
 
 
-def _rooms(recipe: Recipe, tokenizer: object) -> list[int]:
+def _texts_digest(units: Sequence[Unit]) -> str:
+    """Of the files, each hashed once, and of the records that are read of them."""
+    files = {path: sha256_of(path) for path in {unit.path for unit in units if unit.kind != "hub"}}
+    return digest_of([[unit.source, unit.skip, unit.limit, files.get(unit.path)] for unit in units])
+
+
+def _rooms(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """How many tokens of a text the recipe's collator keeps, beside prompts and special tokens; each once."""
     data, (query_prompts, passage_prompts) = recipe.data, recipe.prompts
     if recipe.reads_documents:
@@ -152,7 +154,7 @@ def _rooms(recipe: Recipe, tokenizer: object) -> list[int]:
     else:
         sides = [(data.query_max_length, query_prompts), (data.passage_max_length, passage_prompts)]
     rooms = {
-        length - 2 - len(prompt_ids(tokenizer, prompt) if prompt else ())  # type: ignore[arg-type]
+        length - 2 - len(prompt_ids(tokenizer, prompt) if prompt else ())
         for length, prompts in sides
         for prompt in (prompts or [""])
     }
@@ -177,17 +179,6 @@ def _blocks(units: Sequence[Unit]) -> Iterator[tuple[list[str], np.ndarray]]:
                 texts, queries = texts[BLOCK_TEXTS:], queries[BLOCK_TEXTS:]
     if texts:
         yield texts, np.asarray(queries)
-
-
-def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def own_world() -> World:
-    """This process among those of its launcher, or alone."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return start()
-    return World(0, 0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 if __name__ == "__main__":

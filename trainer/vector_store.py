@@ -23,6 +23,7 @@ from torch import Tensor
 
 from data.files import reading, sha256_of, write_atomically
 from data.records import Record, read_record
+from data.shards import npy_bytes
 from trainer.config import ConfigError
 
 STORE_FILE = "store.json"
@@ -46,17 +47,14 @@ def keys_path(folder: Path, block: int) -> Path:
     return folder / f"{block:06d}.keys.npy"
 
 
+def _vectors_path(folder: Path, block: int) -> Path:
+    return folder / f"{block:06d}.f16.npy"
+
+
 def write_block(folder: Path, block: int, keys: np.ndarray, vectors: np.ndarray) -> None:
     """keys: int64 [n, r]; vectors: float16 [n, width]. The keys come last, so what has keys is whole."""
-    path = folder / f"{block:06d}.f16.npy"
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        np.save(file, vectors)
-    temporary.replace(path)
-    temporary = keys_path(folder, block).with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        np.save(file, keys)
-    temporary.replace(keys_path(folder, block))
+    write_atomically(_vectors_path(folder, block), npy_bytes(vectors))
+    write_atomically(keys_path(folder, block), npy_bytes(keys))
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,9 @@ class VectorStore:
     def open(cls, folder: str | Path, *, tokenizer: str) -> VectorStore:
         """Raises ConfigError for a store that is unfinished, damaged, or of another tokenizer's texts."""
         folder = Path(folder)
-        path = folder / STORE_FILE
-        if not path.is_file():
+        record = read_store_record(folder)
+        if record is None:
             raise ConfigError(f"teacher.store {folder} holds no vectors; {_MEND}")
-        record = read_record(path, StoreRecord, what="record of stored vectors", mend=_MEND)
         if record.blocks is None:
             raise ConfigError(f"teacher.store {folder} is unfinished; run the same command again to finish it")
         if record.tokenizer != tokenizer:
@@ -89,7 +86,7 @@ class VectorStore:
         for number in range(record.blocks):
             with reading(folder / f"{number:06d}.*", what="block of vectors", mend=_MEND):
                 found = np.load(keys_path(folder, number), allow_pickle=False)
-                block = np.load(folder / f"{number:06d}.f16.npy", mmap_mode="r", allow_pickle=False)
+                block = np.load(_vectors_path(folder, number), mmap_mode="r", allow_pickle=False)
             if found.shape != (len(block), len(record.rooms)) or block.shape[1:] != (record.width,):
                 raise ConfigError(f"teacher.store {folder}: block {number} does not fit its record; {_MEND}")
             keys.append(found)
@@ -97,7 +94,15 @@ class VectorStore:
         starts = np.concatenate(([0], np.cumsum([len(block) for block in blocks])))
         flat = np.concatenate(keys).reshape(-1)  # [texts · r]
         unique, first = np.unique(flat, return_index=True)
-        return cls(folder, sha256_of(path), record.width, unique, first // len(record.rooms), starts, tuple(blocks))
+        return cls(
+            folder,
+            sha256_of(folder / STORE_FILE),
+            record.width,
+            unique,
+            first // len(record.rooms),
+            starts,
+            tuple(blocks),
+        )
 
     def find(self, keys: Tensor) -> Tensor:
         """float32 [n, width] of texts by their hashes, int64 [n]. Raises ConfigError for a text that is not there."""
@@ -118,5 +123,11 @@ class VectorStore:
         return torch.from_numpy(vectors)
 
 
-def write_record(folder: Path, record: StoreRecord) -> None:
+def read_store_record(folder: Path) -> StoreRecord | None:
+    """None where there is no store. Raises DataError for a record that is damaged."""
+    path = folder / STORE_FILE
+    return read_record(path, StoreRecord, what="record of stored vectors", mend=_MEND) if path.is_file() else None
+
+
+def write_store_record(folder: Path, record: StoreRecord) -> None:
     write_atomically(folder / STORE_FILE, record.model_dump_json(indent=2) + "\n")

@@ -109,4 +109,4 @@ def test_a_file_that_is_not_of_heads_is_refused(tmp_path: Path, tensors: dict[st
 def test_a_linear_head_is_the_map_that_it_was_given() -> None:
     weight = torch.randn(5, 3)
     vectors = torch.randn(2, 3)
-    torch.testing.assert_close(linear_head(weight)(vectors), vectors @ weight.T)
+    torch.testing.assert_close(linear_head(weight, torch.zeros(5))(vectors), vectors @ weight.T)

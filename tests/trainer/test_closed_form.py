@@ -1,4 +1,4 @@
-"""The closed form: a depth's pooled states, mapped into the teacher's space by ridge regression."""
+"""The closed form: ridge regression maps the pooled states of a depth into the teacher's space."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import BertConfig, BertModel
 
+from data.corpora import read_unit
 from models.encoder import EmbeddingSettings, load_encoder
 from models.heads import HEADS_FILE
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
@@ -19,7 +20,7 @@ from tests.launcher import launch
 from trainer import resize
 from trainer.config import ConfigError
 from trainer.evaluation.subject import load_model
-from trainer.resizing import AS_IT_IS, CLOSED_FORM, RESIZED, START, TRAINING, agreement, propose_ladder
+from trainer.resizing import AS_IT_IS, CLOSED_FORM, RESIZED, START, TRAINING, Resize, agreement, propose_ladder
 
 SIZES = "1x8,2x16,3x24"
 FAST = ("--train.steps=4", "--train.global_batch_size=8", "--train.micro_batch_size=4", "--log.tensorboard=false")
@@ -210,3 +211,11 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, model_folder: 
     with pytest.raises(ConfigError, match="holds something else"):
         resize.main([str(model_folder), "--texts", str(texts), "--output", str(tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_teacher_reads_the_texts_that_the_shards_hold(tmp_path: Path, texts: Path) -> None:
+    """With a limit too, which counts from the first text that is not held out."""
+    lines = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
+    asked = Resize("m", (str(texts),), tmp_path, limit=20)
+    read = [record["text"] for unit in asked.units for _, record in read_unit(unit)]
+    assert asked.held_out == lines[:10] and read == lines[10:30]

@@ -15,6 +15,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 from data import prepare
 from data.collate import text_hashes
 from data.shards import ShardFolder
+from data.stream import Sample
 from models.encoder import EmbeddingSettings
 from tests.trainer.support import loaded, recipe_values
 from trainer import teacher_vectors
@@ -73,26 +74,28 @@ def values_of(shards: Path, teacher: Path, store: Path) -> dict[str, dict[str, A
     )
 
 
-def store_of(
-    tmp_path: Path, corpus: tuple[Path, Path, list[str]], teacher: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def stored(
+    tmp_path: Path, corpus: tuple[Path, Path, list[str]], teacher_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, VectorStore]:
-    """A recipe and its store, in blocks of 32 texts."""
+    """A recipe, which stands in written.toml, and its store, in blocks of 32 texts."""
     file, shards, _ = corpus
     monkeypatch.setattr(teacher_vectors, "BLOCK_TEXTS", 32)
-    recipe = loaded(values_of(shards, teacher, tmp_path / "store"), tmp_path)
+    recipe = loaded(values_of(shards, teacher_folder, tmp_path / "store"), tmp_path)
     teacher_vectors.main(["--config", str(tmp_path / "written.toml"), "--texts", str(file)])
     fingerprint = ShardFolder(shards).manifest.tokenizer["fingerprint"]
     return recipe, VectorStore.open(tmp_path / "store", tokenizer=fingerprint)
 
 
+def batch_of(recipe: Any, source: ShardFolder, payloads: list[Any]) -> Any:
+    """These samples of a folder as training gets them."""
+    return collator(recipe, [source])([Sample(0, i, 0, i, payload) for i, payload in enumerate(payloads)])
+
+
 def test_vectors_are_the_teachers_of_the_text_itself(
-    tmp_path: Path,
-    corpus: tuple[Path, Path, list[str]],
-    teacher_folder: Path,
-    tiny_tokenizer: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    stored: tuple[Any, VectorStore], corpus: tuple[Path, Path, list[str]], teacher_folder: Path, tiny_tokenizer: Any
 ) -> None:
-    _, store = store_of(tmp_path, corpus, teacher_folder, monkeypatch)
+    _, store = stored
     assert len(store.blocks) == 3 and store.width == WIDTH
     texts = corpus[2]
     encoder, tokenizer, settings = load_model(teacher_folder)
@@ -109,37 +112,28 @@ def test_vectors_are_the_teachers_of_the_text_itself(
 
 
 def test_a_batch_of_the_shards_finds_its_vectors(
-    tmp_path: Path, corpus: tuple[Path, Path, list[str]], teacher_folder: Path, monkeypatch: pytest.MonkeyPatch
+    stored: tuple[Any, VectorStore], corpus: tuple[Path, Path, list[str]]
 ) -> None:
-    recipe, store = store_of(tmp_path, corpus, teacher_folder, monkeypatch)
+    recipe, store = stored
     sources = [ShardFolder(corpus[1])]
     teacher = load_teacher(recipe, sources)
     assert isinstance(teacher, StoredTeacher) and teacher.width == WIDTH
-    from data.stream import Sample
-
-    samples = [Sample(0, index, 0, index, sources[0].documents([index])[0]) for index in range(12)]
-    batch: Any = collator(recipe, sources)(samples)
+    batch = batch_of(recipe, sources[0], sources[0].documents(range(12)))
     vectors = teacher.vectors(batch, device=torch.device("cpu"), beat=lambda phase: None)
     torch.testing.assert_close(vectors.norm(dim=1), torch.ones(12))
     torch.testing.assert_close(vectors, store.find(batch.hashes), rtol=0, atol=2e-3)
 
 
-def test_texts_that_are_not_there_are_refused(
-    tmp_path: Path, corpus: tuple[Path, Path, list[str]], teacher_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, store = store_of(tmp_path, corpus, teacher_folder, monkeypatch)
+def test_texts_that_are_not_there_are_refused(stored: tuple[Any, VectorStore]) -> None:
+    _, store = stored
     with pytest.raises(ConfigError, match="has no vector of 1 of a batch's 2 texts"):
         store.find(torch.tensor([int(store.keys[0]), 12345]))
 
 
 def test_a_killed_command_goes_on_and_another_is_refused(
-    tmp_path: Path,
-    corpus: tuple[Path, Path, list[str]],
-    teacher_folder: Path,
-    guide_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, stored: tuple[Any, VectorStore], corpus: tuple[Path, Path, list[str]], guide_folder: Path
 ) -> None:
-    _, store = store_of(tmp_path, corpus, teacher_folder, monkeypatch)
+    _, store = stored
     folder = store.folder
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npy")}
     record = json.loads((folder / STORE_FILE).read_text())
@@ -186,10 +180,7 @@ def test_pairs_have_their_queries_and_passages_in_the_store(
     recipe = loaded(values, tmp_path)
     teacher_vectors.main(["--config", str(tmp_path / "written.toml"), "--texts", str(tmp_path / "pairs.jsonl")])
     sources = [ShardFolder(tmp_path / "shards")]
-    from data.stream import Sample
-
-    samples = [Sample(0, index, 0, index, sources[0].tuples([index])[0]) for index in range(20)]
-    batch: Any = collator(recipe, sources)(samples)
+    batch = batch_of(recipe, sources[0], sources[0].tuples(range(20)))
     teacher = load_teacher(recipe, sources)
     assert teacher is not None
     vectors = teacher.vectors(batch, device=torch.device("cpu"), beat=lambda phase: None)

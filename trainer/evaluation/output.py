@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from data.files import write_atomically
+from models.encoder import EmbeddingSettings
+from models.sizes import Size
 from trainer.config import ConfigError
 from trainer.evaluation.parts import PARTS_FOLDER
 from trainer.evaluation.raw import RAW_FILE
+from trainer.evaluation.report import Record, Verdict
 from trainer.whole_folder import check_place
 
 RESULT_FILES = ("results.json", "table.md", "figures", "runs", RAW_FILE, f"{RAW_FILE}.partial", PARTS_FOLDER)
@@ -26,6 +30,24 @@ def output_folder(path: Path | None, ours: Sequence[str] = RESULT_FILES) -> Path
     if path.is_dir() and (strangers := sorted({entry.name for entry in path.iterdir()} - set(ours))):
         raise ConfigError(f"--output {path} holds something else ({strangers[0]}); give a new or an empty folder")
     return path
+
+
+def results_content(
+    model: Path | str,
+    sizes: Sequence[Size],
+    settings: EmbeddingSettings,
+    records: Sequence[Record],
+    verdicts: Sequence[Verdict],
+) -> dict[str, Any]:
+    """What results.json holds of one model at these sizes."""
+    return {
+        "format": 1,
+        "model": str(model),
+        "sizes": [[size.layers, size.dim] for size in sizes],
+        "settings": dataclasses.asdict(settings),
+        "records": [record.as_json() for record in records],
+        "significance": [verdict.as_json() for verdict in verdicts],
+    }
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

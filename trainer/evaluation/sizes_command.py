@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
-import json
 import logging
 import os
 import sys
@@ -23,18 +21,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from data.records import digest_of
 from data.tokens import tokenizer_fingerprint
 from models.encoder import EmbeddingSettings, Encoder
 from models.sizes import Size
 from trainer.config import ConfigError
-from trainer.distributed import World, gather_objects, start
+from trainer.distributed import World, gather_objects, join
 from trainer.evaluation import evaluate_tasks, known_metrics
 from trainer.evaluation.across import Searched, across_depths, encoded_sizes
 from trainer.evaluation.comparison import across_verdicts, check_same_items, verdicts_of
 from trainer.evaluation.corpus import Progress, counted, encoded_blocks, merge_keys, stored_blocks, watched
 from trainer.evaluation.encode import encode, encoder_forward
 from trainer.evaluation.faiss_search import load_faiss
-from trainer.evaluation.output import output_folder, write_json, write_text
+from trainer.evaluation.output import output_folder, results_content, write_json, write_text
 from trainer.evaluation.parts import PARTS_FOLDER, Parts, Results
 from trainer.evaluation.raw import BM25, RAW_FILE, RawResults, read_raw, write_raw
 from trainer.evaluation.report import (
@@ -126,14 +125,7 @@ def evaluate_sizes(args: argparse.Namespace) -> int:
     grids, of_grids = grids_of(records, across), across_verdicts(raw, corrected=args.holm)
     table = "\n".join(filter(None, (results_markdown(records, verdicts), grids_markdown(grids, of_grids))))
     sys.stdout.write(table)
-    content = {
-        "format": 1,
-        "model": str(args.model),
-        "sizes": [[size.layers, size.dim] for size in sizes],
-        "settings": dataclasses.asdict(settings),
-        "records": [record.as_json() for record in records],
-        "significance": [verdict.as_json() for verdict in verdicts],
-    }
+    content = results_content(args.model, sizes, settings, records, verdicts)
     if across:
         content["across_depths"] = {
             "records": [record.as_json() for record in across],
@@ -266,7 +258,7 @@ class _Subject:
                 fingerprints={
                     "weights": self._weights,
                     "texts": texts_digest(data.documents),
-                    "settings (tokenizer, length, prompt or --dtype)": _digest([self._tokenizer, *settings]),
+                    "settings (tokenizer, length, prompt or --dtype)": digest_of([self._tokenizer, *settings]),
                 },
             )
             megabytes = 2 * store.rows * sum(store.widths.values()) / 2**20
@@ -320,9 +312,7 @@ def _bm25_part(data: RetrievalData, parts: Parts, *, top_k: int, wanted: Callabl
 
 def _join_ranks(device: torch.device) -> World:
     """This process among those of its launcher, or alone."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return World(0, 0, 1, device)
-    world = start()
+    world = join(device)
     if world.device.type != device.type:
         raise ConfigError("--device cpu under a launcher needs the GPUs hidden; set CUDA_VISIBLE_DEVICES to nothing")
     return world
@@ -330,13 +320,9 @@ def _join_ranks(device: torch.device) -> World:
 
 def _task_digest(task: STSTask | RetrievalData) -> str:
     if isinstance(task, STSTask):
-        return _digest(dataclasses.asdict(task))
+        return digest_of(dataclasses.asdict(task))
     ids_and_texts = (task.document_ids, task.documents, task.query_ids, task.queries)
-    return _digest([task.name, *map(texts_digest, ids_and_texts), task.qrels])
-
-
-def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return digest_of([task.name, *map(texts_digest, ids_and_texts), task.qrels])
 
 
 def _run_writer(output: Path, method: str) -> Callable[[str, Searched, Run], None]:
