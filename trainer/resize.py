@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--text-column", default="text", metavar="NAME", help="of the texts' files (%(default)s)")
     add("--text-split", default="blank-lines", metavar="KIND", help="what divides a .txt file (%(default)s)")
     add("--limit", type=count(), metavar="N", help="take only the first N texts")
+    add("--max-length", type=count(), metavar="TOKENS", help="what is read of a text (default: what the model reads)")
     add("--processes", type=count(most=4096), metavar="N", help="that tokenize")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes
     args, rest = parser.parse_known_args(argv)
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             text_column=args.text_column,
             text_split=args.text_split,
             limit=args.limit,
+            max_length=args.max_length,
             processes=args.processes,
             overrides=tuple(overrides),
         )

@@ -23,7 +23,7 @@ from data import prepare
 from data.corpora import Document, Unit, plan_documents, plan_tuples, read_unit
 from data.files import write_atomically
 from data.shards import MANIFEST
-from models.encoder import EmbeddingSettings, Encoder
+from models.encoder import EmbeddingSettings, Encoder, longest_input
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from trainer.closed_form import FITTED_TEXTS, HELD_OUT_TEXTS, depth_states, fit_heads
 from trainer.config import ConfigError, load_recipe
@@ -52,8 +52,9 @@ START, SHARDS, TRAINING, EVALUATION, EXPORT = "start", "shards", "training", "ev
 TEACHER, PAIR_SHARDS, PAIR_TRAINING, PAIR_TEACHER = "teacher", "pair_shards", "pair_training", "pair_teacher"
 _TO_WHOLE = "_to_whole"  # ends a column of queries at the size and documents of the whole model
 AGREEMENT = "agreement"  # the task that needs no labels
-# Texts that are left out of training and compared with each other.
+# Texts that are left out of training and compared with each other: a tenth, up to so many.
 _HELD_OUT = 1_000
+_HELD_OUT_SHARE = 10
 _TIMED_TEXTS = 50
 _FLOAT32 = "ds_configs/zero1_float32.json"
 _SHARES = (1 / 12, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 1)  # of the width, for each of six sizes
@@ -76,15 +77,16 @@ class Resize:
     text_column: str = "text"
     text_split: str = "blank-lines"
     limit: int | None = None
+    max_length: int | None = None
     processes: int | None = None
     overrides: tuple[str, ...] = ()
 
     @cached_property
     def held_out(self) -> list[str]:
-        """The first texts of the first file, at most half of them; training does not see them."""
-        most = min(2 * _HELD_OUT, self.limit or 2 * _HELD_OUT)
-        first = list(itertools.islice(_texts_of(self._plan()[0]), most))
-        return first[: len(first) // 2]
+        """The first texts of the first file, a tenth of it at most; training does not see them."""
+        most = _HELD_OUT_SHARE * _HELD_OUT
+        first = list(itertools.islice(_texts_of(self._plan()[0]), min(most, self.limit or most)))
+        return first[: max(2, len(first) // _HELD_OUT_SHARE)]
 
     @cached_property
     def units(self) -> list[Unit]:
@@ -173,7 +175,18 @@ def _write_start(asked: Resize) -> None:
     full = Size(encoder.num_layers, encoder.embedding_size)
     ladder = _ladder(asked, full)
     settings = dataclasses.replace(settings, ladder=tuple((size.layers, size.dim) for size in ladder))
+    if asked.max_length:
+        settings = _cut_at(asked.max_length, encoder, tokenizer, settings)
     write_model_folder(folder, encoder.backbone.float(), tokenizer, settings, encoder.heads)
+
+
+def _cut_at(tokens: int, encoder: Encoder, tokenizer: Any, settings: EmbeddingSettings) -> EmbeddingSettings:
+    """Of every text no more tokens are read, here and wherever the result is used."""
+    least, most = tokenizer.num_special_tokens_to_add() + 1, longest_input(encoder.backbone)
+    if tokens < least or (most is not None and tokens > most):
+        room = f"{least} to {most} tokens" if most is not None else f"at least {least} tokens"
+        raise ConfigError(f"--max-length {tokens}: the model takes {room}; give a length that it can take")
+    return dataclasses.replace(settings, query_max_length=tokens, passage_max_length=tokens)
 
 
 def _ladder(asked: Resize, full: Size) -> Ladder:

@@ -18,7 +18,7 @@ from models.heads import HEADS_FILE
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from tests.launcher import launch
 from trainer import resize
-from trainer.config import ConfigError
+from trainer.config import ConfigError, load_recipe
 from trainer.evaluation.subject import load_model
 from trainer.resizing import AS_IT_IS, CLOSED_FORM, RESIZED, START, TRAINING, Resize, agreement, propose_ladder
 
@@ -71,6 +71,7 @@ def resized(launcher: None, model_folder: Path, texts: Path, tmp_path_factory: p
 def heads_alone(launcher: None, model_folder: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("heads") / "run"
     command = [str(model_folder), "--texts", str(texts), "--output", str(run), "--sizes", SIZES, "--train", "heads"]
+    command += ["--max-length", "16"]
     launch("trainer.resize", *command, *FAST, ranks=2)
     return run
 
@@ -151,6 +152,13 @@ def test_heads_leave_the_model_as_it_is_to_the_last_bit(heads_alone: Path) -> No
     assert records[-1][RESIZED] == records[-1][AS_IT_IS]
 
 
+def test_texts_are_cut_where_it_was_asked(heads_alone: Path) -> None:
+    for folder in (START, CLOSED_FORM, f"{TRAINING}/model"):
+        settings = EmbeddingSettings.load(heads_alone / folder)
+        assert settings is not None and (settings.query_max_length, settings.passage_max_length) == (16, 16)
+    assert load_recipe(heads_alone / f"{TRAINING}.toml").data.max_length == 16
+
+
 def test_another_teacher_and_pairs(with_pairs: Path) -> None:
     """The teacher is as wide as the ladder, of two layers, and mean-pooled; SRL follows with its term beside it."""
     assert (with_pairs / "pair_training" / "DONE").is_file()
@@ -196,6 +204,8 @@ def test_agreement_is_the_whole_models_own_order(model_folder: Path, docstrings:
         (["--sizes", "small"], "is not of the form"),
         (["--train", "heads", "--no-heads"], "leave --no-heads out"),
         (["--sts", "absent.tsv"], "absent.tsv"),
+        (["--max-length", "2"], "the model takes 3 to 64 tokens"),
+        (["--max-length", "65"], "the model takes 3 to 64 tokens"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_trained(
@@ -216,6 +226,6 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, model_folder: 
 def test_a_teacher_reads_the_texts_that_the_shards_hold(tmp_path: Path, texts: Path) -> None:
     """With a limit too, which counts from the first text that is not held out."""
     lines = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
-    asked = Resize("m", (str(texts),), tmp_path, limit=20)
+    asked = Resize("m", (str(texts),), tmp_path, limit=50)
     read = [record["text"] for unit in asked.units for _, record in read_unit(unit)]
-    assert asked.held_out == lines[:10] and read == lines[10:30]
+    assert asked.held_out == lines[:5] and read == lines[5:55]
