@@ -105,7 +105,7 @@ def installed_documentation(
     """
     docstrings = installed_docstrings(packages, processes=processes)
     pairs = list(_distinct_pairs(docstrings))
-    ranked = sorted(pairs, key=lambda pair: hashlib.sha256(pair.body.encode()).digest())
+    ranked = sorted(pairs, key=_order)
     if num_held_out < 1 or num_bodies < num_held_out:
         raise DataError(
             f"{num_held_out} held-out pairs of {num_bodies} bodies make no evaluation; give 1 or more of more"
@@ -363,14 +363,21 @@ def _documents_of(docstrings: Iterable[Docstring]) -> Iterator[str]:
         yield from joined(small)
 
 
+def _order(pair: DocumentationPair) -> bytes:
+    return hashlib.sha256(pair.body.encode()).digest()
+
+
 def write_documentation(documentation: Documentation, folder: Path) -> None:
-    """documents.jsonl, pairs.jsonl and the held-out pairs as the BEIR folder `held-out`."""
+    """documents.jsonl, pairs.jsonl and the held-out pairs as the BEIR folder `held-out`.
+
+    Documents and pairs are ordered by their hash, so that the first of them are a sample of all packages.
+    """
+    documents = sorted(documentation.documents, key=lambda text: hashlib.sha256(text.encode()).digest())
+    pairs = sorted(documentation.pairs, key=_order)
     corpus = sorted([*documentation.held_out, *documentation.distractors], key=lambda pair: pair.name)
     files: dict[str, Iterable[Mapping[str, Any]]] = {
-        "documents.jsonl": ({"text": text} for text in documentation.documents),
-        "pairs.jsonl": (
-            {"name": pair.name, "query": pair.summary, "positive": pair.body} for pair in documentation.pairs
-        ),
+        "documents.jsonl": ({"text": text} for text in documents),
+        "pairs.jsonl": ({"name": pair.name, "query": pair.summary, "positive": pair.body} for pair in pairs),
         "held-out/corpus.jsonl": ({"_id": pair.name, "title": "", "text": pair.body} for pair in corpus),
         "held-out/queries.jsonl": ({"_id": pair.name, "text": pair.summary} for pair in documentation.held_out),
     }

@@ -130,7 +130,7 @@ def resize(asked: Resize) -> str:
         _write_shards(asked)
         if asked.heads:
             _write_closed_form(asked)
-        _write_recipes(asked)
+        _write_recipes(asked, ranks=world.size)
     gather_objects(None)
     stages = [(TRAINING, asked.units)]
     with tempfile.TemporaryDirectory() as scratch:
@@ -274,7 +274,7 @@ def _whole_vectors(
     return vectors_of(texts, similarity="cosine", max_length=settings.passage_max_length, prompt=prompt)[full]
 
 
-def _write_recipes(asked: Resize) -> None:
+def _write_recipes(asked: Resize, *, ranks: int) -> None:
     """training.toml and, where there are pairs, pair_training.toml: what the two stages train, for people too."""
     source = asked.output / (CLOSED_FORM if asked.heads else START)
     settings = EmbeddingSettings.load(source)
@@ -299,7 +299,7 @@ def _write_recipes(asked: Resize) -> None:
         "objective": {"name": "distill", "sizes": "grid"},
         "teacher": teacher,
         "optim": {"lr": 3e-4, "warmup_ratio": 0.1, "weight_decay": 0.01},
-        "train": {"global_batch_size": 64, "micro_batch_size": 8},
+        "train": {"global_batch_size": 64, "micro_batch_size": max(1, min(32, 64 // ranks))},
         "engine": {"ds_config": "ds_configs/zero1.json" if torch.cuda.is_available() else _FLOAT32},
         "checkpoint": {"every_steps": 200},
     }
