@@ -1,47 +1,88 @@
 """Command: the whole road on a laptop, in minutes (`make demo`).
 
-The documentation of the installed packages → tokenizer → shards → SMAE → SRL → every size evaluated against the
-untrained encoder and BM25 → every size exported → one loaded with sentence-transformers to answer a question. Each
-stage is the command a user would type, printed as it runs; this file only strings them together. Everything goes to
-runs/demo: summary.json, evaluation/ (table, figures), export/<size>/.
+From all-MiniLM-L6-v2, a real model of 6 layers × 384 that comes with the dependencies: the documentation of the
+installed packages → shards → the model made to work at six sizes, without labels → SRL on (summary, body) pairs →
+every size evaluated beside the model cut as it is, an untrained one and BM25 → every size exported → one loaded with
+sentence-transformers to answer a question.
 
-    python -m launch.demo [--quick]
+With --from-scratch the road begins with random weights and pre-trains them: tokenizer → shards → SMAE → SRL → the
+same end. It takes longer, and its model is worth less: it shows how all sizes are pre-trained at once.
+
+Each stage is the command a user would type, printed as it runs; this file only strings them together. Everything goes
+to runs/demo: summary.json, evaluation/ (table, figures), export/<size>/.
+
+    python -m launch.demo [--quick] [--from-scratch]
     python -m launch.demo ask "how do I sort an array?"      (after a demo)
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from data.command import exit_code_of
 from data.errors import UserError
-from data.parent_death import adopt_orphans, signal_at_parents_death
+from data.minilm import minilm_folder
+from launch.calls import call, ends_all_it_started
 from trainer.config import load_recipe
 
 OUTPUT = Path("runs/demo")
+TEXT, SHARDS = OUTPUT / "text", OUTPUT / "shards"
+EVALUATION, AS_IT_IS = OUTPUT / "evaluation", OUTPUT / "evaluation_as_it_is"
+RESIZED = OUTPUT / "resized"
+TASK = "held-out"
+DEFAULT_QUESTION = "how do I sort the elements of an array?"
+PYTHON = (sys.executable, "-m")
+
+FEW_PACKAGES = ("stdlib", "numpy", "scipy")
+MODEL_RECIPE = "launch/recipes/demo_minilm_srl.toml"
 PRETRAIN_RECIPE = "launch/recipes/demo_smae.toml"
 FINETUNE_RECIPE = "launch/recipes/demo_srl.toml"
-DEFAULT_QUESTION = "how do I sort the elements of an array?"
-TASK = "held-out"
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-_PATIENCE_SECONDS = 30.0  # of a command that is asked to end, before it is killed
-
-# The short form: fewer packages and steps, the same road.
-QUICK_PACKAGES = ("stdlib", "numpy", "scipy")
+# From random weights, the short form: fewer steps, the same road.
 QUICK_PRETRAIN = ("--train.steps=30", "--checkpoint.every_steps=30")
 QUICK_FINETUNE = ("--train.steps=150", "--checkpoint.every_steps=150")
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """How much of everything, from the model."""
+
+    queries: int  # held out, to evaluate
+    bodies: int  # that they are searched in
+    texts: int  # that the model is resized on
+    resize_steps: int  # of 64 texts
+    pair_steps: int  # of 64 pairs
+
+    @property
+    def operations(self) -> float:
+        """Multiplications and additions, about."""
+        forward = 2 * 6 * (4 * 384**2 + 2 * 384 * 1536)  # a token; 6 layers' products, the word table is looked up
+        query, body = 14, 58  # tokens in the mean, of at most 32 and 64
+        held_out = self.texts / 10
+        tokens = body * (self.texts + 3 * held_out)  # the closed form, and three models' agreement
+        tokens += 4 * 64 * body * self.resize_steps  # forward and backward, and the teacher
+        tokens += 3 * 64 * (query + body) * self.pair_steps
+        tokens += 3 * (query * self.queries + body * self.bodies)  # trained, as it is, untrained
+        return forward * tokens
+
+
+WHOLE = Amounts(queries=200, bodies=800, texts=1500, resize_steps=10, pair_steps=24)
+QUICK = Amounts(queries=150, bodies=400, texts=600, resize_steps=6, pair_steps=12)
+# Measured on the machine that README.md names: what the stages take beside products; how much of the speed of one
+# large float32 product training reaches; what bf16 units make of it.
+_START_SECONDS = 80.0
+_EFFICIENCY = 0.6
+_BF16_GAIN = 1.7
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m launch.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="the short form: less text, fewer steps")
+    parser.add_argument("--from-scratch", action="store_true", help="begin with random weights")
     commands = parser.add_subparsers(dest="command")
     asking = commands.add_parser("ask", help="answer a question from the demo's exported model")
     asking.add_argument("question", nargs="?", help="typed in when left out")
@@ -57,50 +99,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "ask":
         return exit_code_of(lambda: ask(args.question, size=args.size))
     with ends_all_it_started():
-        return exit_code_of(lambda: run(quick=args.quick))
+        return exit_code_of(lambda: run(quick=args.quick, from_scratch=args.from_scratch))
 
 
-def run(*, quick: bool) -> int:
-    if OUTPUT.is_symlink() or (OUTPUT.exists() and not OUTPUT.is_dir()):
-        raise UserError(f"{OUTPUT} is a link or a file; move it away")
-    if OUTPUT.exists() and any(OUTPUT.iterdir()):
-        if not (OUTPUT / "demo.json").is_file():
-            raise UserError(f"{OUTPUT} holds files that are no demo of ours; move them away")
-        shutil.rmtree(OUTPUT)
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    (OUTPUT / "demo.json").write_text(json.dumps({"quick": quick}) + "\n", encoding="utf-8")
-    begin = time.monotonic()
-    text, shards, tokenizer = OUTPUT / "text", OUTPUT / "shards", OUTPUT / "tokenizer"
-    python = [sys.executable, "-m"]
-    packages = [part for name in QUICK_PACKAGES if quick for part in ("--package", name)]
-    held_out = ["--held-out", "200", "--bodies", "1500"] if quick else []
-    _stage("1/8 collect the documentation of the installed packages")
-    _call([*python, "data.prepare", "installed-docs", "--output", text, *packages, *held_out])
-    _stage("2/8 train a WordPiece tokenizer on it")
-    documents, pairs = text / "documents.jsonl", text / "pairs.jsonl"
-    _call([*python, "data.prepare", "tokenizer", documents, "--vocab-size", "4096", "--output", tokenizer])
-    _stage("3/8 write tokenized shards")
-    for kind, source, name in (("documents", documents, "documents"), ("tuples", pairs, "pairs")):
-        _call([*python, "data.prepare", kind, source, "--tokenizer", tokenizer, "--output", shards / name])
-    _stage("4/8 pre-train all sizes at once (SMAE)")
-    _train("trainer.pretrain", PRETRAIN_RECIPE, QUICK_PRETRAIN if quick else ())
-    _stage("5/8 fine-tune all sizes at once (SRL)")
-    _train("trainer.finetune", FINETUNE_RECIPE, QUICK_FINETUNE if quick else ())
-    _stage("6/8 evaluate every size on held-out documentation")
-    model = Path(load_recipe(FINETUNE_RECIPE).run.output) / "model"
-    evaluation = OUTPUT / "evaluation"
-    common = ["--random-init", "--bm25", "--top-k", "100", "--output", evaluation]
-    _call([*python, "trainer.evaluate", "sizes", "--model", model, "--beir", text / TASK, *common], quiet=True)
-    _stage("7/8 export every size")
-    _call([*python, "trainer.export", "--model", model, "--output", OUTPUT / "export"])
-    seconds = time.monotonic() - begin
-    summary = _summary(evaluation / "results.json", seconds=seconds)
+def run(*, quick: bool, from_scratch: bool) -> int:
+    _make_room({"quick": quick, "from_scratch": from_scratch})
+    begin, stages = time.monotonic(), 8 if from_scratch else 6
+    model = _from_scratch(quick=quick) if from_scratch else _from_model(QUICK if quick else WHOLE)
+    _stage(f"{stages - 1}/{stages} export every size")
+    results = EVALUATION / "results.json"
+    _call([*PYTHON, "trainer.export", "--model", model, "--output", OUTPUT / "export", "--results", results])
+    summary = _summary(seconds=time.monotonic() - begin)
     (OUTPUT / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     table = _table(summary)
     (OUTPUT / "table.md").write_text(table, encoding="utf-8")
-    print(f"\n{table}\nfigures in {evaluation / 'figures'}, curves: tensorboard --logdir {OUTPUT}", flush=True)
-    _stage("8/8 answer a question with the largest size, loaded by sentence-transformers")
-    _call([*python, "launch.demo", "ask", *([] if sys.stdin.isatty() else [DEFAULT_QUESTION])], interactive=True)
+    print(f"\n{table}\nfigures in {EVALUATION / 'figures'}, curves: tensorboard --logdir {OUTPUT}", flush=True)
+    _stage(f"{stages}/{stages} answer a question with the largest size, loaded by sentence-transformers")
+    _call([*PYTHON, "launch.demo", "ask", *([] if sys.stdin.isatty() else [DEFAULT_QUESTION])], interactive=True)
     print(f"\nthe demo took {time.monotonic() - begin:.0f} s", flush=True)
     return 0
 
@@ -118,7 +133,7 @@ def ask(question: str | None, *, size: str) -> int:
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(str(folder), device="cpu")
-    lines = (OUTPUT / "text" / TASK / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (TEXT / TASK / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
     entries = [json.loads(line) for line in lines]
     passages = model.encode([entry["text"] for entry in entries], batch_size=64, show_progress_bar=False)
     scores = model.similarity(model.encode([question]), passages)[0]
@@ -129,16 +144,115 @@ def ask(question: str | None, *, size: str) -> int:
     return 0
 
 
-def _train(module: str, recipe: str, overrides: Sequence[str]) -> None:
+def _make_room(description: dict[str, bool]) -> None:
+    """An empty folder with the demo's mark; what an earlier demo left is deleted, and nothing else."""
+    if OUTPUT.is_symlink() or (OUTPUT.exists() and not OUTPUT.is_dir()):
+        raise UserError(f"{OUTPUT} is a link or a file; move it away")
+    if OUTPUT.exists() and any(OUTPUT.iterdir()):
+        if not (OUTPUT / "demo.json").is_file():
+            raise UserError(f"{OUTPUT} holds files that are no demo of ours; move them away")
+        shutil.rmtree(OUTPUT)
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    (OUTPUT / "demo.json").write_text(json.dumps(description) + "\n", encoding="utf-8")
+
+
+def _from_model(amounts: Amounts) -> Path:
+    """A model that exists, made to work at every size: without labels, then on pairs."""
+    speed = _speed()
+    seconds = _forecast_seconds(amounts, speed=speed, bf16_units=_has_bf16_units())
+    print(f"{speed / 1e9:.0f} GFLOP/s in float32: about {seconds / 60:.0f} minutes on this machine's CPU", flush=True)
+    model = minilm_folder()
+    _stage("1/6 collect the documentation of installed packages")
+    _collect(FEW_PACKAGES, queries=amounts.queries, bodies=amounts.bodies)
+    _stage("2/6 make the model work at every size, without labels")
+    texts = ["--texts", TEXT / "documents.jsonl", "--limit", amounts.texts, "--max-length", 64]
+    steps = [f"--train.steps={amounts.resize_steps}", "--log.every_steps=1"]
+    _call([*PYTHON, "trainer.resize", model, *texts, "--output", RESIZED, *steps, *_precision()])
+    _stage("3/6 fine-tune all sizes at once on pairs (SRL)")
+    _shards("tuples", "pairs", tokenizer=RESIZED / "start")
+    _train("trainer.finetune", MODEL_RECIPE, [f"--train.steps={amounts.pair_steps}"])
+    _stage("4/6 evaluate every size on held-out documentation")
+    _evaluate(RESIZED / "start", "--output", AS_IT_IS)
+    return _evaluate_trained(MODEL_RECIPE)
+
+
+def _from_scratch(*, quick: bool) -> Path:
+    """Random weights, pre-trained and fine-tuned at all sizes at once."""
+    _stage("1/8 collect the documentation of the installed packages")
+    if quick:
+        _collect(FEW_PACKAGES, queries=200, bodies=1500)
+    else:
+        _collect()
+    _stage("2/8 train a WordPiece tokenizer on it")
+    tokenizer = OUTPUT / "tokenizer"
+    documents = TEXT / "documents.jsonl"
+    _call([*PYTHON, "data.prepare", "tokenizer", documents, "--vocab-size", "4096", "--output", tokenizer])
+    _stage("3/8 write tokenized shards")
+    _shards("documents", "documents", tokenizer=tokenizer)
+    _shards("tuples", "pairs", tokenizer=tokenizer)
+    _stage("4/8 pre-train all sizes at once (SMAE)")
+    _train("trainer.pretrain", PRETRAIN_RECIPE, QUICK_PRETRAIN if quick else ())
+    _stage("5/8 fine-tune all sizes at once (SRL)")
+    _train("trainer.finetune", FINETUNE_RECIPE, QUICK_FINETUNE if quick else ())
+    _stage("6/8 evaluate every size on held-out documentation")
+    return _evaluate_trained(FINETUNE_RECIPE)
+
+
+def _speed() -> float:
+    """Multiplications and additions a second of one float32 product, on all cores; it takes a second to find out."""
+    left, right = (np.ones(shape, dtype=np.float32) for shape in ((1024, 384), (384, 1536)))
+    rounds, begin = 0, time.perf_counter()
+    while time.perf_counter() - begin < 1.0:
+        left @ right
+        rounds += 1
+    return rounds * 2 * left.size * right.shape[1] / (time.perf_counter() - begin)
+
+
+def _forecast_seconds(amounts: Amounts, *, speed: float, bf16_units: bool) -> float:
+    """What the demo takes on a machine that does nothing else. speed: as of _speed."""
+    return _START_SECONDS + amounts.operations / (speed * _EFFICIENCY * (_BF16_GAIN if bf16_units else 1.0))
+
+
+def _collect(packages: Sequence[str] = (), *, queries: int | None = None, bodies: int | None = None) -> None:
+    held_out = [] if queries is None else ["--held-out", queries, "--bodies", bodies]
+    named = [part for name in packages for part in ("--package", name)]
+    _call([*PYTHON, "data.prepare", "installed-docs", "--output", TEXT, *named, *held_out])
+
+
+def _shards(kind: str, name: str, *, tokenizer: Path) -> None:
+    source = TEXT / f"{name}.jsonl"
+    _call([*PYTHON, "data.prepare", kind, source, "--tokenizer", tokenizer, "--output", SHARDS / name])
+
+
+def _evaluate_trained(recipe: str) -> Path:
+    """The model of a recipe, evaluated with the controls."""
+    model = Path(load_recipe(recipe).run.output) / "model"
+    _evaluate(model, "--random-init", "--bm25", "--output", EVALUATION)
+    return model
+
+
+def _evaluate(model: Path, *arguments: object) -> None:
+    common = ["--beir", TEXT / TASK, "--top-k", "100", *arguments]
+    _call([*PYTHON, "trainer.evaluate", "sizes", "--model", model, *common], quiet=True)
+
+
+def _train(module: str, recipe: str, overrides: Sequence[object]) -> None:
     launcher = Path(sys.executable).with_name("deepspeed")
-    gpus = _count_gpus()
     # Without a GPU, two ranks on the CPU, so that the demo is a distributed run anywhere.
-    ranks = ["--num_gpus", str(gpus or 2), "--master_port", str(_free_port())]
-    # A CPU without bf16 units (their names in its flags end so) would take many times as long for bf16 as for float32.
+    ranks = ["--num_gpus", _count_gpus() or 2, "--master_port", _free_port()]
+    _call([launcher, *ranks, "--module", module, "--config", recipe, *_precision(), *overrides])
+
+
+def _precision() -> list[str]:
+    """A CPU without bf16 units would take many times as long for bf16 as for float32."""
+    name = "zero1" if _count_gpus() or _has_bf16_units() else "zero1_float32"
+    return [f"--engine.ds_config=ds_configs/{name}.json"]
+
+
+def _has_bf16_units() -> bool:
+    """The names of such units in a CPU's flags end so."""
     cpu = Path("/proc/cpuinfo")
-    fast = gpus > 0 or (cpu.is_file() and "bf16" in cpu.read_text(encoding="utf-8"))
-    precision = () if fast else ("--engine.ds_config=ds_configs/zero1_float32.json",)
-    _call([launcher, *ranks, "--module", module, "--config", recipe, *precision, *overrides])
+    return cpu.is_file() and "bf16" in cpu.read_text(encoding="utf-8")
 
 
 def _count_gpus() -> int:
@@ -158,124 +272,45 @@ def _stage(title: str) -> None:
     print(f"\n== {title}", flush=True)
 
 
-class _Signalled(BaseException):
-    """One of _SIGNALS came; as an exception, so that whatever goes on is cleared up."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-@contextlib.contextmanager
-def ends_all_it_started() -> Iterator[None]:
-    """A signal ends the commands below this one too, and then this one, as a shell would say it: 128 and the number."""
-    adopt_orphans()
-
-    def end(number: int, _frame: object) -> None:
-        raise _Signalled(number)
-
-    before = {number: signal.signal(number, end) for number in _SIGNALS}
-    try:
-        yield
-    except _Signalled as signalled:
-        raise SystemExit(128 + signalled.number) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _call(command: Sequence[object], *, quiet: bool = False, interactive: bool = False) -> None:
-    """Run one command; end with its exit code if it fails. Whatever ends this process ends all that it started."""
-    words = [str(word) for word in command]
-    shown = [Path(words[0]).name, *words[1:]]
-    print(f"$ {shlex.join(shown)}", flush=True)
     # Said, so that DeepSpeed does not warn that it had to guess.
     accelerator = {} if _count_gpus() else {"DS_ACCELERATOR": "cpu"}
-    parent = os.getpid()
-    # A signal waits until there is a process to end.
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_SIGNALS})
-
-    def prepare() -> None:
-        signal_at_parents_death(signal.SIGTERM, parent=parent)
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-
-    process: subprocess.Popen[bytes] | None = None
-    try:
-        process = subprocess.Popen(
-            words,
-            env={**os.environ, **accelerator},
-            stdout=subprocess.DEVNULL if quiet else None,
-            # A terminal's question needs the terminal; all else gets a process group of its own, ended as one.
-            start_new_session=not interactive,
-            preexec_fn=prepare,
-        )
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-        code = process.wait()
-    except (KeyboardInterrupt, _Signalled):
-        if process is not None:
-            _end(process, alone=interactive)
-        raise
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-    if code:
-        print(f"error: this command ended with exit code {code}; its own words above say why", file=sys.stderr)
-        raise SystemExit(code if code > 0 else 1)
+    call(command, environment=accelerator, quiet=quiet, interactive=interactive)
 
 
-def _end(process: subprocess.Popen[bytes], *, alone: bool) -> None:
-    """End a command and wait until nothing of it is left. alone: without a group of its own."""
-    send = os.kill if alone else os.killpg
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_SIGNALS})
-    for number, patience in ((signal.SIGTERM, _PATIENCE_SECONDS), (signal.SIGKILL, None)):
-        with contextlib.suppress(ProcessLookupError):
-            send(process.pid, number)
-        deadline = None if patience is None else time.monotonic() + patience
-        if _all_gone(process.pid if alone else -process.pid, deadline):
-            return
-
-
-def _all_gone(whom: int, deadline: float | None) -> bool:
-    """Wait for a child, or below 0 for all of a group, orphans included; False where the deadline comes first."""
-    while True:
-        try:
-            ended, _ = os.waitpid(whom, 0 if deadline is None else os.WNOHANG)
-        except ChildProcessError:
-            return True
-        if ended == 0:
-            if deadline is not None and time.monotonic() > deadline:
-                return False
-            time.sleep(0.05)
-
-
-def _summary(results: Path, *, seconds: float) -> dict:
-    """What the demo found, by size name."""
+def _scores(results: Path, method: str, metric: str) -> dict[str, float]:
+    """By size name, in the order of the sizes."""
     records = json.loads(results.read_text(encoding="utf-8"))["records"]
+    return {r["size"]: r["value"] for r in records if (r["method"], r["metric"]) == (method, metric)}
 
-    def scores(method: str, metric: str) -> dict[str, float]:
-        return {r["size"]: r["value"] for r in records if (r["method"], r["metric"]) == (method, metric)}
 
-    names = list(scores("trained", "recip_rank_10"))
-    sizes = {r["size"]: f"{r['layers']}x{r['dim']}" for r in records if r["layers"]}
+def _summary(*, seconds: float) -> dict:
+    """What the demo found, by size name."""
+    results, as_it_is = EVALUATION / "results.json", AS_IT_IS / "results.json"
+    records = json.loads(results.read_text(encoding="utf-8"))["records"]
+    trained = _scores(results, "trained", "recip_rank_10")
     return {
-        "mrr10": scores("trained", "recip_rank_10"),
-        "untrained_mrr10": scores("untrained", "recip_rank_10"),
-        "bm25_mrr10": scores("BM25", "recip_rank_10")[""],
-        "ndcg10": scores("trained", "ndcg_cut_10"),
-        "recall100": scores("trained", "recall_100"),
-        "sizes": sizes,
+        "mrr10": trained,
+        **({"as_it_is_mrr10": _scores(as_it_is, "trained", "recip_rank_10")} if as_it_is.is_file() else {}),
+        "untrained_mrr10": _scores(results, "untrained", "recip_rank_10"),
+        "bm25_mrr10": _scores(results, "BM25", "recip_rank_10")[""],
+        "ndcg10": _scores(results, "trained", "ndcg_cut_10"),
+        "recall100": _scores(results, "trained", "recall_100"),
+        "sizes": {r["size"]: f"{r['layers']}x{r['dim']}" for r in records if r["layers"]},
         "seconds": round(seconds, 1),
-        "exports": {name: str(OUTPUT / "export" / name) for name in names},
+        "exports": {name: str(OUTPUT / "export" / name) for name in trained},
     }
 
 
 def _table(summary: dict) -> str:
-    head = "| size | layers × dimensions | MRR@10 | nDCG@10 | Recall@100 | MRR@10 untrained |\n"
-    lines = [head, "| --- | --- | --- | --- | --- | --- |\n"]
-    for name, value in summary["mrr10"].items():
-        others = (summary["ndcg10"][name], summary["recall100"][name], summary["untrained_mrr10"][name])
-        numbers = " | ".join(f"{number:.3f}" for number in (value, *others))
-        lines.append(f"| {name} | {summary['sizes'][name].replace('x', ' × ')} | {numbers} |\n")
-    lines.append(f"| BM25 | | {summary['bm25_mrr10']:.3f} | | | |\n")
-    return "".join(lines)
+    columns = {"MRR@10": "mrr10", "as it is": "as_it_is_mrr10", "untrained": "untrained_mrr10"}
+    columns = {heading: key for heading, key in columns.items() if key in summary}
+    columns |= {"nDCG@10": "ndcg10", "Recall@100": "recall100"}
+    lines = [["size", "layers × dimensions", *columns], ["---"] * (2 + len(columns))]
+    for name, size in summary["sizes"].items():
+        lines.append([name, size.replace("x", " × "), *(f"{summary[key][name]:.3f}" for key in columns.values())])
+    lines.append(["BM25", "", f"{summary['bm25_mrr10']:.3f}", *[""] * (len(columns) - 1)])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 if __name__ == "__main__":

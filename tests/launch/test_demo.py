@@ -1,102 +1,15 @@
-"""The demo's processes end with it; the demo itself is tried by hand (`make demo`)."""
+"""What the demo does to files that are not its own, and what it says; the demo itself is run by CI (`make demo`)."""
 
 from __future__ import annotations
 
-import os
-import select
-import signal
-import subprocess
-import sys
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
-from launch.demo import main
-from tests import ROOT
-
-pytestmark = pytest.mark.processes
-
-# As the deepspeed command does: it starts a launcher, which starts a rank; all are told apart by what they write.
-STARTS = """
-import os, signal, subprocess, sys, time
-depth = int(sys.argv[1])
-if depth:
-    subprocess.Popen([sys.executable, "-c", sys.argv[2], str(depth - 1), sys.argv[2], sys.argv[3]])
-elif sys.argv[3] == "deaf":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-os.write(2, b".")
-time.sleep(600)
-"""
-CALLS = """
-import sys
 from launch import demo
-from data.command import exit_code_of
-
-depth, more, kind, patience = sys.argv[2:]
-demo._PATIENCE_SECONDS = float(patience)
-command = [sys.executable, "-c", sys.argv[1], depth, sys.argv[1], more]
-with demo.ends_all_it_started():
-    code = exit_code_of(lambda: demo._call(command, interactive=kind == "interactive"))
-sys.exit(code)
-"""
-
-
-class Started:
-    """A demo with a command of so many processes below it, which all hold the writing end of a pipe."""
-
-    def __init__(self, processes: int, *, more: str = "", kind: str = "", patience: float = 30.0) -> None:
-        self.told, writing = os.pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CALLS, STARTS, str(processes - 1), more, kind, str(patience)],
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=writing,
-        )
-        os.close(writing)
-        self.wait_for(processes)
-
-    def wait_for(self, processes: int) -> None:
-        said = b""
-        while len(said) < processes:
-            part = os.read(self.told, processes - len(said))
-            assert part, "they ended before they were asked to"
-            said += part
-
-    def all_end(self) -> bool:
-        """Whether nobody holds the pipe any longer."""
-        ready, _, _ = select.select([self.told], [], [], 60)
-        return bool(ready) and os.read(self.told, 1) == b""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_ends_all_that_was_started(number: signal.Signals) -> None:
-    demo = Started(3)
-    demo.process.send_signal(number)
-    assert demo.process.wait(timeout=60) == 128 + number
-    assert demo.all_end()
-
-
-def test_what_does_not_listen_is_killed() -> None:
-    demo = Started(2, more="deaf", patience=0.1)
-    demo.process.send_signal(signal.SIGTERM)
-    assert demo.process.wait(timeout=60) == 143
-    assert demo.all_end()
-
-
-def test_the_part_that_asks_ends_too() -> None:
-    """It shares the terminal, and so the group, of the demo."""
-    demo = Started(1, kind="interactive")
-    demo.process.send_signal(signal.SIGTERM)
-    assert demo.process.wait(timeout=60) == 143
-    assert demo.all_end()
-
-
-def test_a_command_does_not_outlive_a_killed_demo() -> None:
-    """Training's ranks see for themselves that their launcher is gone (tests/trainer/test_stopping.py)."""
-    demo = Started(1)
-    demo.process.kill()
-    assert demo.process.wait(timeout=60) == -signal.SIGKILL
-    assert demo.all_end()
+from launch.demo import EVALUATION, QUICK, WHOLE, main
 
 
 def test_what_is_not_ours_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -113,3 +26,38 @@ def test_what_is_not_ours_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert main([]) == 2 and "is a link or a file" in capsys.readouterr().err
     assert (tmp_path / "runs/other/demo.json").read_text() == "mine"
     assert main(["ask", "why?"]) == 2 and "holds no exported model" in capsys.readouterr().err
+
+
+def test_the_forecast_follows_the_work_and_the_machine() -> None:
+    whole = demo._forecast_seconds(WHOLE, speed=1e11, bf16_units=False)
+    assert QUICK.operations < 0.6 * WHOLE.operations
+    assert demo._forecast_seconds(QUICK, speed=1e11, bf16_units=False) < whole
+    assert demo._forecast_seconds(WHOLE, speed=1e11, bf16_units=True) < whole
+    assert demo._forecast_seconds(WHOLE, speed=5e10, bf16_units=False) > 1.5 * whole
+    # A token costs 21 million operations forward, three times that with its gradient.
+    step = dataclasses.replace(WHOLE, pair_steps=WHOLE.pair_steps + 1).operations - WHOLE.operations
+    assert step == pytest.approx(3 * 64 * (14 + 58) * 21.2e6, rel=0.01)
+
+
+def test_the_summary_puts_every_control_beside_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def write(folder: Path, values: dict[str, float]) -> None:
+        rows = [
+            {"method": method, "metric": metric, "value": value, "size": size, "layers": layers, "dim": 8 * layers}
+            for method, value in values.items()
+            for metric in ("recip_rank_10", "ndcg_cut_10", "recall_100")
+            for size, layers in ((("", 0),) if method == "BM25" else (("demi", 1), ("venti", 2)))
+        ]
+        folder.mkdir(parents=True)
+        (folder / "results.json").write_text(json.dumps({"records": rows}))
+
+    write(EVALUATION, {"trained": 0.5, "untrained": 0.125, "BM25": 0.25})
+    summary = demo._summary(seconds=1.04)
+    assert "as_it_is_mrr10" not in summary and "as it is" not in demo._table(summary)
+    write(demo.AS_IT_IS, {"trained": 0.375})
+    summary = demo._summary(seconds=1.04)
+    assert summary["as_it_is_mrr10"] == {"demi": 0.375, "venti": 0.375}
+    assert (summary["mrr10"]["demi"], summary["untrained_mrr10"]["demi"], summary["bm25_mrr10"]) == (0.5, 0.125, 0.25)
+    assert "| demi | 1 × 8 | 0.500 | 0.375 | 0.125 | 0.500 | 0.500 |" in demo._table(summary)
+    assert "| BM25 |  | 0.250 |" in demo._table(summary)
