@@ -1,4 +1,5 @@
-# `make demo` is the whole road on this machine; `make check` and `make test-all` are what CI runs.
+# `make demo` is the whole road on this machine; QUICK=1 is its short form, FROM_SCRATCH=1 begins with random weights.
+# `make check` and `make test-all` are what CI runs.
 #
 # Tests run in three lanes, each of which contains the one before it (CONTRIBUTING.md):
 #   make test-fast   no process is started: 3 minutes on two plain cores
@@ -29,7 +30,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
-	$(BIN)/python -m launch.demo $(if $(QUICK),--quick)
+	$(BIN)/python -m launch.demo $(if $(QUICK),--quick) $(if $(FROM_SCRATCH),--from-scratch)
 
 # Modules whose cases share a launch stay in one worker; pure tests go wherever there is time.
 test-fast: setup
