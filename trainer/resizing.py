@@ -21,7 +21,8 @@ from transformers.utils import logging as transformers_logging
 
 from data import prepare
 from data.corpora import Document, Unit, plan_documents, plan_tuples, read_unit
-from data.files import write_atomically
+from data.files import read_text, write_atomically
+from data.records import read_record
 from data.shards import MANIFEST
 from models.encoder import EmbeddingSettings, Encoder, longest_input
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
@@ -33,30 +34,29 @@ from trainer.evaluation.across import Searched, SizePair, encoded_sizes
 from trainer.evaluation.encode import encoder_forward, encoding_of
 from trainer.evaluation.latency import measure_costs
 from trainer.evaluation.output import results_content, write_json
-from trainer.evaluation.report import HEADLINE_METRICS, Record, markdown_table
+from trainer.evaluation.report import HEADLINE_METRICS, Record
 from trainer.evaluation.retrieval import RetrievalData, load_beir
 from trainer.evaluation.sts import STSTask, read_sts
 from trainer.evaluation.subject import choose_device, load_model
 from trainer.export import export_sizes
 from trainer.exporting.folders import weights_megabytes
 from trainer.model_folder import write_model_folder
+from trainer.resize_table import AS_IT_IS, CLOSED_FORM, RESIZED, TO_WHOLE, Row, Table, as_markdown
 from trainer.run import execute
 from trainer.teacher_vectors import store_vectors
 from trainer.whole_folder import check_place
 
 log = logging.getLogger(__name__)
 
-AS_IT_IS, CLOSED_FORM, RESIZED = "as_it_is", "closed_form", "resized"
 # Folders of a RUN, beside closed_form/.
 START, SHARDS, TRAINING, EVALUATION, EXPORT = "start", "shards", "training", "evaluation", "export"
 TEACHER, PAIR_SHARDS, PAIR_TRAINING, PAIR_TEACHER = "teacher", "pair_shards", "pair_training", "pair_teacher"
-_TO_WHOLE = "_to_whole"  # ends a column of queries at the size and documents of the whole model
 AGREEMENT = "agreement"  # the task that needs no labels
 # Texts that are left out of training and compared with each other: a tenth, up to so many.
 _HELD_OUT = 1_000
 _HELD_OUT_SHARE = 10
 _TIMED_TEXTS = 50
-_FLOAT32 = "ds_configs/zero1_float32.json"
+_DS_CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"  # for whoever works in another folder
 _SHARES = (1 / 12, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 1)  # of the width, for each of six sizes
 
 
@@ -127,10 +127,13 @@ def resize(asked: Resize) -> str:
     if world.is_main:
         _begin(asked)
         _write_start(asked)
+        # Overrides are refused before the minutes that follow.
+        _write_recipes(asked, asked.output / START, ranks=world.size)
+        load_recipe(asked.output / f"{TRAINING}.toml", asked.overrides)
         _write_shards(asked)
         if asked.heads:
             _write_closed_form(asked)
-        _write_recipes(asked, ranks=world.size)
+            _write_recipes(asked, asked.output / CLOSED_FORM, ranks=world.size)
     gather_objects(None)
     stages = [(TRAINING, asked.units)]
     with tempfile.TemporaryDirectory() as scratch:
@@ -152,7 +155,7 @@ def _begin(asked: Resize) -> None:
     known = {key: value for key, value in dataclasses.asdict(asked).items() if key not in ("output", "processes")}
     text = json.dumps(known, indent=2) + "\n"
     path = asked.output / "command.json"
-    if path.exists() and path.read_text(encoding="utf-8") != text:
+    if path.exists() and read_text(path, mend="give a new --output") != text:
         raise ConfigError(f"{asked.output} is of another command ({path}); give a new --output, or the same arguments")
     if asked.output.is_dir() and not path.exists() and any(asked.output.iterdir()):
         raise ConfigError(f"--output {asked.output} holds something else; give a new folder")
@@ -274,11 +277,14 @@ def _whole_vectors(
     return vectors_of(texts, similarity="cosine", max_length=settings.passage_max_length, prompt=prompt)[full]
 
 
-def _write_recipes(asked: Resize, *, ranks: int) -> None:
-    """training.toml and, where there are pairs, pair_training.toml: what the two stages train, for people too."""
-    source = asked.output / (CLOSED_FORM if asked.heads else START)
+def _write_recipes(asked: Resize, source: Path, *, ranks: int) -> None:
+    """training.toml and, where there are pairs, pair_training.toml: what the two stages train, for people too.
+
+    source: the model folder that training starts from.
+    """
     settings = EmbeddingSettings.load(source)
     assert settings is not None
+    precision = "zero1.json" if torch.cuda.is_available() else "zero1_float32.json"
     teacher: dict[str, Any] = {"model": str(asked.output / START)}
     if asked.teacher:
         teacher = {"model": asked.teacher, "vectors": "stored", "store": str(asked.output / TEACHER)}
@@ -300,7 +306,7 @@ def _write_recipes(asked: Resize, *, ranks: int) -> None:
         "teacher": teacher,
         "optim": {"lr": 3e-4, "warmup_ratio": 0.1, "weight_decay": 0.01},
         "train": {"global_batch_size": 64, "micro_batch_size": max(1, min(32, 64 // ranks))},
-        "engine": {"ds_config": "ds_configs/zero1.json" if torch.cuda.is_available() else _FLOAT32},
+        "engine": {"ds_config": str(_DS_CONFIGS / precision)},
         "checkpoint": {"every_steps": 200},
     }
     write_atomically(asked.output / f"{TRAINING}.toml", tomli_w.dumps(values))
@@ -359,14 +365,14 @@ def _report(asked: Resize, tasks: tuple[list[STSTask], list[RetrievalData]]) -> 
     """Evaluate, export, and print the table; once it is there, it is only printed."""
     path = asked.output / "resize.json"
     if not path.exists():
-        write_atomically(path, json.dumps({"format": 1, "records": _measured(asked, *tasks)}, indent=2) + "\n")
-    text = _markdown(json.loads(path.read_text(encoding="utf-8"))["records"])
+        write_atomically(path, _measured(asked, *tasks).model_dump_json(indent=2) + "\n")
+    text = as_markdown(read_record(path, Table, mend="delete it, and the same command evaluates again").records)
     write_atomically(asked.output / "table.md", text)
     return text
 
 
-def _measured(asked: Resize, sts: Sequence[STSTask], beir: Sequence[RetrievalData]) -> list[dict[str, Any]]:
-    """A record a task and size: what it scores by each method, what it costs, what it weighs."""
+def _measured(asked: Resize, sts: Sequence[STSTask], beir: Sequence[RetrievalData]) -> Table:
+    """A row a task and size."""
     trained = asked.output / (PAIR_TRAINING if asked.pairs else TRAINING) / "model"
     folders = {AS_IT_IS: asked.output / START, RESIZED: trained}
     if asked.heads:
@@ -378,7 +384,7 @@ def _measured(asked: Resize, sts: Sequence[STSTask], beir: Sequence[RetrievalDat
         records = _evaluate(folder, sts, beir)
         for record in records:
             if record.metric == HEADLINE_METRICS[record.kind]:
-                column = method if record.document_layers == 0 else f"{method}{_TO_WHOLE}"
+                column = method if record.document_layers == 0 else f"{method}{TO_WHOLE}"
                 scores[record.task, Size(record.layers, record.dim), column] = record.value
         if method == RESIZED:
             _write_results(asked, trained, records)
@@ -387,19 +393,20 @@ def _measured(asked: Resize, sts: Sequence[STSTask], beir: Sequence[RetrievalDat
         export_sizes(trained, exported, results=asked.output / EVALUATION / "results.json")
     encoder, tokenizer, settings = _load(trained)
     costs = measure_costs(encoder, tokenizer, list(settings.sizes), settings, asked.held_out[:_TIMED_TEXTS])
-    columns = [*(f"{method}{to}" for method in (AS_IT_IS, CLOSED_FORM, RESIZED) for to in ("", _TO_WHOLE))]
-    return [
-        {
-            "task": task,
-            "layers": size.layers,
-            "dim": size.dim,
+    columns = [*(f"{method}{to}" for method in (AS_IT_IS, CLOSED_FORM, RESIZED) for to in ("", TO_WHOLE))]
+    rows = [
+        Row(
+            task=task,
+            layers=size.layers,
+            dim=size.dim,
             **{column: scores.get((task, size, column)) for column in columns},
-            "milliseconds": costs[size].milliseconds,
-            "megabytes": weights_megabytes(exported / settings.sizes.name(size)),
-        }
+            milliseconds=costs[size].milliseconds,
+            megabytes=weights_megabytes(exported / settings.sizes.name(size)),
+        )
         for task in (*(task.name for task in sts), *(data.name for data in beir))
         for size in settings.sizes
     ]
+    return Table(records=tuple(rows))
 
 
 def _evaluate(folder: Path, sts: Sequence[STSTask], beir: Sequence[RetrievalData]) -> list[Record]:
@@ -426,26 +433,3 @@ def _write_results(asked: Resize, model: Path, records: Sequence[Record]) -> Non
     own = [record for record in records if record.document_layers == 0]
     content = results_content(model, list(settings.sizes), settings, own, [])
     write_json(asked.output / EVALUATION / "results.json", content)
-
-
-def _markdown(records: Sequence[dict[str, Any]]) -> str:
-    """A table a task."""
-    headings = {
-        "as it is": AS_IT_IS,
-        "closed form": CLOSED_FORM,
-        "resized": RESIZED,
-        "resized, documents whole": f"{RESIZED}{_TO_WHOLE}",
-    }
-    text = ""
-    for task, rows in itertools.groupby(records, key=lambda row: row["task"]):
-        lines = [
-            [
-                f"{row['layers']}x{row['dim']}",
-                *("–" if row[column] is None else f"{row[column]:.4f}" for column in headings.values()),
-                f"{row['milliseconds']:.1f}",
-                f"{row['megabytes']:.1f}",
-            ]
-            for row in rows
-        ]
-        text += f"## {task}\n\n{markdown_table(['size', *headings, 'ms a query', 'MB'], lines)}\n"
-    return text

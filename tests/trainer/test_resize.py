@@ -20,7 +20,8 @@ from tests.launcher import launch
 from trainer import resize
 from trainer.config import ConfigError, load_recipe
 from trainer.evaluation.subject import load_model
-from trainer.resizing import AS_IT_IS, CLOSED_FORM, RESIZED, START, TRAINING, Resize, agreement, propose_ladder
+from trainer.resize_table import AS_IT_IS, CLOSED_FORM, RESIZED
+from trainer.resizing import START, TRAINING, Resize, agreement, propose_ladder
 
 SIZES = "1x8,2x16,3x24"
 FAST = ("--train.steps=4", "--train.global_batch_size=8", "--train.micro_batch_size=4", "--log.tensorboard=false")

@@ -35,6 +35,7 @@ _WARM = (
     "data.prepare",
     "trainer.pretrain",
     "trainer.finetune",
+    "trainer.resize",
     "trainer.evaluate",
     "trainer.export",
     "trainer.soup",
