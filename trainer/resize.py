@@ -9,7 +9,8 @@ a depth, without training), and exported as a folder for sentence-transformers.
 With --train heads the model itself does not change by a bit: only the linear maps of its depths are trained.
 
 RUN holds start/ (the model as it is), shards/, closed_form/, training/ (a run like any other), evaluation/, export/,
-resize.json and table.md. After a kill the same command goes on. Under the deepspeed launcher all ranks train.
+resize.json and table.md. After a kill the same command goes on. Under the deepspeed launcher all ranks train. With
+--prepare-only the command ends before training, and without it goes on from there.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--text-column", default="text", metavar="NAME", help="of the texts' files (%(default)s)")
     add("--text-split", default="blank-lines", metavar="KIND", help="what divides a .txt file (%(default)s)")
     add("--limit", type=count(), metavar="N", help="take only the first N texts")
+    add("--prepare-only", action="store_true", help="end before training, with start/, shards/ and closed_form/")
     add("--processes", type=count(most=4096), metavar="N", help="that tokenize")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes
     args, rest = parser.parse_known_args(argv)
@@ -69,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             limit=args.limit,
             processes=args.processes,
             overrides=tuple(overrides),
-        )
+        ),
+        trains=not args.prepare_only,
     )
     sys.stdout.write(table)
 

@@ -116,8 +116,11 @@ def propose_ladder(num_layers: int, width: int) -> Ladder:
     return Ladder(tuple(sizes))
 
 
-def resize(asked: Resize) -> str:
-    """Run what is not done yet; the table as Markdown. Every rank calls it; rank 0 does what is not training."""
+def resize(asked: Resize, *, trains: bool = True) -> str:
+    """Run what is not done yet; the table as Markdown. Every rank calls it; rank 0 does what is not training.
+
+    trains: False ends before training, with nothing to tell.
+    """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     tasks = _read_tasks(asked)
@@ -130,6 +133,8 @@ def resize(asked: Resize) -> str:
             _write_closed_form(asked)
         _write_recipes(asked)
     gather_objects(None)
+    if not trains:
+        return ""
     stages = [(TRAINING, asked.units)]
     with tempfile.TemporaryDirectory() as scratch:
         if asked.pairs:

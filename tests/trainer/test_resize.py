@@ -219,3 +219,18 @@ def test_a_teacher_reads_the_texts_that_the_shards_hold(tmp_path: Path, texts: P
     asked = Resize("m", (str(texts),), tmp_path, limit=20)
     read = [record["text"] for unit in asked.units for _, record in read_unit(unit)]
     assert asked.held_out == lines[:10] and read == lines[10:30]
+
+
+def test_preparing_ends_before_training_and_the_command_goes_on_from_there(
+    tmp_path: Path, model_folder: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trainer.resizing.execute", lambda recipe, last: pytest.fail("it trains"))
+    run = tmp_path / "run"
+    arguments = [str(model_folder), "--texts", str(texts), "--output", str(run), "--sizes", SIZES]
+    resize.main([*arguments, "--prepare-only"])
+    assert "size" not in capsys.readouterr().out  # no table
+    assert not (run / TRAINING).exists() and not (run / "resize.json").exists()
+    assert (run / "shards" / "manifest.json").is_file()
+    assert set(load_encoder(run / CLOSED_FORM).heads) == {"1", "2"} and not load_encoder(run / START).heads
+    with pytest.raises(pytest.fail.Exception, match="it trains"):
+        resize.main(arguments)  # the same command but for the option
