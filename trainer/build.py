@@ -169,12 +169,7 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
     masked_lm: PreTrainedModel | None = None
     if source:
         if recipe.objective.name == "masked":
-            found = read_sentence_model(source)
-            if (Path(source) / HEADS_FILE).exists() or (found is not None and found.dense):
-                raise ConfigError(
-                    f"model.source = {source!r} has heads ({HEADS_FILE}, or Dense modules), which pre-training would "
-                    "lose; fine-tune it, or pre-train the model from which it was made"
-                )
+            refuse_heads(source)
             masked_lm = load_masked_lm(source)
             encoder = Encoder(base_of(masked_lm), recipe.model.pooling)
         else:
@@ -247,6 +242,16 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
     # Now, because the decoder starts as a copy of the first layer, and it trains.
     freeze_lower_layers(module.encoder.backbone, recipe.model.frozen_layers)
     return ModelParts(module, module.encoder, masked_lm, tokenizer)
+
+
+def refuse_heads(source: str) -> None:
+    """Masked pre-training works on the encoder alone, and would leave a model's heads behind."""
+    found = read_sentence_model(source)
+    if (Path(source) / HEADS_FILE).exists() or (found is not None and found.dense):
+        raise ConfigError(
+            f"model.source = {source!r} has heads ({HEADS_FILE}, or Dense modules), which pre-training would lose; "
+            "fine-tune it, or pre-train the model from which it was made"
+        )
 
 
 def _check_own_tokenizer(source: str, sources: Sequence[ShardFolder]) -> None:
