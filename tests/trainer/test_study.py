@@ -542,13 +542,13 @@ def test_raw_results_read_back_as_written(tmp_path: Path) -> None:
 def real_study(
     tmp_path_factory: pytest.TempPathFactory, tuple_shards: Path, tiny_tokenizer, docstrings: list[str]
 ) -> Iterator[Path]:
-    """Two methods × two seeds of a tiny model, three steps each."""
+    """Two methods × two seeds of a tiny model, three steps each; and that model as it is."""
     folder = tmp_path_factory.mktemp("study")
     torch.manual_seed(0)
     config = {"model_type": MODEL["model_type"], **MODEL}
     model = build_masked_lm(config, vocab_size=len(tiny_tokenizer), pad_token_id=tiny_tokenizer.pad_token_id)
-    model.save_pretrained(folder / "start")
-    tiny_tokenizer.save_pretrained(folder / "start")
+    settings = EmbeddingSettings("mean", ladder=((3, 48),))
+    write_model_folder(folder / "start", base_of(model), tiny_tokenizer, settings, torch.nn.ModuleDict())
     recipe = recipe_values(tuple_shards, train={"steps": 3, "global_batch_size": 4, "micro_batch_size": 4})
     recipe["model"] = {"source": "set by the study", "ladder": LADDER, "pooling": "mean"}
     recipe["engine"] = {"ds_config": str(float32_ds_config(folder, 0))}
@@ -563,11 +563,12 @@ def real_study(
             "baseline": "start/full",
             "grid": True,
         },
-        "evaluation": {"beir": [str(beir)], "untrained": True},
+        "evaluation": {"beir": [str(beir)], "untrained": True, "max_length": 24},
         "backbones": {"start": {"source": str(folder / "start")}},
         "methods": {
             "full": {"recipe": "recipe.toml", "settings": {"objective.sizes": "full", "objective.kl": "none"}},
             "srl": {"recipe": "recipe.toml"},
+            "as_it_is": {},
         },
         "ablations": [{"name": "sizes", "with": "start/srl", "without": "start/full"}],
     }
@@ -586,7 +587,7 @@ def test_the_whole_study(real_study: Path, capsys: pytest.CaptureFixture[str], m
         with pytest.raises(Stopped, match="stop file"):
             command.main([str(real_study)])
     assert not (output / "runs").exists()
-    stopped = run_process([*words, "--stop-after-minutes", "0.05"], expect=75)
+    stopped = run_process([*words, "--stop-after-minutes", "0.05", "--arms", "start/full"], expect=75)
     assert "stopped in runs/start/full/seed_1" in stopped.stderr and not (output / "report").exists()
     assert json.loads((output / "runs/start/full/seed_1/STOPPED").read_text())["reason"] == "clock"
     done = run_process(words)
@@ -599,6 +600,11 @@ def test_the_whole_study(real_study: Path, capsys: pytest.CaptureFixture[str], m
     assert not list(output.glob("runs/**/checkpoints"))
     report = (output / "report" / "report.md").read_text()
     assert "Not complete" not in report and "untrained" in report and "## Latency" in report
+    rows = list(csv.DictReader(io.StringIO((output / "report" / "report.csv").read_text())))
+    as_it_is = [row for row in rows if row["arm"] == "start/as_it_is" and row["metric"] == "ndcg_cut_10"]
+    assert {row["seeds"] for row in as_it_is} == {"1"} and len(as_it_is) == len(LADDER) ** 2 + 1  # and the average
+    settings = json.loads((output / "results/start/as_it_is/seed_1/results.json").read_text())["settings"]
+    assert settings["query_max_length"] == settings["passage_max_length"] == 24
 
     # Nothing is done twice: a second start changes no run, no result and not one number.
     before = {path: path.stat().st_mtime_ns for path in output.glob("r[ue]*s/**/*") if path.is_file()}
