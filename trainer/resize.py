@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--sizes", default="", metavar="1x32,2x64,...", help="the ladder; default: six sizes by the model's shape")
     add("--train", choices=("all", "heads"), default="all", help="heads: the model itself stays as it is")
     add("--no-heads", action="store_true", help="no linear maps: sizes that are cuts of the weights alone")
+    add("--prepare-only", action="store_true", help="end before training, with start/, shards/ and closed_form/")
     add("--teacher", default="", metavar="MODEL", help="another model to learn from, of any tokenizer and width")
     add("--pairs", nargs="+", default=[], metavar="FILE", help="queries with passages, for SRL after it")
     add("--sts", nargs="+", default=[], metavar="FILE", help="STS files to evaluate on")
@@ -45,7 +46,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--text-column", default="text", metavar="NAME", help="of the texts' files (%(default)s)")
     add("--text-split", default="blank-lines", metavar="KIND", help="what divides a .txt file (%(default)s)")
     add("--limit", type=count(), metavar="N", help="take only the first N texts")
-    add("--prepare-only", action="store_true", help="end before training, with start/, shards/ and closed_form/")
     add("--processes", type=count(most=4096), metavar="N", help="that tokenize")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes
     args, rest = parser.parse_known_args(argv)
