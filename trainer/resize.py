@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             processes=args.processes,
             overrides=tuple(overrides),
         ),
-        trains=not args.prepare_only,
+        prepare_only=args.prepare_only,
     )
     sys.stdout.write(table)
 

@@ -116,10 +116,10 @@ def propose_ladder(num_layers: int, width: int) -> Ladder:
     return Ladder(tuple(sizes))
 
 
-def resize(asked: Resize, *, trains: bool = True) -> str:
+def resize(asked: Resize, *, prepare_only: bool = False) -> str:
     """Run what is not done yet; the table as Markdown. Every rank calls it; rank 0 does what is not training.
 
-    trains: False ends before training, with nothing to tell.
+    prepare_only: ends before training, with nothing to tell.
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -133,7 +133,7 @@ def resize(asked: Resize, *, trains: bool = True) -> str:
             _write_closed_form(asked)
         _write_recipes(asked)
     gather_objects(None)
-    if not trains:
+    if prepare_only:
         return ""
     stages = [(TRAINING, asked.units)]
     with tempfile.TemporaryDirectory() as scratch:

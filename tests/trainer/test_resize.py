@@ -206,21 +206,6 @@ def test_mistakes_are_told_before_anything_is_trained(
     assert not (tmp_path / "run" / TRAINING).exists()
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, model_folder: Path, texts: Path) -> None:
-    (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="holds something else"):
-        resize.main([str(model_folder), "--texts", str(texts), "--output", str(tmp_path)])
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_a_teacher_reads_the_texts_that_the_shards_hold(tmp_path: Path, texts: Path) -> None:
-    """With a limit too, which counts from the first text that is not held out."""
-    lines = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
-    asked = Resize("m", (str(texts),), tmp_path, limit=20)
-    read = [record["text"] for unit in asked.units for _, record in read_unit(unit)]
-    assert asked.held_out == lines[:10] and read == lines[10:30]
-
-
 def test_preparing_ends_before_training_and_the_command_goes_on_from_there(
     tmp_path: Path, model_folder: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,3 +219,18 @@ def test_preparing_ends_before_training_and_the_command_goes_on_from_there(
     assert set(load_encoder(run / CLOSED_FORM).heads) == {"1", "2"} and not load_encoder(run / START).heads
     with pytest.raises(pytest.fail.Exception, match="it trains"):
         resize.main(arguments)  # the same command but for the option
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, model_folder: Path, texts: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds something else"):
+        resize.main([str(model_folder), "--texts", str(texts), "--output", str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_teacher_reads_the_texts_that_the_shards_hold(tmp_path: Path, texts: Path) -> None:
+    """With a limit too, which counts from the first text that is not held out."""
+    lines = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
+    asked = Resize("m", (str(texts),), tmp_path, limit=20)
+    read = [record["text"] for unit in asked.units for _, record in read_unit(unit)]
+    assert asked.held_out == lines[:10] and read == lines[10:30]
