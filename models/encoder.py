@@ -26,7 +26,7 @@ from data.files import refused_by, write_atomically
 from data.model_folders import SETTINGS_FILE
 from data.records import Record, read_record
 from models.heads import check_heads, embedding_size, linear_head, load_heads
-from models.loading import build_from_config, load_config, load_pretrained
+from models.loading import build_from_config, load_config, load_pretrained, load_with_head
 from models.packed_attention import Packing, packs
 from models.sentence_transformers import read_sentence_model
 from models.sizes import Ladder, ModelError, Size
@@ -408,9 +408,9 @@ def base_of(masked_lm: PreTrainedModel) -> PreTrainedModel:
     return cast(PreTrainedModel, masked_lm.base_model)
 
 
-def load_masked_lm(source: str | Path) -> PreTrainedModel:
-    """An encoder together with its MLM head, from a local folder or a hub name."""
-    return load_pretrained(AutoModelForMaskedLM, source)
+def load_masked_lm(source: str | Path) -> tuple[PreTrainedModel, bool]:
+    """An encoder together with its MLM head, from a local folder or a hub name; whether that head is a fresh one."""
+    return load_with_head(AutoModelForMaskedLM, source)
 
 
 def build_masked_lm(config: Mapping[str, Any], *, vocab_size: int, pad_token_id: int) -> PreTrainedModel:

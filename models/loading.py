@@ -54,6 +54,11 @@ def load_pretrained(auto: Any, source: str | Path) -> PreTrainedModel:
         ModelError: there is none; it is no encoder; its weights lack something, do not fit or are not finite.
 
     """
+    return load_with_head(auto, source)[0]
+
+
+def load_with_head(auto: Any, source: str | Path) -> tuple[PreTrainedModel, bool]:
+    """As `load_pretrained`, and whether the model's head is a fresh one, for the source has none."""
     thing = f"model {str(source)!r}"
     config = load_config(source)
     folder = local_folder(source)
@@ -78,12 +83,12 @@ def load_pretrained(auto: Any, source: str | Path) -> PreTrainedModel:
             ignore_mismatched_sizes=True,
             **extra,
         )
-    _check_report(model, report, thing)
+    fresh = _check_report(model, report, thing)
     if not isinstance(model.get_input_embeddings(), nn.Embedding | nn.EmbeddingBag):
         raise ModelError(f"{thing} has no table of token embeddings; give an encoder of texts")
     tensors = (*model.named_parameters(), *model.named_buffers())
     check_finite(tensors, thing)
-    return cast(PreTrainedModel, model)
+    return cast(PreTrainedModel, model), fresh
 
 
 def load_config(source: str | Path) -> PretrainedConfig:
@@ -231,8 +236,11 @@ def _parameters(config: PretrainedConfig) -> int:
     return tables + layers * hidden * (4 * hidden + 2 * (inner if isinstance(inner, int) else hidden))
 
 
-def _check_report(model: PreTrainedModel, report: Mapping[str, Collection[Any]], thing: str) -> None:
-    """Refuse a load after which a part of the encoder is random, or was left out. Poolers and heads do not count."""
+def _check_report(model: PreTrainedModel, report: Mapping[str, Collection[Any]], thing: str) -> bool:
+    """Refuse a load after which a part of the encoder is random, or was left out. Poolers and heads do not count.
+
+    True where the head is random.
+    """
     base = model.base_model
     prefix = "" if base is model else f"{model.base_model_prefix}."
     parts = tuple(f"{name}." for name, _ in base.named_children() if name != _POOLER)
@@ -256,6 +264,7 @@ def _check_report(model: PreTrainedModel, report: Mapping[str, Collection[Any]],
         raise ModelError(f"{thing} is refused by transformers ({str(errors)[:200]}); {_MEND}")
     if missing:
         _check_head(model, base, set(missing), thing)
+    return bool(missing)
 
 
 def _check_head(model: PreTrainedModel, base: nn.Module, missing: set[str], thing: str) -> None:

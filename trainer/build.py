@@ -167,15 +167,11 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
     source, tokenizer = recipe.model.source, load_tokenizer(sources[0].tokenizer_path)
     torch.manual_seed(recipe.run.seed)
     masked_lm: PreTrainedModel | None = None
+    head_is_fresh = True
     if source:
         if recipe.objective.name == "masked":
-            found = read_sentence_model(source)
-            if (Path(source) / HEADS_FILE).exists() or (found is not None and found.dense):
-                raise ConfigError(
-                    f"model.source = {source!r} has heads ({HEADS_FILE}, or Dense modules), which pre-training would "
-                    "lose; fine-tune it, or pre-train the model from which it was made"
-                )
-            masked_lm = load_masked_lm(source)
+            refuse_heads(source)
+            masked_lm, head_is_fresh = load_masked_lm(source)
             encoder = Encoder(base_of(masked_lm), recipe.model.pooling)
         else:
             encoder = load_encoder(source, pooling=recipe.model.pooling)
@@ -242,11 +238,21 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
         bottleneck=recipe.objective.bottleneck,
         logits_memory_mib=recipe.train.logits_memory_mib,
     )
-    if not source:
-        module.start_from_frequencies(_token_counts(sources, vocabulary.size))
+    if head_is_fresh:
+        module.start_from_frequencies(_token_counts(sources, len(module.vocabulary_loss.bias)))
     # Now, because the decoder starts as a copy of the first layer, and it trains.
     freeze_lower_layers(module.encoder.backbone, recipe.model.frozen_layers)
     return ModelParts(module, module.encoder, masked_lm, tokenizer)
+
+
+def refuse_heads(source: str) -> None:
+    """Masked pre-training works on the encoder alone, and would leave a model's heads behind."""
+    found = read_sentence_model(source)
+    if (Path(source) / HEADS_FILE).exists() or (found is not None and found.dense):
+        raise ConfigError(
+            f"model.source = {source!r} has heads ({HEADS_FILE}, or Dense modules), which pre-training would lose; "
+            "fine-tune it, or pre-train the model from which it was made"
+        )
 
 
 def _check_own_tokenizer(source: str, sources: Sequence[ShardFolder]) -> None:
@@ -349,11 +355,16 @@ def _say_what_stays(recipe: Recipe) -> None:
         log.info("model.frozen_layers = %d leaves nothing to train in the encoder at %s", frozen, ", ".join(stay))
 
 
-def _token_counts(sources: Sequence[ShardFolder], size: int, *, documents: int = 4096) -> torch.Tensor:
-    """How often each token occurs in documents taken at even steps from a few shards a folder; float32 [size]."""
+def _token_counts(sources: Sequence[ShardFolder], size: int, *, samples: int = 4096) -> torch.Tensor:
+    """How often each token occurs in samples taken at even steps from a few shards a folder; float32 [size]."""
     counts = np.zeros(size, dtype=np.int64)
     for folder in sources:
-        counts += np.bincount(np.concatenate(folder.documents(folder.spread(documents))), minlength=size)
+        chosen = folder.spread(samples)
+        if folder.kind == "documents":
+            texts = folder.documents(chosen)
+        else:
+            texts = [text for sample in folder.tuples(chosen) for text in (sample.query, *sample.passages)]
+        counts += np.bincount(np.concatenate(texts), minlength=size)
     return torch.from_numpy(counts).float()
 
 

@@ -9,7 +9,8 @@ a depth, without training), and exported as a folder for sentence-transformers.
 With --train heads the model itself does not change by a bit: only the linear maps of its depths are trained.
 
 RUN holds start/ (the model as it is), shards/, closed_form/, training/ (a run like any other), evaluation/, export/,
-resize.json and table.md. After a kill the same command goes on. Under the deepspeed launcher all ranks train.
+resize.json and table.md. After a kill the same command goes on. Under the deepspeed launcher all ranks train. With
+--prepare-only the command ends before training, and without it goes on from there.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--sizes", default="", metavar="1x32,2x64,...", help="the ladder; default: six sizes by the model's shape")
     add("--train", choices=("all", "heads"), default="all", help="heads: the model itself stays as it is")
     add("--no-heads", action="store_true", help="no linear maps: sizes that are cuts of the weights alone")
+    add("--prepare-only", action="store_true", help="end before training, with start/, shards/ and closed_form/")
     add("--teacher", default="", metavar="MODEL", help="another model to learn from, of any tokenizer and width")
     add("--pairs", nargs="+", default=[], metavar="FILE", help="queries with passages, for SRL after it")
     add("--sts", nargs="+", default=[], metavar="FILE", help="STS files to evaluate on")
@@ -71,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             max_length=args.max_length,
             processes=args.processes,
             overrides=tuple(overrides),
-        )
+        ),
+        prepare_only=args.prepare_only,
     )
     sys.stdout.write(table)
 

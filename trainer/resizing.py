@@ -118,8 +118,11 @@ def propose_ladder(num_layers: int, width: int) -> Ladder:
     return Ladder(tuple(sizes))
 
 
-def resize(asked: Resize) -> str:
-    """Run what is not done yet; the table as Markdown. Every rank calls it; rank 0 does what is not training."""
+def resize(asked: Resize, *, prepare_only: bool = False) -> str:
+    """Run what is not done yet; the table as Markdown. Every rank calls it; rank 0 does what is not training.
+
+    prepare_only: ends before training, with nothing to tell.
+    """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     tasks = _read_tasks(asked)
@@ -135,6 +138,8 @@ def resize(asked: Resize) -> str:
             _write_closed_form(asked)
             _write_recipes(asked, asked.output / CLOSED_FORM, ranks=world.size)
     gather_objects(None)
+    if prepare_only:
+        return ""
     stages = [(TRAINING, asked.units)]
     with tempfile.TemporaryDirectory() as scratch:
         if asked.pairs:

@@ -6,12 +6,12 @@
     python -m trainer.study STUDY.toml --list           the runs and which are done
     python -m trainer.study STUDY.toml --report-only    the report again, from the raw results alone
 
-Each run is the command that a user would type, in a process of its own: `trainer.pretrain` or `trainer.finetune` (under
-the deepspeed launcher where the study has more than one rank), then `trainer.evaluate`. What is done (<run>/DONE, and
-an evaluation made by the same command) is skipped, unless its recipe is no longer the study's, which is refused.
-Checkpoints of finished runs are removed. Output goes to <output>/logs. SIGTERM, SIGUSR1, Ctrl-C, the file that
-BARISTA_STOP_FILE names, or --stop-after-minutes lets the runs in progress save and ends with code 75; the same command
-goes on.
+Each run is the command that a user would type, in a process of its own: `trainer.pretrain`, `trainer.distill` or
+`trainer.finetune` (under the deepspeed launcher where the study has more than one rank), then `trainer.evaluate`, which
+is all that there is of a method without a recipe. What is done (<run>/DONE, and an evaluation made by the same command)
+is skipped, unless its recipe is no longer the study's, which is refused. Checkpoints of finished runs are removed.
+Output goes to <output>/logs. SIGTERM, SIGUSR1, Ctrl-C, the file that BARISTA_STOP_FILE names, or --stop-after-minutes
+lets the runs in progress save and ends with code 75; the same command goes on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -32,7 +32,11 @@ import torch
 from data.command import run_command
 from data.files import sha256_of, write_atomically
 from data.records import read_json
-from trainer.config import ConfigError
+from models.encoder import EmbeddingSettings
+from models.loading import local_folder
+from models.sizes import Size
+from trainer.build import refuse_heads
+from trainer.config import ConfigError, flat
 from trainer.evaluation.raw import RAW_FILE
 from trainer.evaluation.retrieval import load_beir
 from trainer.evaluation.sts import read_sts
@@ -44,6 +48,9 @@ from trainer.study_work import Job, Work, training_job
 log = logging.getLogger(__name__)
 
 _LATENCY_QUERIES = 100
+_WEIGHTS = ("*.safetensors", "*.bin")
+# What of a recipe may name a folder that somebody else has made.
+_GIVEN = ("model.source", "teacher.model", "teacher.store", "guide.model")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -73,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _list(runs, results)
         return
     _check_files(study, runs)
+    _check_given(study, runs, results)
     work = Work(study.output, args.stop_after_minutes, args.jobs, _gpus(args.jobs, study.ranks))
     jobs = _jobs(study, runs, results, work)
     log.info("%s: %d runs, %d evaluations, %d left to do", study.name, len(runs), len(results), len(jobs))
@@ -90,37 +98,43 @@ def _chosen(study: Study, arms: Sequence[str] | None) -> tuple[list[Run], list[R
         raise ConfigError(f"--arms names {unknown[0]!r}; the arms of {study.path} are {', '.join(study.arms)}")
     results = [result for result in results if result.arm in arms]
     makers = _by_model(runs)
-    wanted, open_ends = set[str](), [result.run for result in results]
+    wanted, open_ends = set[str](), [result.run for result in results if result.run is not None]
     while open_ends:
         run = open_ends.pop()
-        wanted.add(run.name)
-        if (maker := makers.get(run.recipe.model.source)) is not None:
-            open_ends.append(maker)
+        if run.name not in wanted:
+            wanted.add(run.name)
+            open_ends += _read_by(run, makers)
     return [run for run in runs if run.name in wanted], results
 
 
 def _by_model(runs: Sequence[Run]) -> dict[str, Run]:
-    """Runs by the model that they make, as other runs' model.source names it."""
+    """Runs by the model that they make, as other runs' recipes name it."""
     return {str(run.folder / "model"): run for run in runs}
+
+
+def _read_by(run: Run, makers: Mapping[str, Run]) -> list[Run]:
+    """The runs whose models this one reads: what it starts from, its teacher and its guide."""
+    recipe = run.recipe
+    named = dict.fromkeys((recipe.model.source, recipe.teacher.model, recipe.guide.model))
+    return [makers[name] for name in named if name in makers]
 
 
 def _jobs(study: Study, runs: Sequence[Run], results: Sequence[Result], work: Work) -> list[Job]:
     """What is left to do, in order: each run before its evaluation, a backbone before what starts from it."""
-    by_run = {result.run.name: result for result in results}
     makers = _by_model(runs)
-    jobs: list[Job] = []
+    given = [result for result in results if result.run is None]
+    jobs = [_evaluation(study, result) for result in given if not is_evaluated(study, result)]
     for run in runs:
         to_train = not is_done(run)
         if to_train:
-            maker = makers.get(run.recipe.model.source)
-            jobs.append(_training(study, run, work, needs=frozenset({maker.name} if maker else ())))
-        result = by_run.get(run.name)
-        if result is not None and (to_train or not is_evaluated(study, result)):
-            jobs.append(_evaluation(study, result))
+            jobs.append(_training(study, run, work, needs=frozenset(each.name for each in _read_by(run, makers))))
+        of_run = (result for result in results if result.run is not None and result.run.name == run.name)
+        jobs += [_evaluation(study, result) for result in of_run if to_train or not is_evaluated(study, result)]
     latency = study.output / "results" / LATENCY_FILE
-    whole = next((result for result in results if result.sizes not in map(str, study.ladder)), None)
+    whole = next((result for result in results if not study.arms[result.arm].each_size), None)
     if whole is not None and not latency.is_file():
-        command = ["trainer.evaluate", "latency", "--model", whole.run.folder / "model", "--json", latency]
+        sizes = ",".join(map(str, study.arms[whole.arm].ladder or study.ladder))
+        command = ["trainer.evaluate", "latency", "--model", whole.model, "--sizes", sizes, "--json", latency]
         texts = ["--sts", study.evaluation.sts[0]] if study.evaluation.sts else ["--beir", study.evaluation.beir[0]]
         command += [*texts, "--split", study.evaluation.split, "--queries", str(_LATENCY_QUERIES)]
         # Last and alone, so that nothing else disturbs the clock.
@@ -147,19 +161,22 @@ def _finished(run: Run) -> int:
 def is_evaluated(study: Study, result: Result) -> bool:
     """Whether the raw results there are of this model, and of the command that would make them now."""
     receipt = _receipt(result)
-    if not (result.folder / RAW_FILE).is_file() or not receipt.is_file() or not is_done(result.run):
+    if result.run is not None and not is_done(result.run):
+        return False
+    if not _has_results(result) or not receipt.is_file():
         return False
     return read_json(receipt, mend="remove it; what it is of is then made again") == _receipt_content(study, result)
 
 
 def evaluation_command(study: Study, result: Result) -> list[str]:
     tests = study.evaluation
-    command = ["trainer.evaluate", "sizes", "--model", str(result.run.folder / "model"), "--sizes", result.sizes]
+    command = ["trainer.evaluate", "sizes", "--model", result.model, "--sizes", result.sizes]
     command += ["--sts", *tests.sts] if tests.sts else []
     command += ["--sts-subsets", tests.sts_subsets] if tests.sts_subsets else []
     command += ["--beir", *tests.beir, "--split", tests.split] if tests.beir else []
     command += ["--random-init"] if result.untrained else []
     command += ["--dtype", tests.dtype] if tests.dtype else []
+    command += ["--max-length", str(tests.max_length)] if tests.max_length else []
     command += ["--bm25"] if result.bm25 and tests.beir else []
     return [*command, "--output", str(result.folder)]
 
@@ -189,10 +206,10 @@ def _evaluation(study: Study, result: Result) -> Job:
         write_atomically(_receipt(result), json.dumps(_receipt_content(study, result), indent=1) + "\n")
 
     return Job(
-        f"evaluate {result.run.name}",
-        f"evaluate {'grid' if ',' in result.sizes else 'sizes'}",
+        f"evaluate {result.name}",
+        f"evaluate {'grid' if study.grid and ',' in result.sizes else 'sizes'}",
         lambda: evaluation_command(study, result),
-        frozenset({result.run.name}),
+        frozenset() if result.run is None else frozenset({result.run.name}),
         before=lambda: _receipt(result).unlink(missing_ok=True),
         after=write_receipt,
     )
@@ -203,8 +220,9 @@ def _receipt(result: Result) -> Path:
 
 
 def _receipt_content(study: Study, result: Result) -> dict[str, object]:
+    """Of a hub name the weights are not looked at; a folder's may lie in those of its modules."""
     digest = hashlib.sha256()
-    for path in sorted((result.run.folder / "model").glob("*.safetensors")):
+    for path in sorted(path for kind in _WEIGHTS for path in Path(result.model).rglob(kind)):
         digest.update(bytes.fromhex(sha256_of(path)))
     return {"command": evaluation_command(study, result), "weights_sha256": digest.hexdigest()}
 
@@ -225,12 +243,12 @@ def _check_files(study: Study, runs: Sequence[Run]) -> None:
             check_same_recipe(run.recipe)
         else:
             check_output_folder(run.recipe)
-        start = makers.get(run.recipe.model.source)
-        if start is not None and is_done(run) and not (is_done(start) and _finished(start) <= _finished(run)):
-            raise ConfigError(
-                f"{run.folder} started from an earlier {start.folder}, which is gone or was trained again since; "
-                "remove it to train it again, or use --report-only"
-            )
+        for read in _read_by(run, makers) if is_done(run) else ():
+            if not (is_done(read) and _finished(read) <= _finished(run)):
+                raise ConfigError(
+                    f"{run.folder} was made from an earlier {read.folder}, which is gone or was trained again since; "
+                    "remove it to train it again, or use --report-only"
+                )
         for shards in run.recipe.data.shards:
             if "://" not in shards and not (Path(shards) / "manifest.json").is_file():
                 raise ConfigError(
@@ -239,13 +257,87 @@ def _check_files(study: Study, runs: Sequence[Run]) -> None:
                 )
 
 
+def _check_given(study: Study, runs: Sequence[Run], results: Sequence[Result]) -> None:
+    """What the study does not make itself: models that are there, fit what starts from them, and have their sizes."""
+    makers = _by_model(runs)
+    _check_order(study, runs, makers)
+    for run in runs:
+        values = flat(run.recipe)
+        for key in _GIVEN:
+            folder = local_folder(values[key]) if values[key] and values[key] not in makers else None
+            if folder is not None and not folder.is_dir():
+                raise ConfigError(
+                    f"{study.path}, run {run.name}: {key} names {folder}, which is not there; make it first, or mend "
+                    "its name"
+                )
+        source = _first_source(run, makers)
+        if run.recipe.objective.name == "masked" and Path(source).is_dir():
+            refuse_heads(source)
+    for result in results:
+        if result.run is None:
+            _check_as_it_is(study, result)
+
+
+def _check_order(study: Study, runs: Sequence[Run], makers: Mapping[str, Run]) -> None:
+    """Teachers and guides are made before what reads them, as starts are."""
+    waiting = {run.name: run for run in runs}
+    while waiting:
+        ready = [run for run in waiting.values() if not any(each.name in waiting for each in _read_by(run, makers))]
+        if not ready:
+            run = next(iter(waiting.values()))
+            named = ", ".join(each.name for each in _read_by(run, makers) if each.name in waiting)
+            raise ConfigError(
+                f"{study.path}, run {run.name} reads the model of {named}, which waits for it in turn; name another "
+                "teacher or guide"
+            )
+        for run in ready:
+            del waiting[run.name]
+
+
+def _first_source(run: Run, makers: Mapping[str, Run]) -> str:
+    """The given model from which all that this run starts from has come; empty: random weights."""
+    source = run.recipe.model.source
+    while source in makers:
+        source = makers[source].recipe.model.source
+    return source
+
+
+def _check_as_it_is(study: Study, result: Result) -> None:
+    """A given model says how it pools, and reaches the sizes at which it is evaluated."""
+    if (folder := local_folder(result.model)) is not None and not folder.is_dir():
+        raise ConfigError(
+            f"{study.path}: {result.arm} evaluates {folder}, which is not there; make it first, or mend its name"
+        )
+    settings = EmbeddingSettings.load(result.model)
+    if settings is None or not settings.ladder:
+        raise ConfigError(
+            f"{study.path}: {result.arm} evaluates {result.model} as it is, which does not say how it pools; give a "
+            "folder of sentence-transformers, or of a trained run"
+        )
+    full = settings.sizes.full
+    for size in map(Size.parse, result.sizes.split(",")):
+        if size.layers > full.layers or size.dim > full.dim:
+            raise ConfigError(
+                f"{study.path}: {result.arm} is evaluated at {size}, which outgrows {result.model} of {full}; give it "
+                "a ladder that ends there"
+            )
+
+
 def _list(runs: Sequence[Run], results: Sequence[Result]) -> None:
-    evaluated = {result.run.name: (result.folder / RAW_FILE).is_file() for result in results}
+    """A line a run and its evaluation; then one for each evaluation of what another arm's run, or nobody, makes."""
+    own = {result.name: result for result in results}
     for run in runs:
         state = "done" if is_done(run) else "stopped" if (run.folder / "STOPPED").is_file() else "to do"
-        if run.name in evaluated and is_done(run):
-            state += ", evaluated" if evaluated[run.name] else ", not evaluated"
+        result = own.pop(run.name.removeprefix("runs/"), None)
+        if result is not None and is_done(run):
+            state += ", evaluated" if _has_results(result) else ", not evaluated"
         sys.stdout.write(f"{run.name}\t{state}\n")
+    for result in own.values():
+        sys.stdout.write(f"results/{result.name}\t{'evaluated' if _has_results(result) else 'to do'}\n")
+
+
+def _has_results(result: Result) -> bool:
+    return (result.folder / RAW_FILE).is_file()
 
 
 if __name__ == "__main__":

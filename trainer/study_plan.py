@@ -2,13 +2,18 @@
 
     [study]        name, output, seeds, ladder; baseline (an arm), ranks, grid, holm
     [settings]     recipe keys laid over every run, each of which must read them: "engine.ds_config" = "…"
-    [evaluation]   sts, sts_subsets, beir, split, dtype (float32 or bfloat16), bm25, untrained
-    [backbones.B]  source (a folder or hub name), or recipe (pre-trained here) with settings and from (another backbone)
+    [evaluation]   sts, sts_subsets, beir, split, dtype (float32 or bfloat16), bm25, untrained, max_length (the tokens
+                   at which every model's texts are cut, special ones included; 0: each model's own lengths)
+    [backbones.B]  source (a folder or hub name), or recipe (made here, by a recipe of objective "masked" or "distill")
+                   with settings and from (another backbone, from which it starts)
     [methods.M]    recipe, settings, backbones (default: all), each_size (one run a size, evaluated at that size),
-                   ladder (default: the study's; a reduced-dimension model has a shorter one)
+                   ladder (default: the study's; a reduced-dimension model has a shorter one);
+                   without a recipe nothing is trained: the backbone is evaluated as it is, once, for the first seed
     [[ablations]]  name, with, without (two arms)
 
-An **arm** is a backbone and a method, written B/M. Backbones are pre-trained once; every arm is fine-tuned once a seed.
+An **arm** is a backbone and a method, written B/M. Backbones are made once; every arm is fine-tuned once a seed.
+A teacher or a guide is the recipe's own matter, but for its order: one that the study makes, <output>/pretrain/B/model,
+is waited for.
 Recipes are named relative to the study file, all other paths to the working directory, as in recipes. Everything is
 checked before anything runs: every run's recipe is resolved here by `trainer.config`.
 """
@@ -23,9 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from models.sizes import Ladder, ModelError, Size
-from trainer.config import ConfigError, Recipe, load_recipe, parse_toml
+from trainer.config import COMMANDS, ConfigError, Recipe, load_recipe, parse_toml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+# objective.name of what makes a backbone, and of what fine-tunes one.
+_MAKES, _TUNES = ("masked", "distill"), ("contrastive",)
+_LEAST_LENGTH = 4  # as of a recipe's texts
 # What the study itself decides for every run.
 _OWN_KEYS = ("run.output", "run.seed", "run.resume", "model.source", "model.config", "model.ladder", "objective.size")
 
@@ -39,6 +47,7 @@ class EvaluationPlan:
     dtype: str = ""  # of the encoder's products; empty: float32
     bm25: bool = False
     untrained: bool = False  # the same architecture with fresh weights, once a backbone
+    max_length: int = 0  # tokens of every text, for all models alike; 0: each model's own lengths
 
     @property
     def task_names(self) -> tuple[str, ...]:
@@ -57,7 +66,7 @@ class Backbone:
 @dataclass(frozen=True)
 class Method:
     name: str
-    recipe: Path
+    recipe: Path | None  # None: nothing is trained
     backbones: tuple[str, ...]
     each_size: bool
     settings: Mapping[str, Any]
@@ -85,11 +94,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """One evaluation of one finished run; `folder` holds raw.jsonl.gz."""
+    """One evaluation of one model; `folder` holds raw.jsonl.gz."""
 
+    name: str
     arm: str
     seed: int
-    run: Run
+    run: Run | None  # what makes the model: the arm's own run, or its backbone's; None: it is given
+    model: str  # a folder, or where it is given a hub name
     folder: Path
     sizes: str  # as `trainer.evaluate sizes --sizes` takes them
     untrained: bool = False
@@ -141,6 +152,7 @@ def load_study(path: str | Path) -> Study:
         tests.text("dtype"),
         tests.flag("bm25"),
         tests.flag("untrained"),
+        tests.number("max_length", 0),
     )
     tests.refuse_rest()
     ranks = head.number("ranks", 1)
@@ -167,8 +179,10 @@ def load_study(path: str | Path) -> Study:
 
 def runs_of(study: Study) -> list[Run]:
     """Every training run in an order in which each finds what it starts from. Resolves and checks all recipes."""
-    trained = (_pretraining(study, backbone) for backbone in _in_starting_order(study.backbones))
-    return [*(run for run in trained if run is not None), *(result.run for result in results_of(study))]
+    made = (_pretraining(study, backbone) for backbone in _in_starting_order(study.backbones))
+    runs = [*made, *(result.run for result in results_of(study))]
+    # A backbone that is evaluated as it is has one run, whoever asks for it.
+    return list({run.name: run for run in runs if run is not None}.values())
 
 
 def results_of(study: Study) -> list[Result]:
@@ -177,27 +191,42 @@ def results_of(study: Study) -> list[Result]:
     controlled: set[str] = set()
     for seed in study.seeds:
         for arm, method in study.arms.items():
+            if method.recipe is None and seed != study.seeds[0]:
+                continue
             backbone = arm.split("/")[0]
             ladder = method.ladder or study.ladder
-            grid = ",".join(map(str, ladder.grid))
             for size in ladder if method.each_size else (None,):
                 name = f"{arm}/seed_{seed}" + (f"/{size}" if size else "")
                 # Once a backbone, with a method that has all sizes: the control does not depend on the method.
                 untrained = study.evaluation.untrained and not size and backbone not in controlled
                 if untrained:
                     controlled.add(backbone)
+                if method.recipe is None:
+                    run, model = _pretraining(study, study.backbones[backbone]), _source(study, backbone)
+                else:
+                    run = _finetuning(study, method, method.recipe, backbone, seed=seed, size=size, name=name)
+                    model = str(run.folder / "model")
                 results.append(
                     Result(
+                        name,
                         arm,
                         seed,
-                        _finetuning(study, method, backbone, seed=seed, size=size, name=name),
+                        run,
+                        model,
                         study.output / "results" / name,
-                        str(size) if size else (grid if study.grid else "ladder"),
+                        str(size) if size else _sizes(study, ladder, given=method.recipe is None),
                         untrained=untrained,
                         bm25=study.evaluation.bm25 and not results,
                     )
                 )
     return results
+
+
+def _sizes(study: Study, ladder: Ladder, *, given: bool) -> str:
+    """A model that its own method did not train may have another ladder, so its sizes are named."""
+    if study.grid:
+        return ",".join(map(str, ladder.grid))
+    return ",".join(map(str, ladder)) if given else "ladder"
 
 
 def _pretraining(study: Study, backbone: Backbone) -> Run | None:
@@ -206,10 +235,12 @@ def _pretraining(study: Study, backbone: Backbone) -> Run | None:
     own: dict[str, Any] = {"model.ladder": _pairs(study.ladder)}
     if backbone.start:
         own |= {"model.source": _source(study, backbone.start), "model.config": {}}
-    return _run(study, f"pretrain/{backbone.name}", "trainer.pretrain", backbone.recipe, backbone.settings, own)
+    return _run(study, f"pretrain/{backbone.name}", _MAKES, backbone.recipe, backbone.settings, own)
 
 
-def _finetuning(study: Study, method: Method, backbone: str, *, seed: int, size: Size | None, name: str) -> Run:
+def _finetuning(
+    study: Study, method: Method, recipe: Path, backbone: str, *, seed: int, size: Size | None, name: str
+) -> Run:
     own: dict[str, Any] = {
         "run.seed": seed,
         "model.ladder": _pairs(method.ladder or study.ladder),
@@ -218,12 +249,18 @@ def _finetuning(study: Study, method: Method, backbone: str, *, seed: int, size:
     }
     if size is not None:
         own |= {"objective.sizes": "one", "objective.size": str(size)}
-    return _run(study, f"runs/{name}", "trainer.finetune", method.recipe, method.settings, own)
+    return _run(study, f"runs/{name}", _TUNES, recipe, method.settings, own)
 
 
 def _run(
-    study: Study, name: str, module: str, recipe: Path, settings: Mapping[str, Any], own: Mapping[str, Any]
+    study: Study,
+    name: str,
+    objectives: tuple[str, ...],
+    recipe: Path,
+    settings: Mapping[str, Any],
+    own: Mapping[str, Any],
 ) -> Run:
+    """A run of a recipe whose objective is one of these; what trains it follows from the objective."""
     folder = study.output / name
     values = {**study.settings, **settings, **own, "run.output": str(folder), "run.resume": "auto"}
     overrides = tuple(f"{key}={_text(value)}" for key, value in values.items())
@@ -231,12 +268,12 @@ def _run(
         resolved = load_recipe(recipe, overrides)
     except ConfigError as error:
         raise ConfigError(f"{study.path}, run {name}: {error}") from None
-    expected = "masked" if module == "trainer.pretrain" else "contrastive"
-    if resolved.objective.name != expected:
+    if resolved.objective.name not in objectives:
         raise ConfigError(
             f"{study.path}, run {name}: {recipe} has objective.name = {resolved.objective.name!r}; "
-            f"this run needs a recipe with {expected!r}"
+            f"this run needs a recipe with {' or '.join(map(repr, objectives))}"
         )
+    module = f"trainer.{COMMANDS[resolved.objective.name]}"
     return Run(name, module, recipe, overrides, folder, resolved)
 
 
@@ -269,12 +306,15 @@ def _backbone(name: str, table: _Table, path: Path) -> Backbone:
 
 
 def _method(name: str, table: _Table, path: Path, all_backbones: tuple[str, ...]) -> Method:
-    recipe = path.parent / table.text("recipe", needed=True)
+    recipe = table.text("recipe", needed=True) if table.has("recipe") else ""
     backbones = tuple(table.list_of("backbones", str)) or all_backbones
     ladder = _ladder(table) if table.has("ladder") else None
-    method = Method(name, recipe, backbones, table.flag("each_size"), _settings(table, table.where), ladder)
+    each_size, settings = table.flag("each_size"), _settings(table, table.where)
     table.refuse_rest()
-    return method
+    if not recipe and (each_size or settings):
+        key = "settings" if settings else "each_size"
+        raise ConfigError(f"{table.where} has no recipe, so it trains nothing; give one, or remove {key}")
+    return Method(name, path.parent / recipe if recipe else None, backbones, each_size, settings, ladder)
 
 
 def _settings(table: _Table, where: str) -> dict[str, Any]:
@@ -308,6 +348,12 @@ def _check(study: Study) -> None:
     for method in study.methods.values():
         if unknown := [name for name in method.backbones if name not in study.backbones]:
             raise ConfigError(f"methods.{method.name}.backbones names {unknown[0]!r}, which is no backbone")
+        full, whole = (method.ladder or study.ladder).full, study.ladder.full
+        if method.recipe is None and (full.layers > whole.layers or full.dim > whole.dim):
+            raise ConfigError(
+                f"methods.{method.name}.ladder ends with {full}, which outgrows the backbones' {whole}; end it there, "
+                "or give a recipe that trains that size"
+            )
     if study.baseline not in study.arms:
         raise ConfigError(f"study.baseline = {study.baseline!r} is no arm; the arms are {', '.join(study.arms)}")
     for ablation in study.ablations:
@@ -316,6 +362,11 @@ def _check(study: Study) -> None:
                 raise ConfigError(f"ablation {ablation.name!r} names {arm!r}; the arms are {', '.join(study.arms)}")
     if study.evaluation.dtype not in ("", "float32", "bfloat16"):
         raise ConfigError(f"evaluation.dtype = {study.evaluation.dtype!r} is unknown; use float32 or bfloat16")
+    if study.evaluation.max_length and study.evaluation.max_length < _LEAST_LENGTH:
+        raise ConfigError(
+            f"evaluation.max_length = {study.evaluation.max_length} must be at least {_LEAST_LENGTH} tokens, or 0 for "
+            "each model's own lengths"
+        )
     names = study.evaluation.task_names
     if not names:
         raise ConfigError(f"{study.path} evaluates nothing; give evaluation.sts or evaluation.beir")

@@ -2,7 +2,8 @@
 
 The tables compare every arm with the study's baseline at the same size (trainer/evaluation/comparison.py): † marks
 p < 0.05 above it, ‡ below it, and the p value stands beside. With Holm's correction all comparisons of one table are
-one family. What is missing is listed, and rows say how many seeds they are of.
+one family. What is missing is listed, and rows say how many seeds they are of. An arm that trains nothing has one
+evaluation, which meets the mean over the other's seeds, query by query: the mean of its meetings with each of them.
 """
 
 from __future__ import annotations
@@ -185,6 +186,13 @@ def _markdown(study: Study, collected: Collected, tables: dict[str, Table], figu
         f"(p < 0.05{correction}), and the p value in brackets: retrieval, two-tailed paired t-test over queries; STS, "
         "Fisher's z. Seeds are averaged within a query, or a correlation's z, before a test.",
     ]
+    once = [arm for arm, method in study.arms.items() if method.recipe is None]
+    if once and seeds > 1:
+        parts.append(
+            f"Nothing is fine-tuned for {', '.join(once)}: one evaluation each, without an interval. In a test it is "
+            "paired, query by query (a correlation by its z), with the mean over the other arm's seeds, which is the "
+            "mean of its differences to each of them."
+        )
     if collected.missing:
         parts.append(
             f"**Not complete**: {len(collected.missing)} evaluations are missing: {', '.join(collected.missing)}."

@@ -78,6 +78,7 @@ def test_weights_that_are_not_the_configuration_s(
 def test_what_does_not_count(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Poolers, buffers that are computed, heads that are not used, and a head that is absent as a whole."""
     before = load_encoder(model).backbone.state_dict()
+    assert not load_masked_lm(model)[1]
     change(model, lambda tensors: {
         **tensors,
         "bert.pooler.dense.weight": torch.ones(16, 16),
@@ -88,7 +89,7 @@ def test_what_does_not_count(model: Path, caplog: pytest.LogCaptureFixture) -> N
     assert "a fresh one is trained" not in caplog.text
     change(model, lambda tensors: {n.removeprefix("bert."): t for n, t in tensors.items() if n.startswith("bert.")})
     load_encoder(model)
-    load_masked_lm(model)
+    assert load_masked_lm(model)[1]
     assert "a fresh one is trained" in caplog.text
 
 

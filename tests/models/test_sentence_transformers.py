@@ -255,7 +255,7 @@ def test_a_folder_without_modules_json_has_no_settings(make: Make) -> None:
 
 
 def test_pre_training_starts_from_the_transformer(make: Make) -> None:
-    assert load_masked_lm(make("in a folder of its own")).config.hidden_size == WIDTH
+    assert load_masked_lm(make("in a folder of its own"))[0].config.hidden_size == WIDTH
 
 
 def set_module(folder: Path, index: int, **values: Any) -> None:

@@ -217,6 +217,21 @@ def test_mistakes_are_told_before_anything_is_trained(
     assert not (tmp_path / "run" / TRAINING).exists()
 
 
+def test_preparing_ends_before_training_and_the_command_goes_on_from_there(
+    tmp_path: Path, model_folder: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trainer.resizing.execute", lambda recipe, last: pytest.fail("it trains"))
+    run = tmp_path / "run"
+    arguments = [str(model_folder), "--texts", str(texts), "--output", str(run), "--sizes", SIZES]
+    resize.main([*arguments, "--prepare-only"])
+    assert "size" not in capsys.readouterr().out  # no table
+    assert not (run / TRAINING).exists() and not (run / "resize.json").exists()
+    assert (run / "shards" / "manifest.json").is_file()
+    assert set(load_encoder(run / CLOSED_FORM).heads) == {"1", "2"} and not load_encoder(run / START).heads
+    with pytest.raises(pytest.fail.Exception, match="it trains"):
+        resize.main(arguments)  # the same command but for the option
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, model_folder: Path, texts: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(ConfigError, match="holds something else"):

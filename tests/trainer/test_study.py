@@ -22,16 +22,18 @@ from scipy import stats
 
 from data.command import run_command
 from data.errors import DataError
-from models.encoder import build_masked_lm
+from models.encoder import EmbeddingSettings, base_of, build_masked_lm
 from models.sizes import Size
 from tests import ROOT
 from tests.launcher import run_process
 from tests.trainer.support import LADDER, MODEL, float32_ds_config, recipe_values, write_beir
 from trainer import study as command
+from trainer.build import build_model, open_shards
 from trainer.config import ConfigError
 from trainer.evaluation.raw import RawResults, RawTask, read_raw, write_raw
 from trainer.evaluation.retrieval import RunScores
 from trainer.evaluation.sts import STSTask
+from trainer.model_folder import write_model_folder
 from trainer.stopping import Stopped
 from trainer.study_plan import load_study, results_of, runs_of
 from trainer.study_report import AVERAGE, collect, comparison_table, write_report
@@ -116,6 +118,200 @@ def test_backbones_start_from_each_other(study_file: Path) -> None:
     assert sources == {"tiny", str(runs[0].folder / "model"), str(runs[1].folder / "model")}
 
 
+def made_by(name: str, **sections: dict) -> dict:
+    """A recipe of an objective that makes a backbone."""
+    return recipe_values("shards", objective={"name": name}, **sections)
+
+
+def test_a_backbone_is_made_by_its_recipes_objective(study_file: Path) -> None:
+    """Pre-trained or distilled, from a given model or from another of the study."""
+    write_toml(study_file.with_name("mlm.toml"), made_by("masked"))
+    write_toml(study_file.with_name("distil.toml"), made_by("distill", teacher={"model": "tiny"}))
+    path = changed(
+        study_file,
+        "backbones",
+        small={"recipe": "distil.toml", "from": "tiny", "settings": {"teacher.gram_weight": 0.5}},
+        mlm={"recipe": "mlm.toml", "from": "tiny"},
+        smaller={"recipe": "distil.toml", "from": "mlm"},
+    )
+    runs = {run.name: run for run in runs_of(load_study(path))}
+    made = {name: run for name, run in runs.items() if name.startswith("pretrain/")}
+    assert {name: run.module for name, run in made.items()} == {
+        "pretrain/small": "trainer.distill",
+        "pretrain/mlm": "trainer.pretrain",
+        "pretrain/smaller": "trainer.distill",
+    }
+    small = made["pretrain/small"].recipe
+    assert small.model.source == "tiny" and not small.model.config
+    assert small.teacher.model == "tiny" and small.teacher.gram_weight == 0.5
+    assert made["pretrain/smaller"].recipe.model.source == str(made["pretrain/mlm"].folder / "model")
+    assert runs["runs/small/srl/seed_1"].recipe.model.source == str(made["pretrain/small"].folder / "model")
+    assert {run.module for name, run in runs.items() if name not in made} == {"trainer.finetune"}
+
+
+@pytest.mark.parametrize("objective", ["masked", "distill"])
+def test_what_fine_tunes_makes_no_backbone_and_the_reverse(study_file: Path, objective: str) -> None:
+    write_toml(study_file.with_name("other.toml"), made_by(objective))
+    for section, values, words in (
+        ("backbones", {"b": {"recipe": "srl.toml"}}, "pretrain/b.* needs a recipe with 'masked' or 'distill'"),
+        ("methods", {"m": {"recipe": "other.toml"}}, "runs/tiny/m/seed_1.* needs a recipe with 'contrastive'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            runs_of(load_study(changed(study_file, section, **values)))
+    runs_of(load_study(changed(study_file, "backbones", b={"recipe": "other.toml", "from": "tiny"})))
+
+
+@pytest.fixture
+def as_it_is(study_file: Path) -> Path:
+    """A study with a method that trains nothing, on a given model and on one that is made here."""
+    write_toml(study_file.with_name("distil.toml"), made_by("distill", teacher={"model": "tiny"}))
+    path = changed(study_file, "methods", as_it_is={})
+    path = changed(path, "study", grid=False)
+    path = changed(path, "backbones", small={"recipe": "distil.toml", "from": "tiny"})
+    return path.rename(path.with_name("as_it_is.toml"))
+
+
+def test_without_a_recipe_the_backbone_is_evaluated_once(as_it_is: Path) -> None:
+    study = load_study(as_it_is)
+    runs, results = runs_of(study), results_of(study)
+    given, made = (result for result in results if result.arm.endswith("/as_it_is"))
+    assert (given.seed, given.run, given.model) == (1, None, "tiny")
+    assert made.seed == 1 and made.run is not None and made.run.name == "pretrain/small"
+    assert made.model == str(study.output / "pretrain" / "small" / "model") == str(made.run.folder / "model")
+    assert given.sizes == made.sizes == ",".join(f"{n}x{d}" for n, d in LADDER)  # the given model's ladder is its own
+    assert [run.name for run in runs].count("pretrain/small") == 1
+    assert not any("as_it_is" in run.name for run in runs)
+    trained = {result.name: result for result in results if result not in (given, made)}
+    assert len(runs) == len(trained) + 1 and {result.sizes for name, result in trained.items() if "srl" in name} == {
+        "ladder"
+    }
+    words = command.evaluation_command(study, given)
+    assert words[words.index("--model") + 1] == "tiny" and "--max-length" not in words
+
+
+def test_jobs_of_what_is_not_trained(as_it_is: Path) -> None:
+    """A given model is evaluated at once, one that is made here after its run, and the clock runs last and alone."""
+    study = load_study(as_it_is)
+    runs, results = command._chosen(study, ["tiny/as_it_is", "small/as_it_is"])
+    assert [run.name for run in runs] == ["pretrain/small"] and len(results) == 2
+    jobs = {job.name: job for job in command._jobs(study, runs, results, Work(study.output))}
+    assert list(jobs) == [
+        "evaluate tiny/as_it_is/seed_1", "pretrain/small", "evaluate small/as_it_is/seed_1", "latency",
+    ]  # fmt: skip
+    assert not jobs["evaluate tiny/as_it_is/seed_1"].needs
+    assert jobs["evaluate small/as_it_is/seed_1"].needs == {"pretrain/small"}
+    assert jobs["latency"].needs == jobs.keys() - {"latency"}
+    timed = list(map(str, jobs["latency"].command()))
+    assert timed[timed.index("--model") + 1] == "tiny" and timed[timed.index("--sizes") + 1] == results[0].sizes
+
+    # Once it is there, only another model or another command is evaluated again.
+    for number, result in enumerate(results):
+        result.folder.mkdir(parents=True)
+        (result.folder / "raw.jsonl.gz").touch()
+        assert not command.is_evaluated(study, result), "there is no receipt"
+        jobs[f"evaluate {result.name}"].after()
+        assert command.is_evaluated(study, result) == (number == 0), "small is not made yet"
+    runs[0].folder.mkdir(parents=True)
+    (runs[0].folder / "DONE").touch()
+    assert command.is_evaluated(study, results[1])
+    (runs[0].folder / "model").mkdir()
+    (runs[0].folder / "model" / "heads.safetensors").write_bytes(b"made again")
+    assert not command.is_evaluated(study, results[1])
+    shorter = load_study(changed(as_it_is, "evaluation", max_length=48))
+    assert not command.is_evaluated(shorter, results[0])
+    words = command.evaluation_command(shorter, results[0])
+    assert words[words.index("--max-length") + 1] == "48"
+
+
+def test_a_list_names_what_is_only_evaluated(as_it_is: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = load_study(as_it_is)
+    results = results_of(study)
+    given = next(result for result in results if result.run is None)
+    given.folder.mkdir(parents=True)
+    (given.folder / "raw.jsonl.gz").touch()
+    command.main([str(as_it_is), "--list"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "pretrain/small\tto do"
+    assert lines[-2:] == ["results/tiny/as_it_is/seed_1\tevaluated", "results/small/as_it_is/seed_1\tto do"]
+    assert len(lines) == len(runs_of(study)) + 2
+
+
+@pytest.fixture
+def given_model(tmp_path: Path, tiny_tokenizer: Any) -> Path:
+    """A model folder with a head for a depth."""
+    torch.manual_seed(0)
+    model = build_masked_lm(MODEL, vocab_size=len(tiny_tokenizer), pad_token_id=tiny_tokenizer.pad_token_id)
+    heads = torch.nn.ModuleDict({"1": torch.nn.Linear(48, 48)})
+    settings = EmbeddingSettings("mean", ladder=tuple((n, d) for n, d in LADDER))
+    write_model_folder(tmp_path / "given", base_of(model), tiny_tokenizer, settings, heads)
+    return tmp_path / "given"
+
+
+def test_what_is_given_is_looked_at_first(as_it_is: Path, given_model: Path, tmp_path: Path) -> None:
+    def check(path: Path) -> None:
+        study = load_study(path)
+        command._check_given(study, runs_of(study), results_of(study))
+
+    def refused(path: Path, words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            check(path)
+
+    sound = changed(as_it_is, "backbones", tiny={"source": str(given_model)}).rename(tmp_path / "given.toml")
+    check(sound)  # negative control
+    absent = str(tmp_path / "absent")
+    refused(changed(sound, "backbones", tiny={"source": absent}), "model.source names .*absent, which is not there")
+    refused(changed(sound, "backbones.small", settings={"teacher.model": absent}), "teacher.model names .*absent")
+    refused(changed(sound, "study", ladder=[[1, 16], [2, 64]]), "evaluated at 2x64, which outgrows .* of 3x48")
+    bare = tmp_path / "bare"
+    shutil.copytree(given_model, bare, ignore=shutil.ignore_patterns("barista.json"))
+    refused(changed(sound, "backbones", tiny={"source": str(bare)}), "does not say how it pools")
+    only = changed(sound, "methods", as_it_is={"backbones": ["lost"]}).rename(tmp_path / "only.toml")
+    refused(changed(only, "backbones", lost={"source": absent}), "absent, which is not there")
+    # Masked pre-training would lose heads, though another run lies between.
+    write_toml(tmp_path / "mlm.toml", made_by("masked"))
+    refused(changed(sound, "backbones", mlm={"recipe": "mlm.toml", "from": "small"}), "has heads .* would lose")
+    (given_model / "heads.safetensors").unlink()
+    check(changed(sound, "backbones", mlm={"recipe": "mlm.toml", "from": "small"}))
+
+
+def test_a_teacher_that_the_study_makes_comes_first(as_it_is: Path, given_model: Path, tmp_path: Path) -> None:
+    def taught_by(**teachers: str) -> Path:
+        tables = {
+            name: {"recipe": "distil.toml", "from": "tiny", "settings": {"teacher.model": made(teacher)}}
+            for name, teacher in teachers.items()
+        }
+        return changed(path, "backbones", **tables)
+
+    def made(name: str) -> str:
+        return str(tmp_path / "out" / "pretrain" / name / "model")
+
+    path = changed(as_it_is, "backbones", tiny={"source": str(given_model)}).rename(tmp_path / "given.toml")
+    study = load_study(taught_by(pupil="small"))
+    runs, results = command._chosen(study, ["pupil/as_it_is"])
+    assert [run.name for run in runs] == ["pretrain/small", "pretrain/pupil"]
+    jobs = {job.name: job for job in command._jobs(study, runs, results, Work(study.output))}
+    assert jobs["pretrain/pupil"].needs == {"pretrain/small"}
+    command._check_given(study, runs, results)
+    study = load_study(taught_by(one="other", other="one"))
+    with pytest.raises(ConfigError, match="pretrain/one reads the model of pretrain/other, which waits for it"):
+        command._check_given(study, *command._chosen(study, ["one/as_it_is"]))
+
+
+def test_heads_stay_from_a_backbone_to_its_arm(study_file: Path, given_model: Path, tuple_shards: Path) -> None:
+    """The model that an arm trains has the maps of the model that it starts from, and a single size its own depth's."""
+    path = changed(study_file, "backbones", tiny={"source": str(given_model)}).rename(
+        study_file.with_name("heads.toml")
+    )
+    settings = {"data.shards": [str(tuple_shards)]}
+    study = load_study(changed(path, "settings", **settings))
+    for result in results_of(study):
+        if result.seed == 1 and result.run is not None and result.arm != "tiny/no_kl":
+            recipe = result.run.recipe
+            encoder = build_model(recipe, open_shards(recipe)).encoder
+            assert set(encoder.heads) == {"1"}, result.name
+            assert all(parameter.requires_grad for parameter in encoder.heads.parameters())
+
+
 @pytest.mark.launch
 def test_chosen_arms_bring_what_they_start_from(study_file: Path) -> None:
     write_toml(study_file.with_name("mlm.toml"), recipe_values("shards", objective={"name": "masked"}))
@@ -159,6 +355,16 @@ def test_chosen_arms_bring_what_they_start_from(study_file: Path) -> None:
         ("methods.srl", {"settings": {"train.steps": "many"}}, "train.steps"),
         ("methods.srl", {"recipe": "absent.toml"}, "absent.toml does not exist"),
         ("methods.srl", {"settings": {"objective.name": "masked"}}, "needs a recipe with"),
+        (
+            "methods",
+            {"m": {"each_size": True}},
+            "methods.m has no recipe, so it trains nothing; give one, or remove each",
+        ),
+        ("methods", {"m": {"settings": {"train.steps": 3}}}, "give one, or remove settings"),
+        ("methods", {"m": {"recipe": ""}}, "methods.m.recipe is missing"),
+        ("methods", {"m": {"ladder": [[1, 16], [4, 64]]}}, "ladder ends with 4x64, which outgrows the backbones' 3x48"),
+        ("evaluation", {"max_length": 3}, "evaluation.max_length = 3 must be at least 4"),
+        ("evaluation", {"max_length": "48"}, "must be a whole number"),
     ],
 )
 def test_mistakes_in_the_file(study_file: Path, section: str, values: dict, message: str) -> None:
@@ -183,7 +389,7 @@ def _fill(study_file: Path, *, gain: float = 0.2) -> dict[tuple[str, int, Size],
     for result in results_of(study):
         raw = RawResults()
         raw.tasks["pairs"] = RawTask("pairs", "sts", gold=gold)
-        sizes = [Size.parse(text) for text in result.sizes.split(",")]
+        sizes = SIZES if result.sizes == "ladder" else [Size.parse(text) for text in result.sizes.split(",")]
         for size in sizes:
             ndcg = hardness + 0.02 * rng.random(len(QUERIES)) + (gain if result.arm == "tiny/srl" else 0.0)
             cosines = np.array(gold) + 8 * rng.normal(size=len(gold))
@@ -258,6 +464,33 @@ def test_report_has_the_numbers_of_the_raw_results(study_file: Path) -> None:
     assert all(f"figures/{name}" in text for name in figures)
 
 
+def test_one_evaluation_meets_the_mean_over_seeds(as_it_is: Path) -> None:
+    """By hand, with scipy: the only run of an arm against each seed's of another, differences averaged."""
+    made = _fill(as_it_is)
+    study = load_study(as_it_is)
+    report = write_report(study)
+    rows = csv.DictReader(io.StringIO((report.parent / "report.csv").read_text()))
+    found = {(row["arm"], row["metric"], row["size"]): row for row in rows}
+    for size in SIZES:
+        row = found["tiny/as_it_is", "ndcg_cut_10", str(size)]
+        once = made["tiny/as_it_is", 1, size]["ndcg"]
+        differences = np.mean([once - made["tiny/separate", seed, size]["ndcg"] for seed in (1, 2)], axis=0)
+        assert row["seeds"] == "1" and row["ci95_low"] == "" and row["n"] == "30"
+        assert float(row["difference"]) == pytest.approx(differences.mean())
+        assert float(row["p"]) == pytest.approx(stats.ttest_1samp(differences, 0.0).pvalue)
+        assert found["tiny/separate", "ndcg_cut_10", str(size)]["seeds"] == "2"
+    assert float(found["tiny/as_it_is", "ndcg_cut_10", AVERAGE]["p"]) <= 1
+    text = report.read_text()
+    assert "Nothing is fine-tuned for tiny/as_it_is, small/as_it_is: one evaluation each" in text
+    assert "missing" not in text
+
+
+def test_a_study_that_fine_tunes_every_arm_says_nothing_of_it(study_file: Path) -> None:
+    """Negative control."""
+    _fill(study_file)
+    assert "Nothing is fine-tuned" not in write_report(load_study(study_file)).read_text()
+
+
 def test_chance_is_not_marked_and_holm_marks_less(study_file: Path) -> None:
     """Negative control: with no gain, marks are as rare as chance has them, and Holm's p are never smaller."""
     _fill(study_file, gain=0.0)
@@ -309,13 +542,13 @@ def test_raw_results_read_back_as_written(tmp_path: Path) -> None:
 def real_study(
     tmp_path_factory: pytest.TempPathFactory, tuple_shards: Path, tiny_tokenizer, docstrings: list[str]
 ) -> Iterator[Path]:
-    """Two methods × two seeds of a tiny model, three steps each."""
+    """Two methods × two seeds of a tiny model, three steps each; and that model as it is."""
     folder = tmp_path_factory.mktemp("study")
     torch.manual_seed(0)
     config = {"model_type": MODEL["model_type"], **MODEL}
     model = build_masked_lm(config, vocab_size=len(tiny_tokenizer), pad_token_id=tiny_tokenizer.pad_token_id)
-    model.save_pretrained(folder / "start")
-    tiny_tokenizer.save_pretrained(folder / "start")
+    settings = EmbeddingSettings("mean", ladder=((3, 48),))
+    write_model_folder(folder / "start", base_of(model), tiny_tokenizer, settings, torch.nn.ModuleDict())
     recipe = recipe_values(tuple_shards, train={"steps": 3, "global_batch_size": 4, "micro_batch_size": 4})
     recipe["model"] = {"source": "set by the study", "ladder": LADDER, "pooling": "mean"}
     recipe["engine"] = {"ds_config": str(float32_ds_config(folder, 0))}
@@ -330,11 +563,12 @@ def real_study(
             "baseline": "start/full",
             "grid": True,
         },
-        "evaluation": {"beir": [str(beir)], "untrained": True},
+        "evaluation": {"beir": [str(beir)], "untrained": True, "max_length": 24},
         "backbones": {"start": {"source": str(folder / "start")}},
         "methods": {
             "full": {"recipe": "recipe.toml", "settings": {"objective.sizes": "full", "objective.kl": "none"}},
             "srl": {"recipe": "recipe.toml"},
+            "as_it_is": {},
         },
         "ablations": [{"name": "sizes", "with": "start/srl", "without": "start/full"}],
     }
@@ -353,7 +587,7 @@ def test_the_whole_study(real_study: Path, capsys: pytest.CaptureFixture[str], m
         with pytest.raises(Stopped, match="stop file"):
             command.main([str(real_study)])
     assert not (output / "runs").exists()
-    stopped = run_process([*words, "--stop-after-minutes", "0.05"], expect=75)
+    stopped = run_process([*words, "--stop-after-minutes", "0.05", "--arms", "start/full"], expect=75)
     assert "stopped in runs/start/full/seed_1" in stopped.stderr and not (output / "report").exists()
     assert json.loads((output / "runs/start/full/seed_1/STOPPED").read_text())["reason"] == "clock"
     done = run_process(words)
@@ -366,6 +600,11 @@ def test_the_whole_study(real_study: Path, capsys: pytest.CaptureFixture[str], m
     assert not list(output.glob("runs/**/checkpoints"))
     report = (output / "report" / "report.md").read_text()
     assert "Not complete" not in report and "untrained" in report and "## Latency" in report
+    rows = list(csv.DictReader(io.StringIO((output / "report" / "report.csv").read_text())))
+    as_it_is = [row for row in rows if row["arm"] == "start/as_it_is" and row["metric"] == "ndcg_cut_10"]
+    assert {row["seeds"] for row in as_it_is} == {"1"} and len(as_it_is) == len(LADDER) ** 2 + 1  # and the average
+    settings = json.loads((output / "results/start/as_it_is/seed_1/results.json").read_text())["settings"]
+    assert settings["query_max_length"] == settings["passage_max_length"] == 24
 
     # Nothing is done twice: a second start changes no run, no result and not one number.
     before = {path: path.stat().st_mtime_ns for path in output.glob("r[ue]*s/**/*") if path.is_file()}
@@ -566,7 +805,9 @@ def test_runs_of_an_earlier_backbone_are_refused(study_file: Path, tmp_path: Pat
 
 def test_all_shipped_studies_are_looked_at() -> None:
     shipped = {path.name for path in (ROOT / "launch" / "studies").glob("*.toml")}
-    assert shipped == {"starbucks_small.toml", "starbucks_smoke.toml", "starbucks_longer.toml", "matryoshka.toml"}
+    assert shipped == {
+        "starbucks_small.toml", "starbucks_smoke.toml", "starbucks_longer.toml", "matryoshka.toml", "minilm.toml",
+    }  # fmt: skip
 
 
 @pytest.mark.full
@@ -615,3 +856,26 @@ def test_the_matryoshka_study_is_sound() -> None:
     reduced = [result for result in results_of(study) if result.arm == "mlm/mrl_reduced"]
     assert {str(result.run.recipe.ladder.full) for result in reduced} == {"6x96"}
     assert all(set(result.sizes.split(",")) >= {"6x24", "6x48", "6x96"} for result in reduced)
+
+
+def test_the_study_from_a_real_start_is_sound() -> None:
+    """All that is fine-tuned has the same budget, and the two masked backbones the same tokens from the same start."""
+    study = load_study(ROOT / "launch" / "studies" / "minilm.toml")
+    runs, results = {run.name: run for run in runs_of(study)}, results_of(study)
+    assert set(study.arms) == {
+        "minilm/as_it_is", "closed_form/as_it_is", "resized/as_it_is", "minilm/full", "minilm/separate", "minilm/two_d",
+        "minilm/mrl", "minilm/srl", "mlm/srl", "smae/srl", "resized/srl", "minilm/srl_without_kl",
+    }  # fmt: skip
+    fine_tuned = len(study.seeds) * (8 + len(study.ladder))
+    assert len(runs) == 3 + fine_tuned and len(results) == 3 + fine_tuned
+    mlm, smae, resized = (runs[f"pretrain/{name}"].recipe for name in ("mlm", "smae", "resized"))
+    assert (
+        mlm.data == smae.data and mlm.train == smae.train and mlm.optim == smae.optim and mlm.run.seed == smae.run.seed
+    )
+    assert (mlm.objective.sizes, mlm.objective.decoder) == ("full", False)
+    assert (smae.objective.sizes, smae.objective.decoder) == ("ladder", True)
+    assert {mlm.model.source, smae.model.source} == {study.backbones["minilm"].source} == {resized.teacher.model}
+    assert resized.model.source == study.backbones["closed_form"].source and resized.data.shards == mlm.data.shards
+    tuned = [run.recipe for run in runs.values() if run.module == "trainer.finetune"]
+    assert len({(str(each.train), str(each.optim), str(each.data)) for each in tuned}) == 1
+    assert all(each.model.dropout == 0.0 and each.model.pooling == "mean" for each in (*tuned, mlm, smae, resized))

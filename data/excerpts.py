@@ -1,0 +1,86 @@
+"""Command: documents cut into excerpts of one to eight sentences, the lengths of what embedding models are given.
+
+    python -m data.excerpts FILE... --without TSV... --output texts.jsonl
+
+FILE: as for `data.prepare documents`. TSV: sentences between tabs, as in STS files; whatever they say is left out, so
+that a test's sentences are not trained on. Each excerpt is a line {"text": …}, once, ordered by its hash: the first of
+them are a sample of all documents. How many sentences an excerpt has follows from its first one, so that the same
+documents give the same excerpts wherever they stand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+from data.command import run_command
+from data.corpora import Document, plan_documents, read_unit
+from data.errors import DataError
+from data.files import read_text, write_atomically
+
+_END = re.compile(r"(?<=[.!?])\s+|\n+")
+_LEAST_CHARACTERS = 16  # of a sentence: less is a heading, a number or a list's mark
+_MOST_CHARACTERS = 1600
+# The share of excerpts with at most so many sentences.
+_SENTENCES = ((0.6, 1), (0.8, 2), (0.95, 4), (1.0, 8))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m data.excerpts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("documents", nargs="+", metavar="FILE", help="documents, as for data.prepare documents")
+    parser.add_argument("--without", nargs="+", default=[], type=Path, metavar="TSV", help="sentences to leave out")
+    parser.add_argument("--output", required=True, type=Path, metavar="JSONL", help="the file to write")
+    args = parser.parse_args(argv)
+    left_out = {plain(part) for path in args.without for part in re.split(r"[\t\n]", read_text(path, what="sentences"))}
+    found = excerpts(_texts_of(args.documents), left_out)
+    if not found:
+        raise DataError(f"{', '.join(args.documents)} hold no sentence of {_LEAST_CHARACTERS} characters; give others")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(args.output, "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in found))
+    sys.stdout.write(f"{len(found):,} excerpts, {sum(map(len, found)) / 1e6:.1f} M characters, in {args.output}\n")
+
+
+def excerpts(documents: Iterable[str], left_out: set[str]) -> list[str]:
+    """Distinct excerpts of all documents, by their hash. left_out: sentences as `plain` writes them."""
+    found = {text for document in documents for text in _excerpts_of(sentences_of(document, left_out))}
+    return sorted(found, key=_digest)
+
+
+def sentences_of(document: str, left_out: set[str]) -> list[str]:
+    parts = (" ".join(part.split()) for part in _END.split(document))
+    return [part for part in parts if len(part) >= _LEAST_CHARACTERS and plain(part) not in left_out]
+
+
+def plain(text: str) -> str:
+    """A sentence for comparison: neither case nor the width of a space tells two apart."""
+    return " ".join(text.split()).lower()
+
+
+def _excerpts_of(sentences: Sequence[str]) -> Iterator[str]:
+    first = 0
+    while first < len(sentences):
+        draw = int.from_bytes(_digest(sentences[first])[:6]) / 2**48
+        count = next(count for share, count in _SENTENCES if draw < share)
+        yield " ".join(sentences[first : first + count])[:_MOST_CHARACTERS]
+        first += count
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "replace")).digest()
+
+
+def _texts_of(inputs: Sequence[str]) -> Iterator[str]:
+    for unit in plan_documents(inputs, skip_empty=True):
+        yield from (cast(Document, record)["text"] for _, record in read_unit(unit))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,61 @@
+"""What a recipe's model starts as, before any step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from data.shards import ShardFolder
+from models.encoder import EmbeddingSettings, base_of, build_masked_lm
+from models.masked_autoencoder import MaskedAutoencoder
+from tests.trainer.support import LADDER, MODEL, loaded, recipe_values
+from trainer.build import build_model, open_shards
+from trainer.model_folder import write_model_folder
+
+MORE_ROWS = 7  # than tokens, as in tables that are padded for speed
+
+
+@pytest.fixture
+def sources(tmp_path: Path, tiny_tokenizer: Any) -> dict[str, Path]:
+    """The same weights as an encoder alone, and with their MLM head."""
+    torch.manual_seed(0)
+    rows = len(tiny_tokenizer) + MORE_ROWS
+    model = build_masked_lm(MODEL, vocab_size=rows, pad_token_id=tiny_tokenizer.pad_token_id)
+    model.save_pretrained(tmp_path / "with_head")
+    tiny_tokenizer.save_pretrained(tmp_path / "with_head")
+    settings = EmbeddingSettings("mean", ladder=tuple((n, d) for n, d in LADDER))
+    write_model_folder(tmp_path / "encoder", base_of(model), tiny_tokenizer, settings, nn.ModuleDict())
+    return {name: tmp_path / name for name in ("with_head", "encoder")}
+
+
+def bias_of(source: Path, shards: Path, folder: Path, **objective: Any) -> torch.Tensor:
+    """The output bias with which masked pre-training from this model begins."""
+    values = recipe_values(shards, objective={"name": "masked", **objective})
+    values["model"] = {"source": str(source), "pooling": "mean", "ladder": LADDER}
+    recipe = loaded(values, folder)
+    module = build_model(recipe, open_shards(recipe)).module
+    assert isinstance(module, MaskedAutoencoder) and module.encoder.pooling == "mean"
+    return module.vocabulary_loss.bias.detach()
+
+
+@pytest.mark.parametrize("kind", ["documents", "tuples"])
+def test_a_fresh_head_starts_from_the_frequencies(
+    kind: str, sources: dict[str, Path], document_shards: Path, tuple_shards: Path, tmp_path: Path
+) -> None:
+    """On an encoder that was trained without one, too; a head that is there stays as it is."""
+    shards, objective = (document_shards, {}) if kind == "documents" else (tuple_shards, {"pairs": "tuples"})
+    folder = ShardFolder(shards)
+    everything = range(folder.num_samples)
+    if kind == "documents":
+        texts = folder.documents(everything)
+    else:
+        texts = [text for sample in folder.tuples(everything) for text in (sample.query, *sample.passages)]
+    bias = bias_of(sources["encoder"], shards, tmp_path, **objective)
+    counts = np.bincount(np.concatenate(texts), minlength=len(bias)) + 1.0
+    np.testing.assert_allclose(bias.numpy(), np.log(counts / counts.sum()), rtol=1e-5)
+    assert not bias_of(sources["with_head"], shards, tmp_path, **objective).any()
