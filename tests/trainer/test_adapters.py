@@ -250,7 +250,7 @@ def test_the_equalities_can_fail(two_ranks: Results, expected: Results, recipes:
         assert parameter > 100 * PARAMETER_TOLERANCE
     # Steps move the adapters by far more than the tolerance, and the loss with them.
     first, last = expected["lora"][0], expected["lora"][-1]
-    assert abs(first["loss"] - last["loss"]) > 1e3 * LOSS_TOLERANCE
+    assert abs(first["loss"] - last["loss"]) > 100 * LOSS_TOLERANCE
     moves = [float((last["parameters"][key] - value).abs().max()) for key, value in first["parameters"].items()]
     assert max(moves) > 1e3 * PARAMETER_TOLERANCE
 
