@@ -155,7 +155,10 @@ def test_real_documentation(real: Documentation, tmp_path: Path) -> None:
         assert queries[pair.name] == pair.summary
         assert [corpus[passage] for passage in qrels[pair.name]] == [pair.body]
     rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text("utf-8").splitlines()]
-    assert [row["query"] for row in rows] == [pair.summary for pair in real.pairs]
+    assert sorted(row["query"] for row in rows) == sorted(pair.summary for pair in real.pairs)
+    # The first of them are a sample of all, not of the first package.
+    of_numpy = [row["name"].startswith("numpy.") for row in rows]
+    assert abs(sum(of_numpy[:500]) / 500 - sum(of_numpy) / len(rows)) < 0.1
     assert len((tmp_path / "documents.jsonl").read_text("utf-8").splitlines()) == len(real.documents)
 
 

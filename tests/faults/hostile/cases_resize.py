@@ -109,7 +109,7 @@ def _by_dot_product(model: Path) -> None:
     "resize/model",
     [
         row("nan", _with_nan, expect=refused("model")),
-        row("dot-product", _by_dot_product, expect=refused("dot product")),
+        row("dot-product", _by_dot_product, expect=refused("dot product"), quick=True),
         row("no-weights", lambda model: (model / "model.safetensors").unlink(), expect=refused("model")),
         row("no-settings", lambda model: (model / "barista.json").unlink(), expect=refused("how it pools")),
         row("a-file", lambda model: (shutil.rmtree(model), model.write_text("a model")), expect=refused("model")),
