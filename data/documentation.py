@@ -105,7 +105,7 @@ def installed_documentation(
     """
     docstrings = installed_docstrings(packages, processes=processes)
     pairs = list(_distinct_pairs(docstrings))
-    ranked = sorted(pairs, key=_order)
+    ranked = sorted(pairs, key=lambda pair: _digest(pair.body))
     if num_held_out < 1 or num_bodies < num_held_out:
         raise DataError(
             f"{num_held_out} held-out pairs of {num_bodies} bodies make no evaluation; give 1 or more of more"
@@ -363,8 +363,8 @@ def _documents_of(docstrings: Iterable[Docstring]) -> Iterator[str]:
         yield from joined(small)
 
 
-def _order(pair: DocumentationPair) -> bytes:
-    return hashlib.sha256(pair.body.encode()).digest()
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
 
 
 def write_documentation(documentation: Documentation, folder: Path) -> None:
@@ -372,8 +372,8 @@ def write_documentation(documentation: Documentation, folder: Path) -> None:
 
     Documents and pairs are ordered by their hash, so that the first of them are a sample of all packages.
     """
-    documents = sorted(documentation.documents, key=lambda text: hashlib.sha256(text.encode()).digest())
-    pairs = sorted(documentation.pairs, key=_order)
+    documents = sorted(documentation.documents, key=_digest)
+    pairs = sorted(documentation.pairs, key=lambda pair: _digest(pair.body))
     corpus = sorted([*documentation.held_out, *documentation.distractors], key=lambda pair: pair.name)
     files: dict[str, Iterable[Mapping[str, Any]]] = {
         "documents.jsonl": ({"text": text} for text in documents),

@@ -145,7 +145,7 @@ def ask(question: str | None, *, size: str) -> int:
 
 
 def _make_room(description: dict[str, bool]) -> None:
-    """An empty folder with the demo's mark; what an earlier demo left is deleted, and nothing else."""
+    """Make an empty folder with the demo's mark in it. Only what an earlier demo left there is deleted."""
     if OUTPUT.is_symlink() or (OUTPUT.exists() and not OUTPUT.is_dir()):
         raise UserError(f"{OUTPUT} is a link or a file; move it away")
     if OUTPUT.exists() and any(OUTPUT.iterdir()):
@@ -279,24 +279,29 @@ def _call(command: Sequence[object], *, quiet: bool = False, interactive: bool =
     call(command, environment=accelerator, quiet=quiet, interactive=interactive)
 
 
-def _scores(results: Path, method: str, metric: str) -> dict[str, float]:
+def _records(evaluation: Path) -> list[dict]:
+    return json.loads((evaluation / "results.json").read_text(encoding="utf-8"))["records"]
+
+
+def _scores(records: Sequence[dict], method: str, metric: str) -> dict[str, float]:
     """By size name, in the order of the sizes."""
-    records = json.loads(results.read_text(encoding="utf-8"))["records"]
     return {r["size"]: r["value"] for r in records if (r["method"], r["metric"]) == (method, metric)}
 
 
 def _summary(*, seconds: float) -> dict:
     """What the demo found, by size name."""
-    results, as_it_is = EVALUATION / "results.json", AS_IT_IS / "results.json"
-    records = json.loads(results.read_text(encoding="utf-8"))["records"]
-    trained = _scores(results, "trained", "recip_rank_10")
+    records = _records(EVALUATION)
+    trained = _scores(records, "trained", "recip_rank_10")
+    controls = {}
+    if AS_IT_IS.exists():
+        controls["as_it_is_mrr10"] = _scores(_records(AS_IT_IS), "trained", "recip_rank_10")
     return {
         "mrr10": trained,
-        **({"as_it_is_mrr10": _scores(as_it_is, "trained", "recip_rank_10")} if as_it_is.is_file() else {}),
-        "untrained_mrr10": _scores(results, "untrained", "recip_rank_10"),
-        "bm25_mrr10": _scores(results, "BM25", "recip_rank_10")[""],
-        "ndcg10": _scores(results, "trained", "ndcg_cut_10"),
-        "recall100": _scores(results, "trained", "recall_100"),
+        **controls,
+        "untrained_mrr10": _scores(records, "untrained", "recip_rank_10"),
+        "bm25_mrr10": _scores(records, "BM25", "recip_rank_10")[""],
+        "ndcg10": _scores(records, "trained", "ndcg_cut_10"),
+        "recall100": _scores(records, "trained", "recall_100"),
         "sizes": {r["size"]: f"{r['layers']}x{r['dim']}" for r in records if r["layers"]},
         "seconds": round(seconds, 1),
         "exports": {name: str(OUTPUT / "export" / name) for name in trained},

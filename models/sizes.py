@@ -35,6 +35,10 @@ class Size:
     def __str__(self) -> str:
         return f"{self.layers}x{self.dim}"
 
+    def fits_in(self, other: Size) -> bool:
+        """Whether a model of the other size has this one in it."""
+        return self.layers <= other.layers and self.dim <= other.dim
+
     @classmethod
     def parse(cls, text: str) -> Size:
         """Read "2x32"."""
@@ -105,7 +109,7 @@ class Ladder:
     def check_against(self, *, num_layers: int, hidden_size: int) -> None:
         """Refuse a ladder that outgrows the encoder or stops short of it."""
         if self.full != Size(num_layers, hidden_size):
-            verb = "outgrows" if self.full.layers > num_layers or self.full.dim > hidden_size else "stops short of"
+            verb = "stops short of" if self.full.fits_in(Size(num_layers, hidden_size)) else "outgrows"
             raise ModelError(
                 f"the ladder's last size {self.full} {verb} the encoder, which has {num_layers} layers of "
                 f"{hidden_size} dimensions; end the ladder with [{num_layers}, {hidden_size}]"

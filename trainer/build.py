@@ -157,7 +157,7 @@ def build_model(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
     if teacher is not None and teacher.width < (dim := parts.encoder.embedding_size):
         raise ConfigError(
             f"the teacher's vectors have {teacher.width} dimensions, and the student's {dim}; fit heads into the "
-            "teacher's space first (python -m trainer.closed_form), or choose a wider teacher"
+            "teacher's space first (python -m trainer.resize --prepare-only), or choose a wider teacher"
         )
     return replace(parts, guide=guide, teacher=teacher)
 
@@ -225,7 +225,8 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
         if recipe.model.trains == "heads":
             if not len(encoder.heads):
                 raise ConfigError(
-                    f'model.trains = "heads", and {source} has none; fit them first (python -m trainer.closed_form)'
+                    f'model.trains = "heads", and {source} has none; fit them first '
+                    "(python -m trainer.resize --prepare-only)"
                 )
             encoder.backbone.requires_grad_(False)
         return ModelParts(encoder, encoder, encoder.backbone, tokenizer, adapter)

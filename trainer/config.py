@@ -357,15 +357,16 @@ _CHOICES = {
     "objective.backward": ("grad_cache", "direct"),
     "optim.schedule": ("linear", "cosine", "constant"),
 }
+LEAST_LENGTH = 4  # tokens of a text, special ones included
 _AT_LEAST = {
     "run.seed": 0,
     "model.output_dim": 0,
     "model.frozen_layers": 0,
     "model.lora_rank": 0,
     "data.mixture_temperature": 1,
-    "data.max_length": 4,
-    "data.query_max_length": 4,
-    "data.passage_max_length": 4,
+    "data.max_length": LEAST_LENGTH,
+    "data.query_max_length": LEAST_LENGTH,
+    "data.passage_max_length": LEAST_LENGTH,
     "data.num_negatives": 0,
     "data.num_workers": 0,
     "train.steps": 0,
@@ -640,7 +641,7 @@ def check(recipe: Recipe) -> None:
     except ModelError as error:
         key = "objective.size" if recipe.objective.sizes == "one" and "form" in str(error) else "model.ladder"
         raise ConfigError(f"{key}: {error}") from None
-    if one is not None and (one.layers > ladder.full.layers or one.dim > ladder.full.dim):
+    if one is not None and not one.fits_in(ladder.full):
         raise ConfigError(f"objective.size = {one} outgrows the ladder's last size {ladder.full}")
     if not recipe.data.shards:
         raise ConfigError("data.shards is empty; name at least one folder written by `python -m data.prepare`")

@@ -220,7 +220,7 @@ def _receipt(result: Result) -> Path:
 
 
 def _receipt_content(study: Study, result: Result) -> dict[str, object]:
-    """Of a hub name the weights are not looked at; a folder's may lie in those of its modules."""
+    """The command, and a digest of the model's weights, in its folder or below it; of a hub name, of no weights."""
     digest = hashlib.sha256()
     for path in sorted(path for kind in _WEIGHTS for path in Path(result.model).rglob(kind)):
         digest.update(bytes.fromhex(sha256_of(path)))
@@ -264,12 +264,8 @@ def _check_given(study: Study, runs: Sequence[Run], results: Sequence[Result]) -
     for run in runs:
         values = flat(run.recipe)
         for key in _GIVEN:
-            folder = local_folder(values[key]) if values[key] and values[key] not in makers else None
-            if folder is not None and not folder.is_dir():
-                raise ConfigError(
-                    f"{study.path}, run {run.name}: {key} names {folder}, which is not there; make it first, or mend "
-                    "its name"
-                )
+            if values[key] and values[key] not in makers:
+                _check_there(values[key], f"{study.path}, run {run.name}: {key} names")
         source = _first_source(run, makers)
         if run.recipe.objective.name == "masked" and Path(source).is_dir():
             refuse_heads(source)
@@ -302,12 +298,16 @@ def _first_source(run: Run, makers: Mapping[str, Run]) -> str:
     return source
 
 
+def _check_there(model: str, where: str) -> None:
+    """Refuse a folder that is not there; `where` begins the sentence. A hub name passes."""
+    folder = local_folder(model)
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"{where} {folder}, which is not there; make it first, or mend its name")
+
+
 def _check_as_it_is(study: Study, result: Result) -> None:
     """A given model says how it pools, and reaches the sizes at which it is evaluated."""
-    if (folder := local_folder(result.model)) is not None and not folder.is_dir():
-        raise ConfigError(
-            f"{study.path}: {result.arm} evaluates {folder}, which is not there; make it first, or mend its name"
-        )
+    _check_there(result.model, f"{study.path}: {result.arm} evaluates")
     settings = EmbeddingSettings.load(result.model)
     if settings is None or not settings.ladder:
         raise ConfigError(
@@ -316,7 +316,7 @@ def _check_as_it_is(study: Study, result: Result) -> None:
         )
     full = settings.sizes.full
     for size in map(Size.parse, result.sizes.split(",")):
-        if size.layers > full.layers or size.dim > full.dim:
+        if not size.fits_in(full):
             raise ConfigError(
                 f"{study.path}: {result.arm} is evaluated at {size}, which outgrows {result.model} of {full}; give it "
                 "a ladder that ends there"

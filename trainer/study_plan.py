@@ -28,12 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from models.sizes import Ladder, ModelError, Size
-from trainer.config import COMMANDS, ConfigError, Recipe, load_recipe, parse_toml
+from trainer.config import COMMANDS, LEAST_LENGTH, ConfigError, Recipe, load_recipe, parse_toml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 # objective.name of what makes a backbone, and of what fine-tunes one.
 _MAKES, _TUNES = ("masked", "distill"), ("contrastive",)
-_LEAST_LENGTH = 4  # as of a recipe's texts
 # What the study itself decides for every run.
 _OWN_KEYS = ("run.output", "run.seed", "run.resume", "model.source", "model.config", "model.ladder", "objective.size")
 
@@ -47,7 +46,7 @@ class EvaluationPlan:
     dtype: str = ""  # of the encoder's products; empty: float32
     bm25: bool = False
     untrained: bool = False  # the same architecture with fresh weights, once a backbone
-    max_length: int = 0  # tokens of every text, for all models alike; 0: each model's own lengths
+    max_length: int = 0  # every model reads so many tokens of a text; 0: as many as its own settings say
 
     @property
     def task_names(self) -> tuple[str, ...]:
@@ -94,7 +93,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """One evaluation of one model; `folder` holds raw.jsonl.gz."""
+    """One evaluation of one model. Its raw results, raw.jsonl.gz, are written to `folder`."""
 
     name: str
     arm: str
@@ -260,7 +259,7 @@ def _run(
     settings: Mapping[str, Any],
     own: Mapping[str, Any],
 ) -> Run:
-    """A run of a recipe whose objective is one of these; what trains it follows from the objective."""
+    """A training run of a recipe, which must have one of these objectives; the objective decides the command."""
     folder = study.output / name
     values = {**study.settings, **settings, **own, "run.output": str(folder), "run.resume": "auto"}
     overrides = tuple(f"{key}={_text(value)}" for key, value in values.items())
@@ -349,7 +348,7 @@ def _check(study: Study) -> None:
         if unknown := [name for name in method.backbones if name not in study.backbones]:
             raise ConfigError(f"methods.{method.name}.backbones names {unknown[0]!r}, which is no backbone")
         full, whole = (method.ladder or study.ladder).full, study.ladder.full
-        if method.recipe is None and (full.layers > whole.layers or full.dim > whole.dim):
+        if method.recipe is None and not full.fits_in(whole):
             raise ConfigError(
                 f"methods.{method.name}.ladder ends with {full}, which outgrows the backbones' {whole}; end it there, "
                 "or give a recipe that trains that size"
@@ -362,9 +361,9 @@ def _check(study: Study) -> None:
                 raise ConfigError(f"ablation {ablation.name!r} names {arm!r}; the arms are {', '.join(study.arms)}")
     if study.evaluation.dtype not in ("", "float32", "bfloat16"):
         raise ConfigError(f"evaluation.dtype = {study.evaluation.dtype!r} is unknown; use float32 or bfloat16")
-    if study.evaluation.max_length and study.evaluation.max_length < _LEAST_LENGTH:
+    if study.evaluation.max_length and study.evaluation.max_length < LEAST_LENGTH:
         raise ConfigError(
-            f"evaluation.max_length = {study.evaluation.max_length} must be at least {_LEAST_LENGTH} tokens, or 0 for "
+            f"evaluation.max_length = {study.evaluation.max_length} must be at least {LEAST_LENGTH} tokens, or 0 for "
             "each model's own lengths"
         )
     names = study.evaluation.task_names

@@ -188,5 +188,5 @@ class Teaching:
 
 
 def texts_of_all_ranks(count: int, device: torch.device) -> int:
-    """The number of texts in the global batch, at least 1. count: this rank's."""
+    """How many texts the ranks have together, or 1 where they have none. count: the number that this rank has."""
     return max(1, int(sum_over_ranks([float(count)], device)[0]))

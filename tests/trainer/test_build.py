@@ -17,7 +17,7 @@ from tests.trainer.support import LADDER, MODEL, loaded, recipe_values
 from trainer.build import build_model, open_shards
 from trainer.model_folder import write_model_folder
 
-MORE_ROWS = 7  # than tokens, as in tables that are padded for speed
+MORE_ROWS = 7  # Many models pad the word table for speed: it then has more rows than there are tokens.
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ def choose_sizes(text: str, ladder: Ladder, encoder: Encoder) -> list[Size]:
 def check_sizes(sizes: Iterable[Size], encoder: Encoder) -> None:
     """Refuse sizes that the encoder has not."""
     for size in sizes:
-        if size.layers > encoder.num_layers or size.dim > encoder.embedding_size:
+        if not size.fits_in(Size(encoder.num_layers, encoder.embedding_size)):
             raise ConfigError(
                 f"size {size} outgrows the encoder of {encoder.num_layers} layers and {encoder.embedding_size} "
                 "dimensions; choose a smaller one"

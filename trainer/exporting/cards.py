@@ -239,7 +239,7 @@ def _onnx_section(
 ## {title}
 
 {markdown_table(head, rows)}
-The differences and cosines compare each file's vectors with those that torch computes from this folder's weights. The
+Each row compares a file's vectors with the vectors that torch computes from this folder's weights. The
 milliseconds are for one short query on one thread of the machine that wrote the files; tokenizing is not included.
 
 ```python

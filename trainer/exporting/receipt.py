@@ -64,7 +64,7 @@ def check_output(output: Path) -> None:
 
 
 def _files_in(folder: Path) -> dict[str, int]:
-    """The size in bytes of every file below a folder, by its path. A link counts as a file and is not followed."""
+    """Path -> size in bytes, for every file below a folder. A link is not followed; it counts as a file itself."""
     found = {}
     for place, folders, files in os.walk(folder):
         for path in (Path(place, name) for name in (*folders, *files)):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.faults.hostile.assets import Assets
-from tests.faults.hostile.builders import change_json, change_tensors, deep, jsonl, ran, small_disk, wait_for, write
+from tests.faults.hostile.builders import deep, jsonl, ran, small_disk, wait_for, write
 from tests.faults.hostile.case import Command, case, family, row
+from tests.faults.hostile.cases_models import WEIGHTS, Damage, set_settings, with_nan
 from tests.faults.hostile.verdict import done, done_and_said, ended_with, holds, kept, refused
 
 STEPS = ("--train.steps=2", "--train.global_batch_size=8", "--train.micro_batch_size=4", "--log.tensorboard=false")
@@ -94,29 +94,18 @@ def _(folder: Path, assets: Assets, content: str | None) -> Command:
     return resize(assets.model, "texts.jsonl")
 
 
-def _with_nan(model: Path) -> None:
-    def change(tensors: dict) -> None:
-        next(each for name, each in tensors.items() if "word_embeddings" in name).fill_(float("nan"))
-
-    change_tensors(model / "model.safetensors", change)
-
-
-def _by_dot_product(model: Path) -> None:
-    change_json(model / "barista.json", lambda settings: {**settings, "similarity": "dot"})
-
-
 @family(
     "resize/model",
     [
-        row("nan", _with_nan, expect=refused("model")),
-        row("dot-product", _by_dot_product, expect=refused("dot product"), quick=True),
-        row("no-weights", lambda model: (model / "model.safetensors").unlink(), expect=refused("model")),
+        row("nan", with_nan, expect=refused("model")),
+        row("dot-product", set_settings(similarity="dot"), expect=refused("dot product"), quick=True),
+        row("no-weights", lambda model: (model / WEIGHTS).unlink(), expect=refused("model")),
         row("no-settings", lambda model: (model / "barista.json").unlink(), expect=refused("how it pools")),
         row("a-file", lambda model: (shutil.rmtree(model), model.write_text("a model")), expect=refused("model")),
     ],
     cause="own",
 )
-def _(folder: Path, assets: Assets, damage: Callable[[Path], object]) -> Command:
+def _(folder: Path, assets: Assets, damage: Damage) -> Command:
     damage(assets.copy(assets.model, folder / "model"))
     return resize("model", assets.documents_file)
 
