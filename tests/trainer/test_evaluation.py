@@ -631,7 +631,7 @@ def test_command_writes_results(
     assert by_method == {"trained", "untrained", "BM25"}
     value = {(r["method"], r["task"], r["size"], r["metric"]): r["value"] for r in results["records"]}
     assert value["trained", "docs", "3x32", "map"] != value["untrained", "docs", "3x32", "map"]
-    assert value["BM25", "docs", "", "recip_rank_10"] > 0.9
+    assert value["BM25", "docs", "", "recip_rank_10"] > 0.8
     assert sorted(path.name for path in (output / "figures").iterdir()) == [
         "docs_ndcg_cut_10.png",
         "tiny_spearman.png",
