@@ -43,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "needs(*names): the cases of its module's launch that a test needs (tests/needs.py)"
     )
+    config.addinivalue_line("markers", "long: of a file that takes minutes, which begins before the others")
     GUARD.install()
     # A shell that starts the tests in its background has them ignore Ctrl-C, and so all that they start.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -61,6 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"{item.nodeid} {error}") from None
         if lane not in marks:
             item.add_marker(lane)
+    # The longest files first: one that is left to the end keeps one worker busy while the other waits.
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.hookimpl(wrapper=True)

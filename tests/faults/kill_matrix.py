@@ -2,7 +2,7 @@
 
     python -m tests.faults.kill_matrix [--trials 50] [--seed 0] [--max-minutes M] [--json FILE] [--folder FOLDER]
 
-A trial is a run of tests/faults/tiny_run.py at ZeRO stage 0, 1, 2 or 3, in turn. One or two of its starts get a
+A trial is a run of tests/faults/tiny_run.py at one of the ZeRO stages, in turn. One or two of its starts get a
 `kill -9`: of a rank, of the `deepspeed` command, or of its `deepspeed.launcher.launch`; most often in a save, else at
 a step, while it starts or while it ends. The next start comes when all has ended or, after some launchers' deaths, at
 once, while ranks are left behind. The seed decides what is drawn, not what the machine makes of it. Figures:
@@ -36,7 +36,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -314,9 +314,15 @@ def figures(trials: list[Trial], control: Trial | None) -> dict[str, Any]:
 
 
 def run_matrix(
-    folder: Path, *, trials: int, seed: int, max_minutes: float = float("inf"), json_file: Path | None = None
+    folder: Path,
+    *,
+    trials: int,
+    seed: int,
+    stages: Sequence[int] = range(4),
+    max_minutes: float = float("inf"),
+    json_file: Path | None = None,
 ) -> dict[str, Any]:
-    """All trials, and the control; the figures are written after each."""
+    """All trials, at the ZeRO stages in turn, and the control; the figures are written after each."""
     inputs = folder / "inputs"
     inputs.mkdir(parents=True)
     write_inputs(inputs)
@@ -332,7 +338,7 @@ def run_matrix(
     for number in range(trials):
         if time.monotonic() - began > 60 * max_minutes:
             break
-        stage = number % 4
+        stage = stages[number % len(stages)]
         if stage not in references:
             references[stage] = undisturbed(inputs, folder, stage)
             print(f"undisturbed run at ZeRO stage {stage}: {references[stage].pace}", flush=True)

@@ -38,6 +38,8 @@ from trainer.export import export_sizes
 from trainer.optim import parameter_groups
 from trainer.run_folder import check_output_folder
 
+pytestmark = pytest.mark.long
+
 LOSS_TOLERANCE = 1e-6  # relative
 PARAMETER_TOLERANCE = 1e-5  # absolute, after steps that move parameters by up to 0.1
 NORM_TOLERANCE = 2e-5  # relative

@@ -23,6 +23,8 @@ from tests.needs import needed, own
 from tests.run_folder import steps_of
 from tests.trainer.support import float32_ds_config, recipe_values
 
+pytestmark = pytest.mark.long
+
 STEPS = 8
 SEGMENTS = ((2, 2), (1, 5), (4, 7), (2, STEPS))  # (ranks, last step)
 CONTROL = "zero1-without-moments"

@@ -24,6 +24,8 @@ from tests.reference import first_parameters, train_naively
 from tests.trainer.support import LADDER, MODEL, float32_ds_config, recipe_values, with_dropout
 from trainer.model_folder import write_model_folder
 
+pytestmark = pytest.mark.long
+
 LADDER_PAIRS = tuple((layers, dim) for layers, dim in LADDER)
 LOSS_TOLERANCE = 1e-6  # relative
 PARAMETER_TOLERANCE = 1e-5  # absolute, after steps that move parameters by up to 0.1
@@ -153,6 +155,8 @@ def recipes(
     cases["guided"] = pairs(crowded_shards, **guide) | {"guide": {"model": str(guide_folder)}}
     cases["guided_lonely"] = copy.deepcopy(cases["guided"])
     cases["guided_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
+    # The sample has one negative: with the margin above it would be left out, and nothing would be to learn.
+    cases["guided_lonely"]["objective"] |= {"false_negative_margin": -1.0}
     taught = pairs(crowded_shards, **guide, kl_teacher="guide", kl_weight=2.0, kl_size_weights=[1.0, 0.5, 2.0])
     cases["taught_by_guide"] = taught | {"guide": {"model": str(static_guide_folder), "temperature": 0.3}}
     cases["margins"] = pairs(**guide, kl="margins", kl_teacher="guide") | {"guide": {"model": str(guide_folder)}}

@@ -15,6 +15,8 @@ import pytest
 
 from trainer.evaluate import main
 
+pytestmark = pytest.mark.long
+
 PUBLISHED = {
     "sts12": 0.72369,
     "sts13": 0.80603,

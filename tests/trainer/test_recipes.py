@@ -20,6 +20,8 @@ from trainer.config import load_recipe, read_toml
 from trainer.presets import preset_settings
 from trainer.read_keys import is_read
 
+pytestmark = pytest.mark.long
+
 RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.toml"))
 # A token table caches nothing.
 CACHED = [path for path in RECIPES if is_read(load_recipe(path), "objective.backward")]

@@ -67,7 +67,9 @@ def cases(
         "guided_by_a_table": values(tuple_shards, 1, **guide) | {"guide": {"model": str(static_guide_folder)}},
         "taught_by_guide": taught | {"guide": {"model": str(guide_folder)}},
     }
-    found["lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}  # one sample: the other rank has no text
+    # One sample, so the other rank has no text. At a lower temperature its loss would be nearly 0.
+    found["lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
+    found["lonely"]["objective"] |= {"temperature": 1.0}
     assert found.keys() == set(CASES)
     return found
 

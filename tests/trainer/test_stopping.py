@@ -24,6 +24,8 @@ from tests.trainer.support import float32_ds_config, recipe_values, with_dropout
 from trainer.run_lock import Locked, lock
 from trainer.stopping import STOPPED_CODE
 
+pytestmark = pytest.mark.long
+
 STEPS = 5
 # Name of a run -> why it stopped, after which step, and the steps of its checkpoints then.
 STOPS = {

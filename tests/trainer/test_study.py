@@ -39,6 +39,8 @@ from trainer.study_plan import load_study, results_of, runs_of
 from trainer.study_report import AVERAGE, collect, comparison_table, write_report
 from trainer.study_work import Job, RunFailed, Work
 
+pytestmark = pytest.mark.long
+
 SIZES = [Size(n, d) for n, d in LADDER]
 
 
