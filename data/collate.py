@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from data.errors import DataError
+from data.ground.errors import DataError
 from data.masking import (
     IGNORED,
     SPECIAL,
@@ -39,7 +39,7 @@ from data.masking import (
     sample_keys,
     whole_word_masks,
 )
-from data.shards import Tuple
+from data.shards.format import Tuple
 from data.stream import Sample
 from data.tokens import Vocabulary
 

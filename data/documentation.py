@@ -31,7 +31,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError
+from data.ground.errors import DataError
 
 logger = logging.getLogger(__name__)
 

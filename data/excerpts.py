@@ -19,10 +19,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
-from data.command import run_command
-from data.corpora import Document, plan_documents, read_unit
-from data.errors import DataError
-from data.files import read_text, write_atomically
+from data.corpora.plan import plan_documents
+from data.corpora.read import read_unit
+from data.corpora.units import Document
+from data.ground.command import run_command
+from data.ground.errors import DataError
+from data.ground.files import read_text, write_atomically
 
 _END = re.compile(r"(?<=[.!?])\s+|\n+")
 _LEAST_CHARACTERS = 16  # of a sentence: less is a heading, a number or a list's mark

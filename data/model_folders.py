@@ -12,9 +12,9 @@ from pathlib import Path, PurePosixPath
 
 import pydantic
 
-from data.errors import DataError
-from data.files import first_line
-from data.records import Record, read_json
+from data.ground.errors import DataError
+from data.ground.files import first_line
+from data.ground.records import Record, read_json
 
 MODULES_FILE = "modules.json"
 SETTINGS_FILE = "barista.json"

@@ -25,7 +25,7 @@ from math import gcd
 
 import numpy as np
 
-from data.errors import DataError
+from data.ground.errors import DataError
 
 SHUFFLE_SHARDS = 16
 SHUFFLE_CHUNKS = 64

@@ -19,9 +19,11 @@ from typing import cast
 
 import numpy as np
 
-from data.corpora import TupleRecord, Unit, corpus_texts, place, read_unit
-from data.errors import DataError
-from data.files import sync
+from data.corpora.by_id import corpus_texts
+from data.corpora.read import read_unit
+from data.corpora.units import TupleRecord, Unit, place
+from data.ground.errors import DataError
+from data.ground.files import sync
 from data.lines import Tally
 
 QUERIES, PASSAGES, TABLES = "queries.bin", "passages.bin", "tables.npz"

@@ -39,9 +39,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from data.errors import DataError
-from data.files import looks_of, open_regular
-from data.secrets import with_variables, without_secrets
+from data.ground.errors import DataError
+from data.ground.files import looks_of, open_regular
+from data.ground.secrets import with_variables, without_secrets
 from data.tokens import load_tokenizer, tokenizer_fingerprint
 
 if TYPE_CHECKING:

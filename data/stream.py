@@ -29,10 +29,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from data.duplicates import separate
-from data.errors import DataError
+from data.ground.errors import DataError
+from data.ground.parent_death import signal_at_parents_death
 from data.order import EpochOrder, Mixture, check_seed, integer_weights, rank_share, sample_rng, tempered_weights
-from data.parent_death import signal_at_parents_death
-from data.shards import ShardFolder
+from data.shards.reader import ShardFolder
 
 __all__ = ["Sample", "Stream", "sample_rng"]
 
@@ -59,7 +59,7 @@ class Sample:
     index: int  # within its source, in manifest order
     epoch: int  # of its source
     position: int  # in the whole stream, over all ranks
-    payload: Any  # ids of a document, or a data.shards.Tuple
+    payload: Any  # ids of a document, or a data.shards.format.Tuple
     stands_in: bool = False  # for one of a skipped shard
 
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data.errors import DataError
-from data.files import first_line, reading, refused_by
+from data.ground.errors import DataError
+from data.ground.files import first_line, reading, refused_by
 from data.model_folders import transformer_folder
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from data.parent_death import adopt_orphans, signal_at_parents_death
+from data.ground.parent_death import adopt_orphans, signal_at_parents_death
 
 PATIENCE_SECONDS = 30.0  # of a command that is asked to end, before it is killed
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)

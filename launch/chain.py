@@ -40,9 +40,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.ground.errors import ConfigError
 from launch.job import Job, evaluate_job, prepare_job, training_job
 from launch.options import job_options
-from trainer.config import ConfigError, Recipe, load_recipe, parse_toml
+from trainer.config.load import load_recipe, parse_toml
+from trainer.config.schema import Recipe
 
 _STAGE_KEYS: dict[str, dict[str, type]] = {
     "prepare": {"corpora": list},

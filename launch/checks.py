@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.files import first_line
+from data.ground.files import first_line
 
 GIB, MIB = 2**30, 2**20
 OK, WARN, BAD = "ok", "warn", "bad"

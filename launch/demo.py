@@ -30,11 +30,11 @@ from pathlib import Path
 
 import numpy as np
 
-from data.command import exit_code_of
-from data.errors import UserError
+from data.ground.command import exit_code_of
+from data.ground.errors import UserError
 from data.minilm import minilm_folder
 from launch.calls import call, ends_all_it_started
-from trainer.config import load_recipe
+from trainer.config.load import load_recipe
 
 OUTPUT = Path("runs/demo")
 TEXT, SHARDS = OUTPUT / "text", OUTPUT / "shards"

@@ -29,9 +29,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data.command import exit_code_of, printable
-from data.errors import UserError
-from data.files import first_line
+from data.ground.command import exit_code_of, printable
+from data.ground.errors import UserError
+from data.ground.files import first_line
 from launch import checks
 from launch.checks import BAD, OK, SEVERITY, Finding
 from launch.record import commit

@@ -23,10 +23,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.files import is_unicode
-from data.secrets import HIDDEN, variables_of, without_secrets
+from data.ground.errors import ConfigError
+from data.ground.files import is_unicode
+from data.ground.secrets import HIDDEN, variables_of, without_secrets
 from launch.options import JobOptions
-from trainer.config import COMMANDS, ConfigError, Recipe, as_tables, as_toml, check_world, is_begun
+from trainer.config.checks import check_world
+from trainer.config.load import as_tables, as_toml
+from trainer.config.schema import COMMANDS, Recipe
+from trainer.resilience.run_lock import is_begun
 
 TEMPLATES = Path(__file__).resolve().parent / "slurm"
 VARIABLES = "variables.sh"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.config import ConfigError
+from data.ground.errors import ConfigError
 
 
 def _help(text: str, metavar: str) -> dict[str, str]:

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.command import exit_code_of
+from data.ground.command import exit_code_of
+from data.ground.errors import ConfigError
 from launch.scaling import (
     GPUS,
     INTERCONNECTS,
@@ -32,8 +33,9 @@ from launch.scaling import (
     best_of_stage,
     recommended,
 )
-from trainer.config import ConfigError, Recipe, load_recipe, parse_json
-from trainer.counts import Shape
+from trainer.config.load import load_recipe, parse_json
+from trainer.config.schema import Recipe
+from trainer.costs.counts import Shape
 
 FINEWEB_TOKENS = {"10BT": 10e9, "100BT": 100e9}
 # Beyond these nothing that could exist is meant, and the formulas leave the numbers that a computer has.

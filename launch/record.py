@@ -17,8 +17,8 @@ from typing import Annotated
 
 import pydantic
 
-from data.records import Record
-from data.secrets import HIDDEN, without_secrets
+from data.ground.records import Record
+from data.ground.secrets import HIDDEN, without_secrets
 from launch.options import JobOptions
 
 PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "safetensors")

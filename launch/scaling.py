@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from models.sizes import Size
-from trainer.config import Recipe
-from trainer.counts import FORWARD_AND_BACKWARD, Shape, Texts, encoder_flops, masked_flops
+from trainer.config.schema import Recipe
+from trainer.costs.counts import FORWARD_AND_BACKWARD, Shape, Texts, encoder_flops, masked_flops
 
 STAGES = (0, 1, 2, 3)
 MIB, GIB = 2**20, 2**30
@@ -134,7 +134,7 @@ def parameter_sizes(shape: Shape, *, positions: int, masked: bool, decoder: bool
 
 @dataclass(frozen=True)
 class FrozenGuide:
-    """A guide (trainer/guide.py): whole on every rank at any stage, one forward pass of all texts a step."""
+    """A guide (trainer/objectives/guide.py): whole on every rank at any stage, one forward pass of all texts a step."""
 
     shape: Shape  # a table of token embeddings has 0 layers
     bytes: float

@@ -31,12 +31,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data.command import exit_code_of, printable, tell
-from data.errors import DataError, UserError
-from data.files import describe_os_error, first_line
-from data.records import Record, read_record
+from data.ground.command import exit_code_of, printable, tell
+from data.ground.errors import ConfigError, DataError, UserError
+from data.ground.files import describe_os_error, first_line
+from data.ground.records import Record, read_record
 from models.sizes import Ladder
-from trainer.config import ConfigError, ModelConfig, Recipe
+from trainer.config.schema import ModelConfig, Recipe
 
 _PATIENCE_SECONDS = 600.0
 _PATIENCE_RECORDS = 4.0

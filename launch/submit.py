@@ -22,13 +22,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.command import exit_code_of, printable
-from data.records import read_record
+from data.ground.command import exit_code_of, printable
+from data.ground.errors import ConfigError
+from data.ground.records import read_record
 from launch.chain import Made, check_shards, read_chain
 from launch.job import VARIABLES, Job, training_job
 from launch.options import add_options, given_options, job_options
 from launch.record import Submitted, submission, uncommitted
-from trainer.config import ConfigError, load_recipe
+from trainer.config.load import load_recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
 
-from data.errors import DataError, OtherFormat
-from data.files import refused_by, write_atomically
+from data.ground.errors import DataError, OtherFormat
+from data.ground.files import refused_by, write_atomically
+from data.ground.records import Record, read_record
 from data.model_folders import SETTINGS_FILE
-from data.records import Record, read_record
 from models.heads import check_heads, embedding_size, linear_head, load_heads
 from models.loading import build_from_config, load_config, load_pretrained, load_with_head
 from models.packed_attention import Packing, packs

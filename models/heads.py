@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from data.files import refused_by
+from data.ground.files import refused_by
 from models.sizes import ModelError
 
 HEADS_FILE = "heads.safetensors"

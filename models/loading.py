@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
 
-from data.errors import DataError
-from data.files import first_line, refused_by
+from data.ground.errors import DataError
+from data.ground.files import first_line, refused_by
+from data.ground.records import read_json
 from data.model_folders import transformer_folder
-from data.records import read_json
 from models.sizes import ModelError
 from models.static_embedding import StaticConfig
 

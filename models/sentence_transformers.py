@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
-from data.errors import DataError, OtherFormat
-from data.files import reading
+from data.ground.errors import DataError, OtherFormat
+from data.ground.files import reading
+from data.ground.records import Record, read_record
 from data.model_folders import MODULES_FILE, Module, Modules, read_modules
-from data.records import Record, read_record
 from models.loading import local_folder
 from models.sizes import ModelError
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from data.errors import UserError
+from data.ground.errors import UserError
 
 CUP_NAMES = ("demi", "short", "tall", "grande", "venti", "trenta")
 

@@ -21,10 +21,10 @@ from data.collate import MaskedBatch, PairBatch, TextBatch, pad_flat
 from models.sizes import Size
 from tests.models.naive import naive_visibility
 from tests.trainer.support import recipe_of
-from trainer.backward import micro_batches
 from trainer.build import build_model, open_shards, open_stream
-from trainer.config import Recipe
+from trainer.config.schema import Recipe
 from trainer.distributed import derive_seed
+from trainer.objectives.backward import micro_batches
 
 
 def first_parameters(values: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ def train_naively(
 
 
 def plan_of(recipe: Recipe, step: int) -> tuple[list[Size], list[float], list[float]]:
-    """Sizes, their loss weights and their KL weights in SPEC's words, without trainer.size_schedules."""
+    """Sizes, their loss weights and their KL weights in SPEC's words, without trainer.objectives.size_schedules."""
     sizes = list(recipe.ladder)
     full = sizes[-1]
     kind = recipe.objective.sizes
@@ -76,7 +76,7 @@ def plan_of(recipe: Recipe, step: int) -> tuple[list[Size], list[float], list[fl
         return [Size.parse(recipe.objective.size)], [1.0], [0.0]
     if kind == "two_d":
         # The draw itself is the schedule's; its statistics are tested elsewhere.
-        from trainer.size_schedules import two_dimensional
+        from trainer.objectives.size_schedules import two_dimensional
 
         drawn = two_dimensional(recipe.ladder, seed=recipe.run.seed)(step).sizes[0]
         n, d = drawn.layers, drawn.dim
@@ -280,7 +280,7 @@ def naive_teacher(texts: Sequence[Tensor], recipe: Recipe) -> Tensor:
 
 
 def naive_teaching(vectors: Sequence[Tensor], teacher: Tensor, recipe: Recipe, weights: Sequence[float]) -> Tensor:
-    """Every term of trainer/distillation_losses.py as its formula says it, over all texts at once."""
+    """Every term of trainer/losses/distillation.py as its formula says it, over all texts at once."""
     chosen, total, rows = recipe.teacher, torch.zeros(()), range(len(teacher))
     taught = teacher @ teacher.T
     for size, weight in zip(vectors, weights):

@@ -10,19 +10,28 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from trainer.config import as_toml, load_recipe
+from trainer.config.load import as_toml, load_recipe
 
 OURS = ("data", "models", "trainer", "launch", "tests")
-# How files are read, what errors are, what is hidden, and how commands end: the ground that every package stands on.
-ENDS = ("data.command", "data.errors", "data.files", "data.records", "data.secrets")
+GROUND = "data.ground"
 ALLOWED = {
     "data": {"data"},
     # Where a transformer lies in its folder, for its weights as for its tokenizer.
-    "models": {"models", "data.model_folders", *ENDS},
+    "models": {"models", "data.model_folders", GROUND},
     "trainer": {"data", "models", "trainer"},
     # All torch-free; the counts, so that a plan and a run's metrics cannot disagree about operations.
-    "launch": {"launch", "trainer.config", "trainer.counts", "models.sizes", "data.minilm", "data.parent_death", *ENDS},
+    "launch": {
+        "launch",
+        "trainer.config",
+        "trainer.costs.counts",
+        "trainer.resilience.run_lock",
+        "models.sizes",
+        "data.minilm",
+        GROUND,
+    },
 }
+# More modules than this in one folder, and nobody finds anything there.
+MOST_MODULES = 26
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -47,6 +56,76 @@ def test_imports_run_in_one_direction(package):
             assert inside, f"{path.relative_to(ROOT)} imports {name}"
 
 
+def rooms_and_arrows(folder: Path) -> dict[str, set[str]]:
+    """The rooms of a checkout and which others each imports from.
+
+    A room is a folder below a package; a module at a package's own level is a room by itself.
+    """
+    modules = {
+        ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__"): path
+        for package in ALLOWED
+        for path in sorted((folder / package).rglob("*.py"))
+    }
+
+    def room(module: str) -> str:
+        parts = module.split(".")
+        return module if len(parts) <= 2 else ".".join(parts[:-1])
+
+    arrows: dict[str, set[str]] = {room(module): set() for module in modules}
+    for module, path in modules.items():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                named = {f"{node.module}.{each.name}" for each in node.names}
+                targets = (named & modules.keys()) | ({node.module} & modules.keys())
+                arrows[room(module)] |= {room(target) for target in targets} - {room(module)}
+    return arrows
+
+
+def circle_in(arrows: dict[str, set[str]]) -> list[str]:
+    """Rooms that import each other in a circle, or none."""
+    left = {room: set(others) for room, others in arrows.items()}
+    while ends := [room for room, others in left.items() if not others & left.keys()]:
+        for room in ends:
+            del left[room]
+    return sorted(left)
+
+
+def test_no_rooms_import_each_other_in_a_circle():
+    arrows = rooms_and_arrows(ROOT)
+    assert len(arrows) > 30
+    assert circle_in(arrows) == []
+
+
+def test_a_circle_is_noticed(tmp_path):
+    """Negative control."""
+    for package in ALLOWED:
+        (tmp_path / package / "room").mkdir(parents=True)
+    (tmp_path / "data" / "a.py").write_text("def late():\n    from data.room.b import B\n")
+    (tmp_path / "data" / "room" / "b.py").write_text("from data import a\n")
+    assert circle_in(rooms_and_arrows(tmp_path)) == ["data.a", "data.room"]
+
+
+def test_no_import_of_ours_is_hidden():
+    """Imports stand at the top of a file, where arrows are seen; `if TYPE_CHECKING` and functions hide them."""
+    # mteb takes seconds to import, and most installations lack it.
+    allowed = {("trainer/evaluate.py", "trainer.evaluation.mteb_model")}
+    hidden = set()
+    for package in ALLOWED:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            tree = ast.parse(path.read_text("utf-8"))
+            for node in ast.walk(tree):
+                ours = isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OURS
+                if ours and node not in tree.body:
+                    hidden.add((str(path.relative_to(ROOT)), node.module))
+    assert hidden == allowed
+
+
+def test_no_folder_is_an_attic():
+    folders = {path.parent for package in ALLOWED for path in (ROOT / package).rglob("*.py")}
+    counted = {str(folder.relative_to(ROOT)): len(list(folder.glob("*.py"))) for folder in folders}
+    assert max(counted.values()) <= MOST_MODULES, counted
+
+
 def test_a_wrong_import_is_noticed(tmp_path):
     """Negative control."""
     (tmp_path / "bad.py").write_text("from trainer.loop import train\nimport numpy\n")
@@ -55,7 +134,7 @@ def test_a_wrong_import_is_noticed(tmp_path):
 
 HEAVY = {"torch", "transformers", "deepspeed", "numpy", "tensorboard"}
 ON_LOGIN_NODES = {
-    "checking a recipe": "from trainer.config import load_recipe; load_recipe('launch/recipes/srl_nli.toml')",
+    "checking a recipe": "from trainer.config.load import load_recipe; load_recipe('launch/recipes/srl_nli.toml')",
     "planning": "from launch.plan import main; assert main(['launch/recipes/smae_bert_base_fineweb.toml']) == 0",
     "submitting": "import launch.node; from launch.submit import main; assert main(['launch/recipes/srl_nli.toml', "
     "'--after=1', '--nodes=1', '--gpus-per-node=1', '--dry-run']) == 0",

@@ -15,7 +15,7 @@ import tomli_w
 from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
-from data.shards import UnitWriter, finish_folder
+from data.shards.writer import UnitWriter, finish_folder
 from models.encoder import EmbeddingSettings, load_encoder
 from tests.faults.comparison import NO_DIFFERENCES
 from tests.faults.kill_matrix import Moment, Trial, run_trial, undisturbed
@@ -24,7 +24,7 @@ from tests.launcher import launch, run_process
 from tests.run_folder import steps_of, weights
 from tests.trainer.support import float32_ds_config, recipe_values, write_beir
 from trainer import evaluate
-from trainer.evaluation.encode import encode, encoder_forward
+from trainer.evaluation.encoding.encode import encode, encoder_forward
 
 pytestmark = pytest.mark.launch
 

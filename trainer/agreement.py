@@ -17,14 +17,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from data.records import digest_of
-from data.secrets import without_secrets
-from data.shards import ShardFolder
+from data.ground.records import digest_of
+from data.ground.secrets import without_secrets
+from data.shards.reader import ShardFolder
 from trainer.build import ModelParts
-from trainer.config import Recipe, flat
+from trainer.config.schema import Recipe, flat
 from trainer.distributed import Refused, World, gather_objects, named_ranks
 from trainer.engine import read_ds_config
-from trainer.teacher import LiveTeacher, StoredTeacher
+from trainer.objectives.teacher import LiveTeacher, StoredTeacher
 
 Facts = dict[str, str]
 

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,12 +19,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from data.collate import MaskedCollator, MaskedPairCollator, PairCollator, SpanCollator, TextCollator
-from data.errors import DataError
-from data.files import refused_by
+from data.ground.errors import ConfigError, DataError
+from data.ground.files import refused_by
 from data.model_folders import transformer_folder
 from data.remote import Cache, is_remote
-from data.shards import BadShards, ShardFolder, Verify
-from data.stream import Batches, Stream
+from data.shards.reader import ShardFolder
+from data.stream import Stream
 from data.tokens import load_tokenizer, prompt_ids
 from models.adapters import add_adapters, freeze_lower_layers
 from models.encoder import (
@@ -44,14 +44,14 @@ from models.packed_attention import check_packs, fast_on, packs
 from models.sentence_transformers import read_sentence_model
 from models.sizes import ModelError
 from models.static_embedding import MODEL_TYPE, build_static, special_ids_of
-from trainer.config import DRAWN_SIZES, ConfigError, Recipe
+from trainer.config.read_keys import is_read
+from trainer.config.schema import DRAWN_SIZES, Recipe
+from trainer.costs.flops import Shape
 from trainer.engine import multiplies_in_bf16, read_ds_config
-from trainer.flops import Shape
-from trainer.guide import Guide, load_guide
-from trainer.objectives import REGISTRY, Objective, wanted_layers
-from trainer.read_keys import is_read
-from trainer.size_schedules import build_schedule
-from trainer.teacher import LiveTeacher, Teacher, Teaching, load_teacher
+from trainer.objectives.guide import Guide, load_guide
+from trainer.objectives.registry import REGISTRY, Objective, wanted_layers
+from trainer.objectives.size_schedules import build_schedule
+from trainer.objectives.teacher import LiveTeacher, Teacher, Teaching, load_teacher
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -91,8 +91,7 @@ def open_shards(recipe: Recipe) -> list[ShardFolder]:
     data = recipe.data
     needs_cache = data.verify == "first_read" or any(map(is_remote, data.shards))
     cache = Cache.at(data.cache_dir, data.cache_gib) if needs_cache else None
-    verify, bad_shards = cast(Verify, data.verify), cast(BadShards, data.bad_shards)
-    sources = [ShardFolder(path, verify=verify, bad_shards=bad_shards, cache=cache) for path in data.shards]
+    sources = [ShardFolder(path, verify=data.verify, bad_shards=data.bad_shards, cache=cache) for path in data.shards]
     for number, source in enumerate(sources):
         for other in sources[:number]:
             if other.fingerprint == source.fingerprint:
@@ -138,7 +137,7 @@ def open_stream(recipe: Recipe, sources: Sequence[ShardFolder], *, rank: int, wo
         world_size=world_size,
         weights=data.weights or None,
         mixture_temperature=1.0 if data.weights else data.mixture_temperature,
-        batches=cast(Batches, data.batches),
+        batches=data.batches,
         distinct_texts=collate.drawn_texts if data.no_duplicates and isinstance(collate, PairCollator) else None,
         total_samples=None if recipe.train.steps else _total_samples(recipe, sources),
         num_workers=data.num_workers,

@@ -44,9 +44,9 @@ from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from data.errors import DataError, OtherFormat
-from data.files import sync, write_atomically
-from data.records import Record, check_record, digest_of, parse_json
+from data.ground.errors import DataError, OtherFormat
+from data.ground.files import sync, write_atomically
+from data.ground.records import Record, check_record, digest_of, parse_json
 from trainer.distributed import Refused, World, gather_objects
 from trainer.engine import MASTER, MOMENTS, Piece
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.errors import CommandEnd, UserError
+from data.ground.errors import CommandEnd, UserError
 
 T = TypeVar("T")
 

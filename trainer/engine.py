@@ -28,8 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data.files import refused_by
-from trainer.config import ConfigError, Recipe, parse_json
+from data.ground.errors import ConfigError
+from data.ground.files import refused_by
+from trainer.config.load import parse_json
+from trainer.config.schema import Recipe
 from trainer.distributed import World
 from trainer.optim import adamw
 

@@ -12,11 +12,11 @@
 {"method": "trained" | "untrained" | "BM25", "task", "kind": "sts" | "retrieval", "size": the size's name in its ladder,
 "layers", "dim", "metric": trec_eval's name or spearman, pearson, spearman/<subset>, "value"}; BM25 has layers 0, dim 0.
 With --across-depths there is "across_depths": {"records", "significance"} as well, for queries against documents of
-other depths; its records have "document_size" and "document_layers" too.
-Beside it, raw.jsonl.gz holds every query's and every pair's scores (trainer/evaluation/raw.py).
-With --vectors the documents' vectors are kept (trainer/evaluation/vectors.py); ranks of a launcher share the work.
-"significance" in results.json: one entry a tested size, see trainer/evaluation/report.py, Verdict.
-`score` prints and writes trec_eval's names; the JSON is one flat object.
+other depths; its records have "document_size" and "document_layers" too. Beside it, raw.jsonl.gz holds every query's
+and every pair's scores (trainer/evaluation/results/raw.py). With --vectors the documents' vectors are kept
+(trainer/evaluation/search/vectors.py); ranks of a launcher share the work. "significance" in results.json: one entry a
+tested size, see trainer/evaluation/results/report.py, Verdict. `score` prints and writes trec_eval's names; the JSON is
+one flat object.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from data.command import exit_code_of, log_to_stderr
+from data.ground.command import exit_code_of, log_to_stderr
+from data.ground.errors import ConfigError
+from data.ground.whole_folder import check_file
 from models.encoder import EmbeddingSettings, Encoder
 from models.sizes import Size
-from trainer.config import ConfigError
 from trainer.evaluation.arguments import Command, build_parser
-from trainer.evaluation.comparison import compare_results
-from trainer.evaluation.encode import EncodeTexts, encoding_of
+from trainer.evaluation.encoding.encode import EncodeTexts, encoding_of
 from trainer.evaluation.latency import measure_costs
-from trainer.evaluation.output import output_folder, write_json, write_text
 from trainer.evaluation.quantised import (
     Row,
     plot_precisions,
@@ -51,24 +50,18 @@ from trainer.evaluation.quantised import (
     sts_rows,
     with_int8_table,
 )
-from trainer.evaluation.raw import RAW_FILE, read_raw
-from trainer.evaluation.report import Record, markdown_table, plot_records, results_markdown
 from trainer.evaluation.rerank import compare_ways, plot_ways, ways_markdown
-from trainer.evaluation.retrieval import (
-    METRICS,
-    RunScores,
-    load_beir,
-    read_qrels,
-    read_run,
-    score_run,
-)
+from trainer.evaluation.results.comparison import compare_results
+from trainer.evaluation.results.output import output_folder, write_json, write_text
+from trainer.evaluation.results.raw import RAW_FILE, read_raw
+from trainer.evaluation.results.report import Record, markdown_table, plot_records, results_markdown
+from trainer.evaluation.results.significance import TestResult, p_text, paired_t_test
 from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
 from trainer.evaluation.senteval import evaluate_transfer, read_task
-from trainer.evaluation.significance import TestResult, p_text, paired_t_test
 from trainer.evaluation.sizes_command import evaluate_sizes
-from trainer.evaluation.sts import read_sts
 from trainer.evaluation.subject import choose_device, load_subject, untrained_encoder
-from trainer.whole_folder import check_file
+from trainer.evaluation.tasks.retrieval import METRICS, RunScores, load_beir, read_qrels, read_run, score_run
+from trainer.evaluation.tasks.sts import read_sts
 
 _RERANK_FILES = ("rerank.json", "rerank.md", "rerank.png")
 _QUANTISED_FILES = ("quantised.json", "quantised.md", "figures")

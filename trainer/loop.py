@@ -16,15 +16,15 @@ from typing import Annotated, Any, Protocol
 
 from pydantic import Field
 
-from data.records import Record
+from data.ground.records import Record
 from trainer.checkpoint import SavedState
 from trainer.distributed import seed_step, sum_over_ranks
 from trainer.engine import Engine
-from trainer.faults import GaveUp, Health
-from trainer.metrics import Metrics
-from trainer.objectives import Objective
-from trainer.stopping import REASONS
-from trainer.watchdog import NEXT_BATCH
+from trainer.monitoring.metrics import Metrics
+from trainer.objectives.registry import Objective
+from trainer.resilience.anomalies import GaveUp, Health
+from trainer.resilience.stopping import REASONS
+from trainer.resilience.watchdog import NEXT_BATCH
 
 
 class ResumableStream(Protocol):
@@ -42,7 +42,7 @@ _Count = Annotated[int, Field(ge=0)]
 
 
 class _SavedHealth(Record):
-    """Of trainer/faults.py; other versions may have other keys."""
+    """Of trainer/resilience/anomalies.py; other versions may have other keys."""
 
     skipped_steps: _Count = 0
     skipped_in_a_row: _Count = 0

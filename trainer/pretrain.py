@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from data.command import run_command
+from data.ground.command import run_command
 from trainer.run import main
 
 if __name__ == "__main__":

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from data.collate import samples_of
-from data.files import write_atomically
+from data.ground.errors import ConfigError
+from data.ground.files import write_atomically
 from data.stream import Stream
 from trainer.agreement import frozen_fingerprint
 from trainer.build import ModelParts, build_objective
 from trainer.checkpoint import Checkpointer
-from trainer.config import ConfigError, Recipe
+from trainer.config.schema import Recipe
 from trainer.distributed import World, gather_objects, seed_step, sum_over_ranks
 from trainer.engine import MASTER, Piece
 from trainer.loop import RunState, TrainState

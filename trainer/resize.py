@@ -21,10 +21,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.command import log_to_stderr, run_command
-from trainer.config import ConfigError
-from trainer.options import count, settings_among
-from trainer.resizing import Resize, resize
+from data.ground.command import log_to_stderr, run_command
+from data.ground.errors import ConfigError
+from data.ground.options import count, settings_among
+from trainer.resizing.resize import Resize, resize
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -16,7 +16,6 @@ import os
 import platform
 import subprocess
 import sys
-import typing
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,31 +24,35 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
-from data.command import end_for
-from data.files import describe_os_error, write_atomically
-from data.secrets import without_secrets
+from data.ground.command import end_for
+from data.ground.errors import ConfigError
+from data.ground.files import describe_os_error, write_atomically
+from data.ground.options import settings_among
+from data.ground.secrets import without_secrets
 from data.stream import Stream
 from trainer.agreement import check_agreement, frozen_fingerprint, versions
 from trainer.build import ModelParts, build_model, build_objective, check_shared_memory, open_shards, open_stream
 from trainer.checkpoint import Checkpointer, SavedCheckpoint, Saves
-from trainer.config import COMMANDS, ConfigError, Recipe, as_toml, check_world, load_recipe
-from trainer.dashboard import open_dashboard
+from trainer.config.checks import check_world
+from trainer.config.load import as_toml, load_recipe
+from trainer.config.reference import help_text
+from trainer.config.schema import COMMANDS, Recipe
+from trainer.costs.flops import bf16_slowdown
 from trainer.distributed import Refused, World, gather_objects, start
 from trainer.engine import Engine, check_ds_config, ds_config_of, multiplies_in_bf16, read_ds_config, zero_stage
 from trainer.evaluation.during_training import Evaluator
-from trainer.faults import GaveUp
-from trainer.flops import bf16_slowdown
+from trainer.exporting.model_folder import embedding_settings, save_model
 from trainer.loop import Hooks, Plan, RunState, TrainState, train
-from trainer.metrics import Metrics
-from trainer.model_folder import embedding_settings, save_model
+from trainer.monitoring.dashboard import open_dashboard
+from trainer.monitoring.metrics import Metrics
+from trainer.monitoring.trackers import check_sinks
 from trainer.optim import learning_rate
-from trainer.options import settings_among
 from trainer.replay import replay
+from trainer.resilience.anomalies import GaveUp
+from trainer.resilience.run_lock import Locked, lock
+from trainer.resilience.stopping import STOP_FILE_VARIABLE, Stopped, StopRequests
+from trainer.resilience.watchdog import DIED_CODE, Watchdog
 from trainer.run_folder import check_output_folder, lost_training, no_checkpoint, prove_writable, steps_trained
-from trainer.run_lock import Locked, lock
-from trainer.sinks import check_sinks
-from trainer.stopping import STOP_FILE_VARIABLE, Stopped, StopRequests
-from trainer.watchdog import DIED_CODE, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +62,7 @@ def main(task: str, description: str, argv: Sequence[str] | None = None) -> None
     parser = argparse.ArgumentParser(
         prog=f"python -m trainer.{COMMANDS[task]}",
         description=description,
-        epilog=_describe_keys(),
+        epilog=help_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", required=True, metavar="RECIPE.toml", help="the recipe; see launch/recipes")
@@ -331,12 +334,3 @@ def _commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _describe_keys() -> str:
-    lines = ["settings, each with its default (TOML sections, or --section.key=value):"]
-    for section, kind in typing.get_type_hints(Recipe).items():
-        defaults = dataclasses.asdict(kind())
-        lines.append(f"  [{section}]")
-        lines += [f"    {name} = {json.dumps(value)}" for name, value in defaults.items()]
-    return "\n".join(lines)

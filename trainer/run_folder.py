@@ -12,10 +12,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from data.files import describe_os_error, is_unicode
-from data.secrets import without_variables
+from data.ground.errors import ConfigError
+from data.ground.files import describe_os_error, is_unicode
+from data.ground.secrets import without_variables
 from trainer.checkpoint import Checkpointer
-from trainer.config import LOCK, PROBE, ConfigError, Recipe, build_recipe, flat, is_begun, read_toml
+from trainer.config.load import build_recipe, read_toml
+from trainer.config.schema import Recipe, flat
+from trainer.resilience.run_lock import LOCK, PROBE, is_begun
 
 # What may change between the parts of one run: how it is watched and kept, and where it runs.
 _FREE_SECTIONS = ("engine", "checkpoint", "log", "evaluation", "debug")

@@ -23,14 +23,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.utils import logging as hf_logging
 
-from data.command import exit_code_of, log_to_stderr
-from data.files import reading
-from data.records import read_json
+from data.ground.command import exit_code_of, log_to_stderr
+from data.ground.errors import ConfigError
+from data.ground.files import reading
+from data.ground.records import read_json
+from data.ground.whole_folder import check_place, written_whole
 from data.tokens import load_tokenizer, tokenizer_fingerprint
 from models.encoder import EmbeddingSettings, load_encoder
 from models.loading import NOT_COMPUTED_WITH, check_finite
-from trainer.config import ConfigError
-from trainer.whole_folder import check_place, written_whole
 
 log = logging.getLogger(__name__)
 

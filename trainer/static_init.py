@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 from transformers.utils import logging as hf_logging
 
-from data.command import exit_code_of, log_to_stderr
+from data.ground.command import exit_code_of, log_to_stderr
+from data.ground.errors import ConfigError
+from data.ground.options import count, real
+from data.ground.whole_folder import check_place, written_whole
 from data.tokens import tokenizer_fingerprint
 from models.encoder import EmbeddingSettings, Encoder
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel, special_ids_of
-from trainer.config import ConfigError
 from trainer.evaluation.subject import load_model
-from trainer.options import count, real
-from trainer.whole_folder import check_place, written_whole
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@
 
 The texts are the files from which the recipe's shards were made. The teacher, teacher.model, may have any tokenizer and
 any width: it reads the texts themselves, with its own prompt and length. The store is teacher.store
-(trainer/vector_store.py). Under a launcher, ranks share the work; after a kill the same command goes on.
+(trainer/objectives/vector_store.py). Under a launcher, ranks share the work; after a kill the same command goes on.
 """
 
 from __future__ import annotations
@@ -22,20 +22,24 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from data.collate import text_hashes
-from data.command import log_to_stderr, run_command
-from data.corpora import TEXT_SPLITS, Document, Unit, plan_documents, plan_tuples, read_unit
+from data.corpora.plan import TEXT_SPLITS, plan_documents, plan_tuples
+from data.corpora.read import read_unit
+from data.corpora.units import Document, Unit
 from data.encoding import TextEncoder
-from data.files import sha256_of
-from data.records import digest_of
-from data.shards import ShardFolder
+from data.ground.command import log_to_stderr, run_command
+from data.ground.errors import ConfigError
+from data.ground.files import sha256_of
+from data.ground.options import settings_among
+from data.ground.records import digest_of
+from data.shards.reader import ShardFolder
 from data.tokens import load_tokenizer, prompt_ids, tokenizer_fingerprint
-from trainer.config import ConfigError, Recipe, load_recipe
+from trainer.config.load import load_recipe
+from trainer.config.schema import Recipe
 from trainer.distributed import World, gather_objects, join
-from trainer.evaluation.encode import encoding_of
+from trainer.evaluation.encoding.encode import encoding_of
+from trainer.evaluation.search.vectors import weights_digest
 from trainer.evaluation.subject import choose_device, load_model
-from trainer.evaluation.vectors import weights_digest
-from trainer.options import settings_among
-from trainer.vector_store import StoreRecord, keys_path, read_store_record, write_block, write_store_record
+from trainer.objectives.vector_store import StoreRecord, keys_path, read_store_record, write_block, write_store_record
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ tokenizer=$out/resize/start
 . "$(dirname "$0")/prepare_common.sh"
 mkdir -p "$out"
 
-model=$("$python" -c "from data.command import run_command
+model=$("$python" -c "from data.ground.command import run_command
 from data.minilm import minilm_folder
 run_command(lambda: print(minilm_folder()))")
 

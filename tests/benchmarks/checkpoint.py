@@ -26,7 +26,7 @@ from models.encoder import Encoder, base_of, build_masked_lm
 from models.sizes import Size
 from tests.benchmarks.support import write_figures
 from trainer.checkpoint import Checkpointer
-from trainer.config import build_recipe
+from trainer.config.load import build_recipe
 from trainer.distributed import start
 from trainer.engine import Engine
 

@@ -28,8 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.benchmarks.support import Figures, alternate, peak_mib
-from trainer import losses
-from trainer.losses import Tiling, choose_tiling, multi_size_contrastive
+from trainer.losses import tiles
+from trainer.losses.infonce import multi_size_contrastive
+from trainer.losses.tiles import Tiling, choose_tiling
 
 WIDTHS = (32, 64, 128, 256, 512, 768)
 WEIGHTS = dict(loss_weights=(1 / 6,) * 6, kl_weights=(*(1 / 6,) * 5, 0.0), temperature=0.05)
@@ -72,9 +73,9 @@ def tiling_of(queries: Side, passages: Side, score_memory_mib: float) -> Tiling:
         len(queries[0]),
         len(passages[0]),
         matrices=2,
-        statistics=losses.STATISTICS * len(WIDTHS),
+        statistics=tiles.STATISTICS * len(WIDTHS),
         scores_in_memory=int(score_memory_mib * 2**20) // 4,
-        block_scores=losses.CPU_BLOCK_SCORES,
+        block_scores=tiles.CPU_BLOCK_SCORES,
     )
 
 

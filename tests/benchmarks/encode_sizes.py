@@ -33,9 +33,9 @@ from transformers.utils import logging as hf_logging
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
 from models.sizes import Ladder
 from tests.benchmarks.support import SHARED, Figures
-from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS, encode, encoder_forward
-from trainer.evaluation.retrieval import load_beir
-from trainer.export import export_sizes
+from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS, encode, encoder_forward
+from trainer.evaluation.tasks.retrieval import load_beir
+from trainer.exporting.sizes import export_sizes
 
 LADDER = Ladder.of([(2, 8), (4, 16), (6, 32), (8, 64), (10, 128), (12, 192)])
 QUICK_LADDER = Ladder.of([(1, 8), (2, 16), (3, 24), (4, 32), (5, 48), (6, 64)])

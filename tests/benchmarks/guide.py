@@ -33,14 +33,14 @@ from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
 from tests.benchmarks import srl_step
 from tests.benchmarks.support import SHARED, Figures, alternate, peak_mib
-from trainer.config import build_recipe
-from trainer.contrastive import ContrastiveObjective, contrastive
+from trainer.config.load import build_recipe
+from trainer.costs.flops import Shape
 from trainer.distributed import start
 from trainer.engine import Engine
-from trainer.flops import Shape
-from trainer.guide import Guide
-from trainer.losses import FULL, GUIDE
-from trainer.size_schedules import build_schedule, taught_from_outside
+from trainer.losses.contrastive_terms import FULL, GUIDE
+from trainer.objectives.contrastive import ContrastiveObjective, contrastive
+from trainer.objectives.guide import Guide
+from trainer.objectives.size_schedules import build_schedule, taught_from_outside
 
 DIMS = (32, 64, 128, 256, 512, 1024)
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from data.collate import PairBatch, PairCollator
 from data.prepare import main as prepare
-from data.shards import ShardFolder
+from data.shards.reader import ShardFolder
 from data.stream import WINDOW_BATCHES, Stream
 from tests.benchmarks.support import write_figures
 

@@ -21,7 +21,7 @@ from launch import scaling
 from launch.scaling import Model
 from tests.launch.hosts import deepspeed_commands, made, run_on_all
 from tests.trainer.support import recipe_of
-from trainer.counts import Shape
+from trainer.costs.counts import Shape
 
 CONFIGS = {"zero0": 0, "zero1_float32": 1, "zero1": 1, "zero2": 2, "zero3": 3}
 HIDDEN, INNER, LAYERS, POSITIONS = 256, 1024, 3, 80

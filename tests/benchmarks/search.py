@@ -24,7 +24,7 @@ import torch
 from sentence_transformers.util import dot_score, semantic_search
 
 from tests.benchmarks.support import Figures, alternate
-from trainer.evaluation.retrieval import search
+from trainer.evaluation.tasks.retrieval import search
 
 
 def unit_vectors(count: int, dim: int, seed: int) -> np.ndarray:

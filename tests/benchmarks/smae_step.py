@@ -44,7 +44,7 @@ from tokenizers.models import WordPiece
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 from data.collate import MaskedCollator
-from data.corpora import read_documents
+from data.corpora.plan import read_documents
 from data.masking import IGNORED
 from data.stream import Sample
 from data.tokens import Vocabulary
@@ -53,9 +53,9 @@ from models.masked_autoencoder import MaskedAutoencoder
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from tests.benchmarks.support import SHARED, Figures, alternate, peak_mib
 from tests.models.naive import bert_layer_like, naive_loss
-from trainer.backward import micro_batches
-from trainer.config import TrainConfig
-from trainer.flops import FORWARD_AND_BACKWARD, Shape, bf16_slowdown, masked_flops, peak_flops
+from trainer.config.schema import TrainConfig
+from trainer.costs.flops import FORWARD_AND_BACKWARD, Shape, bf16_slowdown, masked_flops, peak_flops
+from trainer.objectives.backward import micro_batches
 from trainer.optim import adamw
 
 BASE = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)

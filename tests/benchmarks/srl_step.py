@@ -36,18 +36,19 @@ import torch
 from torch import Tensor
 
 from data.collate import PairBatch, PairCollator
-from data.shards import Tuple
+from data.shards.format import Tuple
 from data.stream import Sample
 from data.tokens import vocabulary_of
 from models.encoder import Encoder, base_of, build_masked_lm
 from tests.benchmarks.support import SHARED, Figures, alternate, peak_mib
-from trainer.config import Recipe, build_recipe
-from trainer.contrastive import contrastive
+from trainer.config.load import build_recipe
+from trainer.config.schema import Recipe
+from trainer.costs.flops import Shape
 from trainer.distributed import start
 from trainer.engine import Engine
-from trainer.flops import Shape
+from trainer.objectives.contrastive import contrastive
+from trainer.objectives.size_schedules import build_schedule
 from trainer.optim import adamw
-from trainer.size_schedules import build_schedule
 
 LADDER = [[1, 32], [2, 64], [3, 128], [4, 192], [5, 256], [6, 384]]
 MODEL = dict(hidden_size=384, num_hidden_layers=6, num_attention_heads=6, intermediate_size=1536)

@@ -37,21 +37,23 @@ from torch.nn import functional as F
 from data.collate import PairBatch
 from data.encoding import TextEncoder
 from data.prepare import main as prepare
-from data.shards import ShardFolder, UnitWriter, finish_folder
+from data.shards.reader import ShardFolder
+from data.shards.writer import UnitWriter, finish_folder
 from data.tokens import load_tokenizer
 from models.encoder import Encoder
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
 from tests.benchmarks.support import SHARED, Figures, alternate, peak_mib
 from trainer.build import open_stream
-from trainer.config import Recipe, build_recipe
-from trainer.contrastive import contrastive
+from trainer.config.load import build_recipe
+from trainer.config.schema import Recipe
+from trainer.costs.flops import Shape
 from trainer.distributed import start
 from trainer.engine import Engine
-from trainer.evaluation.encode import _text_encoder, encode, encoder_forward
-from trainer.flops import Shape
+from trainer.evaluation.encoding.encode import _text_encoder, encode, encoder_forward
+from trainer.objectives.contrastive import contrastive
+from trainer.objectives.size_schedules import build_schedule
 from trainer.optim import adamw
-from trainer.size_schedules import build_schedule
 
 DIMS = (32, 64, 128, 256, 512, 1024)
 ENGLISH_ROWS, MULTILINGUAL_ROWS = 30_522, 105_879

@@ -27,13 +27,13 @@ import torch
 from data.prepare import main as prepare
 from data.tokens import load_tokenizer
 from models.encoder import Encoder, load_encoder
+from models.quantisation import from_int8, int8_ranges, to_int8, to_signs
 from models.sizes import Size
 from models.static_embedding import StaticModel
 from tests.benchmarks.support import SHARED, write_figures
-from trainer.evaluation.encode import encode, encoder_forward
+from trainer.evaluation.encoding.encode import encode, encoder_forward
 from trainer.evaluation.quantised import with_int8_table
-from trainer.evaluation.sts import cosine_of_pairs, read_sts, spearman
-from trainer.quantisation import from_int8, int8_ranges, to_int8, to_signs
+from trainer.evaluation.tasks.sts import cosine_of_pairs, read_sts, spearman
 
 RECIPE = "launch/recipes/static_tatoeba.toml"
 DIMS = (32, 64, 128, 256, 512, 1024)

@@ -40,7 +40,7 @@ import numpy as np
 
 from data.prepare import main as prepare
 from data.remote import Cache
-from data.shards import ShardFolder
+from data.shards.reader import ShardFolder
 from data.stream import Stream
 from tests.benchmarks.stream_readers import BATCH, flat_samples
 from tests.benchmarks.support import write_figures

@@ -43,7 +43,7 @@ def flat_members(members: Sequence[Sequence[np.ndarray]]) -> Flat:
 
 
 def ours(folder: Path, workers: int) -> Iterable[Flat]:
-    from data.shards import ShardFolder
+    from data.shards.reader import ShardFolder
     from data.stream import Stream
 
     source = ShardFolder(folder)

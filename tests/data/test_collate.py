@@ -21,8 +21,8 @@ from data.collate import (
     pad_flat,
     text_hashes,
 )
-from data.errors import DataError
-from data.shards import Tuple
+from data.ground.errors import DataError
+from data.shards.format import Tuple
 from data.stream import Sample
 from data.tokens import Vocabulary
 

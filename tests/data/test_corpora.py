@@ -14,18 +14,13 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from data import corpora
-from data.corpora import (
-    TextIndex,
-    plan_documents,
-    plan_tuples,
-    read_beir_texts,
-    read_documents,
-    read_qrels,
-    read_tuples,
-    read_unit,
-)
-from data.errors import DataError
+from data.corpora import plan as planning
+from data.corpora import rows as rows_module
+from data.corpora.by_id import TextIndex, read_beir_texts, read_qrels
+from data.corpora.plan import plan_documents, plan_tuples, read_documents, read_tuples
+from data.corpora.read import read_unit
+from data.corpora.units import place
+from data.ground.errors import DataError
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
@@ -83,8 +78,8 @@ def test_the_same_documents_from_every_file_format(tmp_path: Path) -> None:
 def test_units_hold_every_record_once_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit_bytes: int
 ) -> None:
-    monkeypatch.setattr(corpora, "SMALLEST_UNIT_BYTES", unit_bytes)
-    monkeypatch.setattr(corpora, "LARGEST_UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(planning, "SMALLEST_UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(planning, "LARGEST_UNIT_BYTES", unit_bytes)
     write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in TEXTS))
     rows = [("query", "positive"), *((f"q{number}", f"p{number}") for number in range(50))]
     write_tsv(tmp_path / "b.tsv", rows)
@@ -97,9 +92,7 @@ def test_units_hold_every_record_once_in_order(
         assert texts_of(tmp_path / name, text_split="lines") == expected
     assert [query for query, *_ in tuples_of(tmp_path / "b.tsv")] == [f"q{number}" for number in range(50)]
     positions = [
-        corpora.place(unit, position)
-        for unit in plan_tuples([str(tmp_path / "b.tsv")])
-        for position, _ in read_unit(unit)
+        place(unit, position) for unit in plan_tuples([str(tmp_path / "b.tsv")]) for position, _ in read_unit(unit)
     ]
     assert positions == [f"{tmp_path / 'b.tsv'}:{line}" for line in range(2, 52)]
     limited = plan_documents([str(tmp_path / "a.jsonl")], limit=20)
@@ -108,7 +101,7 @@ def test_units_hold_every_record_once_in_order(
 
 def test_losing_a_unit_loses_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the test above."""
-    monkeypatch.setattr(corpora, "SMALLEST_UNIT_BYTES", 100)
+    monkeypatch.setattr(planning, "SMALLEST_UNIT_BYTES", 100)
     units = plan_documents([str(write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in TEXTS)))])
     assert sum(1 for unit in units[1:] for _ in read_unit(unit)) < len(TEXTS)
     moved = [replace(unit, start=unit.start + 40) for unit in units]
@@ -175,7 +168,7 @@ def local_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         files = sorted(map(str, folder.glob("*.jsonl")))
         return load("json", data_files={"train": files}, split=split, streaming=True, cache_dir=str(folder / "cache"))
 
-    monkeypatch.setattr(corpora, "_require_hub", lambda mend: None)
+    monkeypatch.setattr(rows_module, "_require_hub", lambda mend: None)
     monkeypatch.setattr(datasets, "load_dataset", local)
 
 

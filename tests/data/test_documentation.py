@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from data.corpora import read_beir_texts, read_qrels
+from data.corpora.by_id import read_beir_texts, read_qrels
 from data.documentation import (
     Documentation,
     clean_docstring,
@@ -22,7 +22,7 @@ from data.documentation import (
     without_interrupts,
     write_documentation,
 )
-from data.errors import DataError
+from data.ground.errors import DataError
 from tests import ROOT
 
 BODY = "It has many words in it, so that there are certainly more than fifteen of them in this body."

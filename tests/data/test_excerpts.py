@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from data import excerpts as command
-from data.errors import DataError
 from data.excerpts import excerpts, plain, sentences_of
+from data.ground.errors import DataError
 
 SENTENCES = [f"This is the sentence of number {number} in a document." for number in range(400)]
 

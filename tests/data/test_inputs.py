@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data.errors import DataError
+from data.ground.errors import DataError
 from data.inputs import find_inputs
 
 

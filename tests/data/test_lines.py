@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from data.errors import DataError
+from data.ground.errors import DataError
 from data.lines import Tally, lines
 
 CONTENT = "".join(f"line {number} {random.Random(number).random()}\n" for number in range(3000)).encode()

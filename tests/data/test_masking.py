@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from data.errors import DataError
+from data.ground.errors import DataError
 from data.masking import (
     IGNORED,
     MaskingTables,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data.errors import UserError
+from data.ground.errors import UserError
 from data.minilm import NoPackage, minilm_folder
 
 

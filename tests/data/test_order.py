@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from data.errors import DataError
+from data.ground.errors import DataError
 from data.order import EpochOrder, Mixture, integer_weights, interleave, rank_share, sample_rng, tempered_weights
 
 # Shards of very different lengths, with short last chunks and one single sample.

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.corpora import corpus_of, plan_tuples, read_tuples
-from data.errors import DataError
+from data.corpora.plan import corpus_of, plan_tuples, read_tuples
+from data.ground.errors import DataError
 from data.passages import Passages, build, is_built, text_key
 
 ROWS = [

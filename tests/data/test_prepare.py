@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from data import prepare
-from data.corpora import read_beir_texts, read_tuples
-from data.errors import CommandEnd, DataError
+from data.corpora.by_id import read_beir_texts
+from data.corpora.plan import read_tuples
+from data.ground.errors import CommandEnd, DataError
+from data.inputs import SCRATCH
+from data.preparation import convert, output_folder, workers
 from data.prepare import main
-from data.shards import ShardFolder
+from data.shards.reader import ShardFolder
 from tests import ROOT
 from tests.run_folder import contents
 
@@ -93,7 +95,7 @@ def test_documents_read_back_as_the_same_texts(
     assert read != first and sorted(read) == sorted(first)
     decoded = tiny_tokenizer.decode(folder.document(0))
     assert decoded in {tiny_tokenizer.decode(words(tiny_tokenizer, text)) for text in docstrings[0::6]}
-    assert not (prepared / prepare.SCRATCH).exists()
+    assert not (prepared / SCRATCH).exists()
 
 
 @pytest.mark.processes
@@ -249,7 +251,7 @@ def test_limit_and_hub_streams(
 
     import datasets
 
-    from data import corpora
+    from data.corpora import rows
 
     load = datasets.load_dataset
 
@@ -257,7 +259,7 @@ def test_limit_and_hub_streams(
         files = {"train": [str(corpus / f"{number}.jsonl") for number in range(2)]}
         return load("json", data_files=files, split=split, streaming=True, cache_dir=str(tmp_path / "cache"))
 
-    monkeypatch.setattr(corpora, "_require_hub", lambda mend: None)
+    monkeypatch.setattr(rows, "_require_hub", lambda mend: None)
     monkeypatch.setattr(datasets, "load_dataset", local)
     assert documents(Path("someone"), tmp_path / "hub", tiny_tokenizer_path) == 0
     hub = ShardFolder(tmp_path / "hub")
@@ -267,8 +269,8 @@ def test_limit_and_hub_streams(
 def test_blocks_bound_memory_and_lose_nothing(
     prepared: Path, corpus: Path, tiny_tokenizer_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "BLOCK_TOKENS", 5000)
-    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 3000)
+    monkeypatch.setattr(convert, "BLOCK_TOKENS", 5000)
+    monkeypatch.setattr(convert, "BATCH_CHARACTERS", 3000)
     assert documents(corpus, tmp_path / "out", tiny_tokenizer_path) == 0
     whole, blocks = ShardFolder(prepared), ShardFolder(tmp_path / "out")
     assert blocks.num_tokens == whole.num_tokens
@@ -404,30 +406,30 @@ def test_inputs_are_hashed_again_only_where_they_look_different(
     small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[str] = []
-    original = prepare.sha256_of
-    monkeypatch.setattr(prepare, "sha256_of", lambda path: (hashed.append(Path(path).name), original(path))[1])
+    original = output_folder.sha256_of
+    monkeypatch.setattr(output_folder, "sha256_of", lambda path: (hashed.append(Path(path).name), original(path))[1])
     assert run(*small) == run(*small) == 0
     assert sorted(hashed) == ["a.jsonl", "b.jsonl"]
     os.utime(tmp_path / "in" / "b.jsonl")
-    (tmp_path / "out" / prepare.SEEN).write_text((tmp_path / "out" / prepare.SEEN).read_text())
+    (tmp_path / "out" / output_folder.SEEN).write_text((tmp_path / "out" / output_folder.SEEN).read_text())
     assert run(*small) == 0
     assert sorted(hashed) == ["a.jsonl", "b.jsonl", "b.jsonl"]
     for damaged in (b"\xff", b"[]", b'{"x": 1}', b"[" * 100_000):
-        (tmp_path / "out" / prepare.SEEN).write_bytes(damaged)
+        (tmp_path / "out" / output_folder.SEEN).write_bytes(damaged)
         assert run(*small) == 0, "the file is no more than a shortcut"
 
 
 def test_an_input_that_changes_while_it_is_read_is_refused(
     small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = prepare.write_unit
+    original = workers.write_unit
 
-    def write_unit(job: prepare.Job, report: prepare.Report) -> None:
+    def write_unit(job: convert.Job, report: convert.Report) -> None:
         path = tmp_path / "in" / "a.jsonl"
         path.write_text(path.read_text().replace("text a 50", "text a 05"))
         original(job, report)
 
-    monkeypatch.setattr(prepare, "write_unit", write_unit)
+    monkeypatch.setattr(workers, "write_unit", write_unit)
     assert "a.jsonl was changed while it was read" in refusal(capsys, *small)
     assert not (tmp_path / "out" / "manifest.json").exists()
 
@@ -579,10 +581,10 @@ def test_workers_hand_on_sentences(monkeypatch: pytest.MonkeyPatch, error: Excep
     def write_unit(job: object, report: object) -> None:
         raise error
 
-    monkeypatch.setattr(prepare, "write_unit", write_unit)
-    monkeypatch.setattr(prepare, "signal_at_parents_death", lambda *arguments, **options: None)
+    monkeypatch.setattr(workers, "write_unit", write_unit)
+    monkeypatch.setattr(workers, "signal_at_parents_death", lambda *arguments, **options: None)
     connection = Collected("job")
-    prepare._work(connection, os.getpid())  # type: ignore[arg-type]
+    workers._work(connection, os.getpid())  # type: ignore[arg-type]
     (message,) = connection.sent
     if said is None:
         assert isinstance(message, str) and "Traceback" in message

@@ -26,9 +26,10 @@ import numpy as np
 import pytest
 
 from data import remote
-from data.errors import DataError
+from data.ground.errors import DataError
 from data.remote import BadShard, Cache
-from data.shards import ShardFolder, UnitWriter, finish_folder
+from data.shards.reader import ShardFolder
+from data.shards.writer import UnitWriter, finish_folder
 from data.stream import Sample, Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -689,10 +690,10 @@ def test_when_all_shards_are_bad(copy):
 
 def test_a_look_at_the_data_touches_few_shards(folder, monkeypatch):
     source = ShardFolder(folder)
-    monkeypatch.setattr("data.shards.LOOKED_AT_SHARDS", 1000)
+    monkeypatch.setattr("data.shards.reader.LOOKED_AT_SHARDS", 1000)
     even = np.unique(np.linspace(0, source.num_samples - 1, 50).astype(np.int64))
     assert source.spread(50).tolist() == even.tolist(), "where all shards are looked at, even steps over all samples"
-    monkeypatch.setattr("data.shards.LOOKED_AT_SHARDS", 3)
+    monkeypatch.setattr("data.shards.reader.LOOKED_AT_SHARDS", 3)
     looked_at = source.spread(40)
     shards = np.searchsorted(source._shard_starts, looked_at, side="right") - 1
     last = len(source.manifest.shards) - 1

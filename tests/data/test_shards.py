@@ -21,10 +21,13 @@ import webdataset
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from data import shards
-from data.errors import DataError
+from data.ground.errors import DataError
 from data.remote import Cache
-from data.shards import ShardFolder, UnitWriter, finish_folder, finished_unit, read_manifest, token_dtype
+from data.shards import reader as reading
+from data.shards import writer as writing
+from data.shards.format import read_manifest, token_dtype
+from data.shards.reader import ShardFolder
+from data.shards.writer import UnitWriter, finish_folder, finished_unit
 from tests.run_folder import contents
 
 NUM_TEXTS = 400
@@ -184,7 +187,7 @@ def test_a_folder_pickles_without_its_files(folder, texts):
 
 
 def test_few_shards_stay_open(folder, texts, monkeypatch):
-    monkeypatch.setattr(shards, "MAX_OPEN_SHARDS", 2)
+    monkeypatch.setattr(reading, "MAX_OPEN_SHARDS", 2)
     opened = ShardFolder(folder)
     held = [opened.document(index) for index in range(len(texts))]
     assert len(opened._open_shards) == 2
@@ -529,13 +532,13 @@ def test_samples_that_cannot_be_written(tmp_path, texts):
 
 
 def test_a_full_disk_and_an_unwritable_folder_are_named(tmp_path, monkeypatch):
-    def on_full_disk(writer: shards._TarFile, path: Path) -> None:
+    def on_full_disk(writer: writing._TarFile, path: Path) -> None:
         original(writer, path)
         writer.file.close()
         writer.file = Path("/dev/full").open("wb")  # noqa: SIM115
 
-    original = shards._TarFile.__init__
-    monkeypatch.setattr(shards._TarFile, "__init__", on_full_disk)
+    original = writing._TarFile.__init__
+    monkeypatch.setattr(writing._TarFile, "__init__", on_full_disk)
 
     def write() -> None:
         with UnitWriter(tmp_path / "full", 0, kind="documents", vocabulary_size=9) as writer:
@@ -561,7 +564,7 @@ def test_an_error_inside_a_unit_leaves_nothing_behind(tmp_path, texts):
 
 
 def test_a_unit_that_outgrows_a_chunk_in_tokens_is_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "CHUNK_TOKENS", 100)
+    monkeypatch.setattr(writing, "CHUNK_TOKENS", 100)
     with UnitWriter(tmp_path, 0, kind="documents", vocabulary_size=9) as writer:
         for _ in range(10):
             writer.add_document([1] * 40)
@@ -625,7 +628,7 @@ def test_a_lost_shard_is_mended_by_writing_its_unit_again(copy, texts, tiny_toke
 
 def write_all_units(folder: Path, texts: list[list[int]], tokenizer, *, after_event: Callable[[], None]) -> None:
     """What a prepare command does: skip what is finished, write the rest, assemble. Every durable act is an event."""
-    acts = {"fsync": os.fsync, "replace": Path.replace, "unlink": Path.unlink, "write": shards._TarFile._write}
+    acts = {"fsync": os.fsync, "replace": Path.replace, "unlink": Path.unlink, "write": writing._TarFile._write}
 
     def counted(act: Callable) -> Callable:
         def acting(*args, **kwargs):
@@ -639,7 +642,7 @@ def write_all_units(folder: Path, texts: list[list[int]], tokenizer, *, after_ev
         patch.setattr(os, "fsync", counted(acts["fsync"]))
         patch.setattr(Path, "replace", counted(acts["replace"]))
         patch.setattr(Path, "unlink", counted(acts["unlink"]))
-        patch.setattr(shards._TarFile, "_write", counted(acts["write"]))
+        patch.setattr(writing._TarFile, "_write", counted(acts["write"]))
         for unit in range(3):
             settings = {"rows": [unit * 60, unit * 60 + 60]}
             if finished_unit(folder, unit, settings=settings):

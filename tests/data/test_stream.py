@@ -13,11 +13,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from data import shards
 from data.collate import PairCollator
-from data.errors import DataError
+from data.ground.errors import DataError
 from data.order import interleave
-from data.shards import ShardFolder, UnitWriter, finish_folder, read_manifest
+from data.shards import reader
+from data.shards.format import read_manifest
+from data.shards.reader import ShardFolder
+from data.shards.writer import UnitWriter, finish_folder
 from data.stream import WINDOW_BATCHES, Sample, Stream, sample_rng
 
 # Three workers on two cores are what some of these tests are about.
@@ -596,7 +598,7 @@ def test_streams_that_cannot_be_made(small, tmp_path, tiny_tokenizer, texts):
 
 
 def test_a_shard_lost_during_a_run_is_named(tmp_path, tiny_tokenizer, texts, monkeypatch):
-    monkeypatch.setattr(shards, "MAX_OPEN_SHARDS", 1)
+    monkeypatch.setattr(reader, "MAX_OPEN_SHARDS", 1)
     folder = make_folder(tmp_path, texts, tiny_tokenizer)
     one = stream(folder)
     next(one)

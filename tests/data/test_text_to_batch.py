@@ -16,7 +16,7 @@ import torch
 
 from data.collate import PairBatch, PairCollator, Texts, text_hashes
 from data.prepare import main
-from data.shards import ShardFolder
+from data.shards.reader import ShardFolder
 from data.stream import Stream
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
 
-from data.errors import DataError
+from data.ground.errors import DataError
 from data.tokens import load_tokenizer, prompt_ids, tokenizer_fingerprint, vocabulary_of
 
 

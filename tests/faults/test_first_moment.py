@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.ground.errors import ConfigError
 from tests.trainer.support import recipe_of, recipe_values
 from trainer import run
-from trainer.config import ConfigError
 from trainer.distributed import World
+from trainer.resilience.run_lock import lock
 from trainer.run_folder import check_output_folder
-from trainer.run_lock import lock
 
 pytestmark = pytest.mark.processes
 

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import tomli_w
 
-from data.shards import UnitWriter, finish_folder
+from data.shards.writer import UnitWriter, finish_folder
 from tests import ROOT
 from tests.launcher import environment_of_ranks, launcher_command
 from tests.trainer.support import float32_ds_config, recipe_values, with_dropout

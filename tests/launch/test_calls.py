@@ -90,7 +90,7 @@ def test_the_part_that_asks_ends_too() -> None:
 
 
 def test_a_command_does_not_outlive_a_killed_process() -> None:
-    """Training's ranks see for themselves that their launcher is gone (tests/trainer/test_stopping.py)."""
+    """Training's ranks see for themselves that their launcher is gone (tests/trainer/resilience/test_stopping.py)."""
     started = Started(1)
     started.process.kill()
     assert started.process.wait(timeout=60) == -signal.SIGKILL

@@ -26,8 +26,9 @@ from tests.launch.hosts import Unavailable, deepspeed_commands, made, run_on_all
 from tests.needs import needed, own
 from tests.trainer.support import MODEL, recipe_of, recipe_values
 from trainer import build
-from trainer.config import Recipe, load_recipe
-from trainer.counts import Shape
+from trainer.config.load import load_recipe
+from trainer.config.schema import Recipe
+from trainer.costs.counts import Shape
 from trainer.distributed import World
 from trainer.replay import PlainEngine
 

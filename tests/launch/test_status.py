@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launch.status import as_text, main, read_status
-from trainer.config import as_toml, build_recipe
+from trainer.config.load import as_toml, build_recipe
 
 NOW = 1_800_000_000.0
 CUPS = {"demi": "1x8", "short": "2x16", "tall": "3x24", "grande": "4x32", "venti": "5x40", "trenta": "6x48"}

@@ -19,7 +19,7 @@ from launch.options import job_options, time_limit_seconds
 from launch.submit import main, submit_all
 from tests import ROOT
 from tests.run_folder import contents
-from trainer.config import load_recipe
+from trainer.config.load import load_recipe
 
 ON_GPUS = ("--nodes=2", "--gpus-per-node=8")
 

@@ -50,7 +50,7 @@ def _bytes_of(argument: Any) -> int:
 for each_name in COLLECTIVES:
     _watch(each_name)
 
-from data.command import run_command  # noqa: E402
+from data.ground.command import run_command  # noqa: E402
 from tests.launch.hosts import DEVICE, sent_by  # noqa: E402
 from tests.trainer.support import recipe_of  # noqa: E402
 from tests.trainer.worker import _counted_chunks  # noqa: E402

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, GPT2Config, GPT2Model
 
-from data.errors import OtherFormat
+from data.ground.errors import OtherFormat
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder, load_masked_lm
 from models.loading import check_finite, check_plausible
 from models.sizes import ModelError

@@ -19,7 +19,7 @@ from data.tokens import load_tokenizer, tokenizer_fingerprint
 from models.encoder import EmbeddingSettings, load_encoder, load_masked_lm
 from models.sentence_transformers import read_sentence_model
 from models.sizes import ModelError
-from trainer.evaluation.encode import encode, encoder_forward
+from trainer.evaluation.encoding.encode import encode, encoder_forward
 from trainer.evaluation.subject import load_model
 
 sentence_transformers = pytest.importorskip("sentence_transformers", reason="needs the package sentence-transformers")

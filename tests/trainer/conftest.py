@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.shards import UnitWriter, finish_folder
+from data.shards.writer import UnitWriter, finish_folder
 from models.encoder import EmbeddingSettings, build_masked_lm
 from models.static_embedding import StaticConfig, StaticModel
 

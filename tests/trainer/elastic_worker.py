@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from data.command import run_command
+from data.ground.command import run_command
 from data.stream import Sample
 from trainer import build, checkpoint, run
 from trainer.distributed import World, start

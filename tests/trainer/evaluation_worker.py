@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer import evaluate
-from trainer.evaluation import vectors
-from trainer.evaluation.parts import Parts
-from trainer.stopping import StopRequests
+from trainer.evaluation.results.parts import Parts
+from trainer.evaluation.search import vectors
+from trainer.resilience.stopping import StopRequests
 
 
 def main() -> None:

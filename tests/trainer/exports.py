@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
 from models.heads import save_heads
 from models.sizes import Size
-from trainer.evaluation.encode import encode, encoder_forward
+from trainer.evaluation.encoding.encode import encode, encoder_forward
 
 LADDER = ((1, 8), (2, 12), (4, 32))
 CONFIGS = {

@@ -25,12 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.command import run_command
+from data.ground.command import run_command
 from tests.launcher import step_clock
-from trainer import build, checkpoint, run, stopping, watchdog
+from trainer import build, checkpoint, run
 from trainer.distributed import start
 from trainer.engine import Engine
-from trainer.processes import Process
+from trainer.resilience import stopping, watchdog
+from trainer.resilience.processes import Process
 from trainer.run import StopRequests
 
 patch = unittest.mock.patch.object

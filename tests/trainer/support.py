@@ -10,7 +10,9 @@ from typing import Any
 
 import tomli_w
 
-from trainer.config import Recipe, build_recipe, check, load_recipe
+from trainer.config.checks import check
+from trainer.config.load import build_recipe, load_recipe
+from trainer.config.schema import Recipe
 
 LADDER = [[1, 16], [2, 32], [3, 48]]
 MODEL = {

@@ -19,7 +19,8 @@ from tests.launcher import launch
 from tests.trainer.support import recipe_of, recipe_values
 from trainer.agreement import FREE_KEYS, disagreement, facts_of, fingerprint, frozen_fingerprint
 from trainer.build import open_shards
-from trainer.config import Recipe, build_recipe
+from trainer.config.load import build_recipe
+from trainer.config.schema import Recipe
 
 NO_PARTS = cast(Any, SimpleNamespace(guide=None, teacher=None))
 

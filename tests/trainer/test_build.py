@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from data.shards import ShardFolder
+from data.shards.reader import ShardFolder
 from models.encoder import EmbeddingSettings, base_of, build_masked_lm
 from models.masked_autoencoder import MaskedAutoencoder
 from tests.trainer.support import LADDER, MODEL, loaded, recipe_values
 from trainer.build import build_model, open_shards
-from trainer.model_folder import write_model_folder
+from trainer.exporting.model_folder import write_model_folder
 
 MORE_ROWS = 7  # Many models pad the word table for speed: it then has more rows than there are tokens.
 

@@ -28,18 +28,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from data.errors import DataError
+from data.ground.errors import ConfigError, DataError
 from tests import ROOT
 from tests.launcher import launch
 from tests.run_folder import lines_of
 from tests.trainer.support import float32_ds_config, recipe_values
 from trainer import checkpoint
 from trainer.checkpoint import Checkpointer, Problem, Saves
-from trainer.config import ConfigError
 from trainer.distributed import Refused, World
 from trainer.engine import MASTER, MOMENTS, Piece
-from trainer.faults import Health
 from trainer.loop import RunState, TrainState
+from trainer.resilience.anomalies import Health
 
 SHAPES = {"layer/weight": [3, 5], "bias": [7]}
 

@@ -22,7 +22,7 @@ from tests.launcher import launch
 from tests.needs import Lazy, needed, own
 from tests.reference import first_parameters, train_naively
 from tests.trainer.support import LADDER, MODEL, float32_ds_config, recipe_values, with_dropout
-from trainer.model_folder import write_model_folder
+from trainer.exporting.model_folder import write_model_folder
 
 pytestmark = pytest.mark.long
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from data.collate import PairBatch
-from data.shards import UnitWriter, finish_folder
+from data.shards.writer import UnitWriter, finish_folder
 from tests.trainer.support import recipe_of, recipe_values
 from trainer.build import open_shards, open_stream
-from trainer.evaluation.encode import _tokenize
-from trainer.model_folder import embedding_settings
+from trainer.evaluation.encoding.encode import _tokenize
+from trainer.exporting.model_folder import embedding_settings
 
 QUERY_LENGTH, PASSAGE_LENGTH = 14, 24
 PROMPTS = {"query_prompts": ["query: ", "find the text for this title: "], "passage_prompts": ["passage: "]}

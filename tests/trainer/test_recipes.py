@@ -16,9 +16,9 @@ from tests import ROOT
 from tests.launcher import launch
 from tests.needs import needed, own
 from tests.run_folder import steps_of
-from trainer.config import load_recipe, read_toml
-from trainer.presets import preset_settings
-from trainer.read_keys import is_read
+from trainer.config.load import load_recipe, read_toml
+from trainer.config.presets import preset_settings
+from trainer.config.read_keys import is_read
 
 pytestmark = pytest.mark.long
 

@@ -27,7 +27,7 @@ from tests.launcher import launch
 from tests.needs import needed, own
 from tests.run_folder import CLOCKED, records, steps_of, weights
 from tests.trainer.support import LADDER, float32_ds_config, recipe_values, with_dropout
-from trainer.config import build_recipe, load_recipe, read_toml
+from trainer.config.load import build_recipe, load_recipe, read_toml
 
 STEPS = 6
 RESUMED = ("smae_zero0", "srl_bf16", "smae_zero3", "srl_torn")

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from data.ground.errors import ConfigError
 from trainer import run_folder
-from trainer.config import ConfigError, is_begun
+from trainer.resilience.run_lock import is_begun
 from trainer.run_folder import prove_writable, steps_trained
 
 

@@ -25,9 +25,9 @@ from tests.run_folder import lines_of
 from tests.trainer.support import float32_ds_config, recipe_of, recipe_values
 from trainer import static_init
 from trainer.build import build_model, open_shards
-from trainer.evaluation.encode import encode, encoder_forward
-from trainer.evaluation.sts import cosine_of_pairs, read_sts, score_sts
-from trainer.export import export_sizes
+from trainer.evaluation.encoding.encode import encode, encoder_forward
+from trainer.evaluation.tasks.sts import cosine_of_pairs, read_sts, score_sts
+from trainer.exporting.sizes import export_sizes
 from trainer.static_init import principal_components, sif_weights
 
 LADDER = [[1, 8], [1, 16], [1, 48]]

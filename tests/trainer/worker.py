@@ -24,10 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from data.command import run_command
+from data.ground.command import run_command
 from tests.trainer.support import recipe_of
-from trainer import backward, build, contrastive, distillation, engine, masked, run, teacher
+from trainer import build, engine, run
 from trainer.distributed import World, gather_counts, gather_rows, seed_step, start, sum_over_ranks
+from trainer.objectives import backward, contrastive, distillation, masked, teacher
 
 
 def main() -> None:

@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS
-from trainer.evaluation.retrieval import DEFAULT_PASSAGES_PER_BLOCK, DEFAULT_TOP_K
+from data.ground.options import LARGEST_SEED, count
+from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS
 from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
-from trainer.options import LARGEST_SEED, count
+from trainer.evaluation.tasks.retrieval import DEFAULT_PASSAGES_PER_BLOCK, DEFAULT_TOP_K
 
 Command = Callable[[argparse.Namespace], int]
 

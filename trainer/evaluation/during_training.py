@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from models.encoder import EmbeddingSettings, Encoder
-from trainer.config import Recipe
+from trainer.config.schema import Recipe
 from trainer.distributed import World
 from trainer.engine import Engine
-from trainer.evaluation import evaluate_tasks
-from trainer.evaluation.retrieval import RetrievalData, load_beir
-from trainer.evaluation.sts import STSTask, read_sts
+from trainer.evaluation.run import evaluate_tasks
+from trainer.evaluation.tasks.retrieval import RetrievalData, load_beir
+from trainer.evaluation.tasks.sts import STSTask, read_sts
 
 # What a curve over steps is drawn of; the command `trainer.evaluate` gives everything.
 _SHOWN = ("spearman", "ndcg_cut_10", "recip_rank_10")

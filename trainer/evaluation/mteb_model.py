@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from models.encoder import EmbeddingSettings, Encoder
 from models.sizes import Size
-from trainer.evaluation.encode import DEFAULT_BATCH_TOKENS, encoding_of
+from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS, encoding_of
 from trainer.evaluation.subject import check_sizes, load_model, trained_settings
 
 

@@ -4,7 +4,7 @@ Retrieval: documents are quantised, for they are what is stored. int8: whole-pre
 the ranges are those of the collection's own documents. binary: bits against bits, by Hamming distance; "binary, then
 int8": the best of these scored again by whole-precision queries against int8 documents. STS: both sentences quantised
 alike, int8 with the ranges of the task's own sentences. A static model's int8 token table is one row more: its own
-embeddings, in whole precision. Each row is tested against float32 (trainer/evaluation/significance.py).
+embeddings, in whole precision. Each row is tested against float32 (trainer/evaluation/results/significance.py).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import numpy as np
 import torch
 
 from models.encoder import Encoder
+from models.quantisation import from_int8, int8_ranges, int8_table, to_int8, to_signs
 from models.sizes import Size
-from trainer.evaluation.comparison import mark
-from trainer.evaluation.encode import EncodeTexts
-from trainer.evaluation.report import METRIC_LABELS, add_legend, markdown_table, new_axes, save_figure
+from trainer.evaluation.encoding.encode import EncodeTexts
 from trainer.evaluation.rerank import rerank
-from trainer.evaluation.retrieval import RetrievalData, RunScores, as_run, score_run, search
-from trainer.evaluation.significance import TestResult, fisher_z_test, p_text, paired_t_test
-from trainer.evaluation.sts import STSTask, cosine_of_pairs, spearman
-from trainer.quantisation import from_int8, int8_ranges, int8_table, to_int8, to_signs
+from trainer.evaluation.results.comparison import mark
+from trainer.evaluation.results.report import METRIC_LABELS, add_legend, markdown_table, new_axes, save_figure
+from trainer.evaluation.results.significance import TestResult, fisher_z_test, p_text, paired_t_test
+from trainer.evaluation.tasks.retrieval import RetrievalData, RunScores, as_run, score_run, search
+from trainer.evaluation.tasks.sts import STSTask, cosine_of_pairs, spearman
 
 FLOAT32, INT8, BINARY, RESCORED, TABLE = "float32", "int8", "binary", "binary, then int8", "int8 table"
 

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from models.sizes import Size
-from trainer.evaluation.comparison import mark
 from trainer.evaluation.latency import Cost
-from trainer.evaluation.report import METRIC_LABELS, markdown_table, new_axes, save_figure
-from trainer.evaluation.retrieval import RetrievalData, as_run, score_run, search
-from trainer.evaluation.significance import TestResult, p_text, paired_t_test
+from trainer.evaluation.results.comparison import mark
+from trainer.evaluation.results.report import METRIC_LABELS, markdown_table, new_axes, save_figure
+from trainer.evaluation.results.significance import TestResult, p_text, paired_t_test
+from trainer.evaluation.tasks.retrieval import RetrievalData, as_run, score_run, search
 
 MIB = 1 << 20
 _TIMED_QUERIES = 50

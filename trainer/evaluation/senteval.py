@@ -21,11 +21,11 @@ import numpy as np
 from scipy.optimize import minimize
 from scipy.special import logsumexp
 
-from data.files import reading
+from data.ground.errors import ConfigError
+from data.ground.files import reading
 from models.sizes import Size
-from trainer.config import ConfigError
-from trainer.evaluation.encode import EncodeTexts
-from trainer.evaluation.report import Record
+from trainer.evaluation.encoding.encode import EncodeTexts
+from trainer.evaluation.results.report import Record
 
 STRENGTHS = (0.001, 0.01, 0.1, 1.0)  # C: the inverse of the penalty, as in scikit-learn
 _BINARY = {

@@ -21,22 +21,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from data.records import digest_of
+from data.ground.errors import ConfigError
+from data.ground.records import digest_of
+from data.ground.whole_folder import check_place
 from data.tokens import tokenizer_fingerprint
 from models.encoder import EmbeddingSettings, Encoder
 from models.sizes import Size
-from trainer.config import ConfigError
 from trainer.distributed import World, gather_objects, join
-from trainer.evaluation import evaluate_tasks, known_metrics
-from trainer.evaluation.across import Searched, across_depths, encoded_sizes
-from trainer.evaluation.comparison import across_verdicts, check_same_items, verdicts_of
-from trainer.evaluation.corpus import Progress, counted, encoded_blocks, merge_keys, stored_blocks, watched
-from trainer.evaluation.encode import encode, encoder_forward
-from trainer.evaluation.faiss_search import load_faiss
-from trainer.evaluation.output import output_folder, results_content, write_json, write_text
-from trainer.evaluation.parts import PARTS_FOLDER, Parts, Results
-from trainer.evaluation.raw import BM25, RAW_FILE, RawResults, read_raw, write_raw
-from trainer.evaluation.report import (
+from trainer.evaluation.encoding.across import Searched, across_depths, encoded_sizes
+from trainer.evaluation.encoding.encode import encode, encoder_forward
+from trainer.evaluation.results.comparison import across_verdicts, check_same_items, verdicts_of
+from trainer.evaluation.results.output import output_folder, results_content, write_json, write_text
+from trainer.evaluation.results.parts import PARTS_FOLDER, Parts, Results
+from trainer.evaluation.results.raw import BM25, RAW_FILE, RawResults, read_raw, write_raw
+from trainer.evaluation.results.report import (
     Record,
     file_name,
     grids_markdown,
@@ -45,7 +43,12 @@ from trainer.evaluation.report import (
     plot_records,
     results_markdown,
 )
-from trainer.evaluation.retrieval import (
+from trainer.evaluation.run import evaluate_tasks, known_metrics
+from trainer.evaluation.search.faiss_search import load_faiss
+from trainer.evaluation.search.vectors import VectorStore, open_store, read_store, texts_digest, weights_digest, widest
+from trainer.evaluation.subject import choose_device, load_subject, untrained_encoder
+from trainer.evaluation.tasks.corpus import Progress, counted, encoded_blocks, merge_keys, stored_blocks, watched
+from trainer.evaluation.tasks.retrieval import (
     DEFAULT_TOP_K,
     Block,
     RetrievalData,
@@ -56,11 +59,8 @@ from trainer.evaluation.retrieval import (
     score_run,
     write_run,
 )
-from trainer.evaluation.sts import STSTask, read_sts
-from trainer.evaluation.subject import choose_device, load_subject, untrained_encoder
-from trainer.evaluation.vectors import VectorStore, open_store, read_store, texts_digest, weights_digest, widest
-from trainer.stopping import STOP_FILE_VARIABLE, Stopped, StopRequests
-from trainer.whole_folder import check_place
+from trainer.evaluation.tasks.sts import STSTask, read_sts
+from trainer.resilience.stopping import STOP_FILE_VARIABLE, Stopped, StopRequests
 
 log = logging.getLogger(__name__)
 

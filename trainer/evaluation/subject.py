@@ -13,11 +13,11 @@ from torch import nn
 from transformers import AutoModel, PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
+from data.ground.errors import ConfigError
 from data.tokens import load_tokenizer, tokenizer_fingerprint
 from models.encoder import EmbeddingSettings, Encoder, load_encoder, longest_input
 from models.heads import heads_up_to
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
-from trainer.config import ConfigError
 
 
 def load_subject(

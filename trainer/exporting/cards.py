@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerFast
 
 from models.encoder import EmbeddingSettings
 from models.sizes import Size
-from trainer.evaluation.report import METRIC_LABELS, markdown_table
+from trainer.evaluation.results.report import METRIC_LABELS, markdown_table
 from trainer.exporting.folders import Cut
+from trainer.exporting.model_card import Score
 from trainer.exporting.onnx_files import FOLDER, Check
-from trainer.model_card import Score
 
 _TASKS = {
     "sts": ("semantic-similarity", "Semantic Similarity"),

@@ -40,8 +40,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from models.encoder import EmbeddingSettings, Encoder, truncate_layers
 from models.heads import linear_head
+from models.quantisation import int8_table
 from models.sizes import ModelError, Size
-from trainer.quantisation import int8_table
 
 WEIGHTS = ("float32", "float16")
 _MODULES = "sentence_transformers.models"

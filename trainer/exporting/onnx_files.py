@@ -34,10 +34,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerFast
 
+from data.ground.errors import ConfigError
 from models.encoder import pool
 from models.loading import load_pretrained
 from models.sizes import ModelError
-from trainer.config import ConfigError
 from trainer.exporting.folders import Cut
 
 PRECISIONS = ("float32", "int8")

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from data.files import write_atomically
-from data.records import Record, read_record
-from trainer.config import ConfigError
-from trainer.whole_folder import check_place
+from data.ground.errors import ConfigError
+from data.ground.files import write_atomically
+from data.ground.records import Record, read_record
+from data.ground.whole_folder import check_place
 
 RECEIPT_FILE = "export.json"
 

@@ -299,7 +299,7 @@ def passages(*expected: int) -> Check:
     """The numbers of passages of the samples, sorted."""
 
     def look(outcome: Any) -> bool | str:
-        from data.shards import ShardFolder
+        from data.shards.reader import ShardFolder
 
         shards = ShardFolder(outcome.folder / "out", verify="size")
         seen = sorted(len(shards.tuple(index).passages) for index in range(len(shards)))

@@ -1,0 +1,459 @@
+"""Readers of what users hold: text and query/passage files -> records.
+
+What is decided here:
+- A record is {"text"} or {"query", "positives", "negatives", "score"}; every reader is lazy.
+- Inputs are cut into `Unit`s: a byte range of a jsonl or TSV file, row groups of a parquet file, a whole compressed
+  file, a shard of a hub data set. A unit is small enough to pickle, and one process reads it from start to end.
+  Byte ranges need no scan of the file: a line belongs to the unit in which its first byte lies.
+- Whatever is wrong with the user's data is a DataError that names file and line. Line numbers are counted when an
+  error needs them, not while reading.
+- Passages named by id (MS MARCO, BEIR) are fetched through an index of byte offsets, so that no process holds the
+  collection in memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from data.corpora.by_id import TextIndex, read_beir_texts, read_hard_negatives, read_qrels
+from data.corpora.read import read_unit
+from data.corpora.rows import decoded, hub_dataset, open_parquet, require_columns, rows_of
+from data.corpora.units import (
+    NEGATIVE_NAME,
+    SCORE_NAMES,
+    Document,
+    DocumentLayout,
+    IdLayout,
+    TupleLayout,
+    TupleRecord,
+    Unit,
+)
+from data.ground.errors import DataError
+from data.ground.files import first_line, read_text
+from data.inputs import FileKind, check_name, find_inputs, kind_of
+from data.lines import LONGEST_LINE, Tally, is_compressed, lines
+
+logger = logging.getLogger(__name__)
+SMALLEST_UNIT_BYTES = 4 * 2**20
+LARGEST_UNIT_BYTES = 256 * 2**20
+MOST_NEGATIVES = 2**16
+UNITS_WANTED = 16
+TEXT_SPLITS = ("blank-lines", "lines", "file")
+TUPLE_FORMATS = ("auto", "columns", "nli", "sts", "msmarco", "beir")
+_QUERY_NAMES = ("query", "anchor", "question", "sentence1")
+_POSITIVE_NAMES = ("positive", "positives", "pos", "positive_passages", "answer", "entailed", "sentence2")
+# Headers of NLI triplets: a file without one would lose its first triplet to it.
+_NLI_NAMES = (
+    re.compile(r"anchor|premise|query|sent(ence)?_?[01]|text_?[01]"),
+    re.compile(r"entail(ed|ment)|positive|pos|hypothesis|sent(ence)?_?[12]|text_?[12]"),
+    re.compile(r"contradict(ed|ion)|(hard_?)?neg(ative)?|sent(ence)?_?[23]|text_?[23]"),
+)
+
+
+def plan_documents(
+    inputs: Sequence[str],
+    *,
+    text_column: str = "text",
+    text_split: str = "blank-lines",
+    skip_empty: bool = False,
+    subset: str | None = None,
+    split: str = "train",
+    skip: int = 0,
+    limit: int | None = None,
+    longest_line: int = LONGEST_LINE,
+    output: Path | None = None,
+) -> list[Unit]:
+    """Cut files, globs, folders and hub data sets into units of documents.
+
+    The first `skip` records of the first unit are left out, for evaluation, say; then `limit` are taken at most. Lines
+    of more than `longest_line` bytes are refused; what lies in the folder `output` is no input.
+    """
+    if text_split not in TEXT_SPLITS:
+        raise DataError(f"text split {text_split!r} is unknown; use one of {', '.join(TEXT_SPLITS)}")
+    layout = DocumentLayout(text_column, text_split)
+    units: list[Unit] = []
+    paths = find_inputs(inputs, output=output)
+    unit_bytes = _unit_bytes(paths)
+    for path in paths:
+        if isinstance(path, str):
+            units += _hub_units(path, layout, subset=subset, split=split)
+        elif (kind := kind_of(path)) == "tsv":
+            columns, header_size = _header(path, longest_line)
+            require_columns(path, columns, [text_column])
+            units += _line_units(path, kind, layout, start=header_size, columns=columns, unit_bytes=unit_bytes)
+        elif kind == "parquet":
+            require_columns(path, _parquet_columns(path), [text_column])
+            units += _parquet_units(path, layout, unit_bytes=unit_bytes)
+        else:
+            whole = kind == "txt" and text_split != "lines"
+            units += _line_units(path, kind, layout, unit_bytes=None if whole else unit_bytes)
+    units = [replace(unit, skip_empty=skip_empty, longest_line=longest_line) for unit in units]
+    if units and skip:
+        units[0] = replace(units[0], skip=skip)
+    return _limited(units, limit)
+
+
+def plan_tuples(
+    inputs: Sequence[str],
+    *,
+    scratch: Path | None = None,
+    format: str = "auto",
+    query_column: str | None = None,
+    positive_columns: Sequence[str] = (),
+    negative_columns: Sequence[str] = (),
+    score_column: str | None = None,
+    columns: Sequence[str] = (),
+    negatives_file: str | None = None,
+    max_negatives: int = 50,
+    skip_rows: str | None = None,
+    skip_empty: bool = False,
+    subset: str | None = None,
+    split: str = "train",
+    limit: int | None = None,
+    longest_line: int = LONGEST_LINE,
+    output: Path | None = None,
+) -> list[Unit]:
+    """Cut pairs, triplets, n-tuples and graded pairs into units.
+
+    Formats: "columns" reads jsonl, TSV and parquet by column name (`columns` names those of a TSV file without a
+    header); "nli" a TSV with a header whose columns are anchor, entailed, contradicted; "sts" a TSV without a header of
+    score, sentence1, sentence2; "msmarco" and "beir" folders. "auto" tells these folders from the rest by their files.
+    `scratch` is an empty folder where MS MARCO and BEIR keep an index until the units have been read. `longest_line`
+    and `output` as in `plan_documents`.
+    """
+    if format not in TUPLE_FORMATS:
+        raise DataError(f"format {format!r} is unknown; use one of {', '.join(TUPLE_FORMATS)}")
+    if len(set(columns)) < len(columns) or not all(columns):
+        raise DataError(f"the columns {', '.join(columns)} are not distinct names; name each column once")
+    if not 0 <= max_negatives <= MOST_NEGATIVES:
+        raise DataError(f"{max_negatives} negatives a query cannot be kept; give between 0 and {MOST_NEGATIVES}")
+    wanted = TupleLayout(query_column or "", tuple(positive_columns), tuple(negative_columns), score_column)
+    skipped = _read_row_numbers(skip_rows) if skip_rows else ()
+    if skipped and len(inputs) > 1:
+        raise DataError("rows to skip are counted within one file; prepare one input at a time")
+    units: list[Unit] = []
+    files: list[str] = []
+    folders: set[Path] = set()
+    for number, name in enumerate(inputs):
+        check_name(name, "input")
+        found = format if format != "auto" else _folder_format(Path(name))
+        if found not in ("msmarco", "beir"):
+            files.append(name)
+            continue
+        if Path(name).resolve() in folders:
+            raise DataError(f"folder {name} is given twice; name it once")
+        folders.add(Path(name).resolve())
+        if scratch is None:
+            raise DataError(f"folder {name} names passages by id, which takes a scratch folder for their index")
+        target = scratch / f"{number:03d}"
+        target.mkdir(parents=True)
+        units += _id_units(Path(name), target, found, split=split, negatives=negatives_file, most=max_negatives)
+    if negatives_file and files:
+        raise DataError(f"{files[0]} is no MS MARCO or BEIR folder, so the hard negatives file does not apply to it")
+    paths = find_inputs(files, output=output)
+    unit_bytes = None if skipped else _unit_bytes(paths)
+    if skipped and len(paths) > 1:
+        raise DataError("rows to skip are counted within one file; prepare one input at a time")
+    said: set[tuple[str, ...]] = set()
+    for path in paths:
+        if isinstance(path, str):
+            # Rows to skip are counted over the whole data set, so one process reads it.
+            units += _hub_units(path, wanted, subset=subset, split=split, whole=bool(skipped))
+            continue
+        kind = kind_of(path)
+        names, start, asked = _columns_of(path, kind, wanted, format=format, given=tuple(columns), longest=longest_line)
+        layout = _tuple_layout(path, names, asked, by_row=kind == "jsonl")
+        _say_unread(path, names, layout, said)
+        if kind == "parquet":
+            units += _parquet_units(path, layout, unit_bytes=unit_bytes)
+        else:
+            in_order = names if kind == "tsv" else ()  # the rows of other formats name their columns
+            units += _line_units(path, kind, layout, start=start, columns=in_order, unit_bytes=unit_bytes)
+    if len({unit.graded for unit in units}) > 1:
+        raise DataError("some inputs have scores and others have none; prepare graded pairs into a folder of their own")
+    units = [replace(unit, skip_empty=skip_empty, skip_rows=skipped, longest_line=longest_line) for unit in units]
+    return _limited(units, limit)
+
+
+def _columns_of(
+    path: Path, kind: FileKind, wanted: TupleLayout, *, format: str, given: tuple[str, ...], longest: int
+) -> tuple[tuple[str, ...], int, TupleLayout]:
+    """(column names, bytes of the header line, the columns asked for) of a file of tuples.
+
+    given: the names of --columns, for a TSV file without a header.
+    """
+    if format in ("nli", "sts") and kind != "tsv":
+        raise DataError(f"{path} is not a .tsv file, which format {format} needs; use --format columns")
+    if kind == "parquet":
+        return _parquet_columns(path), 0, wanted
+    if kind == "jsonl":
+        return _first_keys(path, longest), 0, wanted
+    if kind != "tsv":
+        raise DataError(f"{path} is plain text, which has no queries; give jsonl, TSV or parquet")
+    if format == "sts":
+        return ("score", "sentence1", "sentence2"), 0, wanted
+    if format == "nli":
+        return _nli_header(path, longest)
+    if given:
+        _refuse_header(path, given, longest)
+        return given, 0, wanted
+    return *_header(path, longest), wanted
+
+
+def _unit_bytes(paths: Sequence[Path | str]) -> int:
+    """A size that depends on the inputs alone, never on the number of processes: it decides what is written."""
+    total = sum(path.stat().st_size for path in paths if isinstance(path, Path))
+    return min(max(total // UNITS_WANTED, SMALLEST_UNIT_BYTES), LARGEST_UNIT_BYTES)
+
+
+def _line_units(
+    path: Path,
+    kind: FileKind,
+    layout: DocumentLayout | TupleLayout | IdLayout,
+    *,
+    start: int = 0,
+    columns: tuple[str, ...] = (),
+    unit_bytes: int | None,
+    source: str | None = None,
+) -> list[Unit]:
+    size = path.stat().st_size
+    unit = Unit(source or str(path), str(path), kind, layout, size=size, columns=columns)
+    if size <= start:
+        raise DataError(f"{path} is empty; leave it out or fill it")
+    if is_compressed(path):
+        return [replace(unit, start=1 if start else 0)]
+    if unit_bytes is None:
+        return [replace(unit, start=start)]
+    pieces = max(1, round((size - start) / unit_bytes))
+    cuts = [start + (size - start) * piece // pieces for piece in range(pieces + 1)]
+    return [
+        replace(unit, source=f"{unit.source}[{low}:{high}]", start=low, stop=high, size=high - low)
+        for low, high in itertools.pairwise(cuts)
+    ]
+
+
+def _parquet_units(path: Path, layout: DocumentLayout | TupleLayout, *, unit_bytes: int | None) -> list[Unit]:
+    metadata = open_parquet(path).metadata
+    if not metadata.num_rows:
+        raise DataError(f"{path} has no rows; leave it out or fill it")
+    sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
+    units = []
+    first = gathered = 0
+    for group, size in enumerate(sizes):
+        gathered += size
+        if group + 1 == len(sizes) or (unit_bytes is not None and gathered >= unit_bytes):
+            source = f"{path}[{first}:{group + 1}]"
+            units.append(Unit(source, str(path), "parquet", layout, size=gathered, start=first, stop=group + 1))
+            first, gathered = group + 1, 0
+    return units
+
+
+def _hub_units(
+    name: str, layout: DocumentLayout | TupleLayout, *, subset: str | None, split: str, whole: bool = False
+) -> list[Unit]:
+    dataset = hub_dataset(name, subset=subset, split=split)
+    source = f"hub:{name}" + (f"/{subset}" if subset else "") + f"/{split}"
+    try:
+        first = next(iter(dataset), None)
+    except OSError as error:
+        raise DataError(f"hub data set {name!r} cannot be read ({first_line(error)}); check the network") from error
+    if first is None:
+        raise DataError(f"{source} has no rows; choose another --split or --subset")
+    if isinstance(layout, DocumentLayout):
+        require_columns(source, tuple(first), [layout.text_column])
+    else:
+        layout = _tuple_layout(source, tuple(first), layout, by_row=True)
+    shards = 1 if whole else max(1, int(dataset.num_shards))
+    unit = Unit(source, name, "hub", layout, size=0, stop=shards, subset=subset, split=split)
+    return [replace(unit, source=f"{source}[{shard}/{shards}]", start=shard) for shard in range(shards)]
+
+
+def _limited(units: list[Unit], limit: int | None) -> list[Unit]:
+    """Keep the first `limit` records; costs one reading of just those."""
+    if limit is None:
+        return units
+    if limit < 1:
+        raise DataError(f"the limit is {limit}; give 1 or more records")
+    limit = min(limit, sys.maxsize)
+    kept: list[Unit] = []
+    left = limit
+    for unit in units:
+        tally = Tally()
+        records = sum(1 for _ in itertools.islice(read_unit(unit, tally), left))
+        left -= records
+        if not left:
+            return [*kept, replace(unit, limit=records, size=min(unit.size, tally.bytes_read))]
+        kept.append(unit)
+    return kept
+
+
+def _read_row_numbers(name: str) -> tuple[int, ...]:
+    text = read_text(Path(name), what="file of rows to skip", mend="write it again")
+    try:
+        numbers = sorted({int(line) for line in text.split()})
+    except ValueError as error:
+        raise DataError(f"file {name} of rows to skip must hold 0-based row numbers, one a line") from error
+    if numbers and numbers[0] < 0:
+        raise DataError(f"file {name} of rows to skip holds {numbers[0]}; rows are counted from 0")
+    return tuple(numbers)
+
+
+def _header(path: Path, longest: int) -> tuple[tuple[str, ...], int]:
+    """(column names, bytes of the header line) of a TSV file."""
+    names, size = _first_cells(path, longest)
+    if not size or len(set(names)) < len(names):
+        raise DataError(f"{path}:1 is no header of distinct column names; name the columns with --columns")
+    return names, size
+
+
+def _first_cells(path: Path, longest: int) -> tuple[tuple[str, ...], int]:
+    line = next((line for _, line in lines(path, longest=longest)), b"")
+    return tuple(decoded(line, f"{path}:1").removeprefix("\ufeff").rstrip("\r\n").split("\t")), len(line)
+
+
+def _nli_header(path: Path, longest: int) -> tuple[tuple[str, ...], int, TupleLayout]:
+    names, size = _header(path, longest)
+    if len(names) < 3:
+        raise DataError(f"{path} has {len(names)} columns, but NLI triplets are anchor, entailed, contradicted")
+    if not all(known.fullmatch(name.strip().lower()) for known, name in zip(_NLI_NAMES, names)):
+        raise DataError(
+            f"{path}:1 is no header of NLI triplets (anchor, entailed, contradicted, or as they are customary), but "
+            f"{', '.join(map(repr, names[:3]))}; put one before the triplets, or name the columns with --columns"
+        )
+    return names, size, TupleLayout(names[0], (names[1],), (names[2],))
+
+
+def _refuse_header(path: Path, names: tuple[str, ...], longest: int) -> None:
+    """--columns names those of files without a header: where there is one, it would be read as a row."""
+    if _first_cells(path, longest)[0] == names:
+        raise DataError(f"{path}:1 is a header of the columns that --columns names; leave --columns out")
+
+
+def _first_keys(path: Path, longest: int) -> tuple[str, ...]:
+    unit = Unit(str(path), str(path), "jsonl", DocumentLayout(), size=0, longest_line=longest)
+    row = next((row for _, row in rows_of(unit, Tally())), None)
+    if row is None:
+        raise DataError(f"{path} is empty; leave it out or fill it")
+    return tuple(row)
+
+
+def _parquet_columns(path: Path) -> tuple[str, ...]:
+    names = tuple(open_parquet(path).schema_arrow.names)
+    twins = [name for name, count in Counter(names).items() if count > 1]
+    if twins:
+        raise DataError(f"{path} has several columns {twins[0]!r}; rename all but one")
+    return names
+
+
+def _tuple_layout(
+    source: Path | str, present: Sequence[str], wanted: TupleLayout, *, by_row: bool = False
+) -> TupleLayout:
+    """The columns that were asked for, or else those that go by a customary name."""
+    asked = [name for name in (wanted.query, *wanted.positives, *wanted.negatives, wanted.score) if name]
+    require_columns(source, present, asked)
+    query = wanted.query or next((name for name in _QUERY_NAMES if name in present and name not in asked), None)
+    positives = (
+        wanted.positives
+        or tuple(name for name in _POSITIVE_NAMES if name in present and name != query and name not in asked)[:1]
+    )
+    if not query or not positives:
+        missing, flag = ("query", "--query-column") if not query else ("positive", "--positive-column")
+        raise DataError(
+            f"{source} has no {missing} column by a customary name among {', '.join(map(repr, present))}; "
+            f"name it with {flag}"
+        )
+    # Columns given by hand mean just those: nothing is added by its name.
+    negatives = wanted.negatives
+    score = wanted.score
+    if not asked:
+        negatives = tuple(name for name in present if NEGATIVE_NAME.fullmatch(name))
+        score = None if negatives else next((name for name in SCORE_NAMES if name in present), None)
+    if score and (negatives or len(positives) > 1):
+        raise DataError(f"{source}: graded pairs are one query, one passage and a score, without negatives")
+    return TupleLayout(query, positives, negatives, score, by_row=by_row and not asked)
+
+
+def _say_unread(path: Path, present: Sequence[str], layout: TupleLayout, said: set[tuple[str, ...]]) -> None:
+    """Of columns with customary names, one is taken for each purpose: the others are named, once for all files."""
+    read = (layout.query, *layout.positives, *layout.negatives, layout.score)
+    customary = dict.fromkeys((*_QUERY_NAMES, *_POSITIVE_NAMES, *SCORE_NAMES))
+    unread = tuple(name for name in customary if name in present and name not in read)
+    if unread and unread not in said:
+        said.add(unread)
+        logger.warning(
+            "%s: queries are %r, positives %r; not read: %s",
+            path,
+            layout.query,
+            ", ".join(layout.positives),
+            ", ".join(map(repr, unread)),
+        )
+
+
+def read_documents(inputs: Sequence[str], **options: Any) -> Iterator[Document]:
+    """Every document of `inputs`; options as in `plan_documents`."""
+    for unit in plan_documents(inputs, **options):
+        for _, record in read_unit(unit):
+            yield cast(Document, record)
+
+
+def read_tuples(inputs: Sequence[str], **options: Any) -> Iterator[TupleRecord]:
+    """Every tuple of `inputs`; options as in `plan_tuples`."""
+    for unit in plan_tuples(inputs, **options):
+        for _, record in read_unit(unit):
+            yield cast(TupleRecord, record)
+
+
+def corpus_of(name: str, *, format: str = "auto") -> Path | None:
+    """The file that holds all passages of an MS MARCO or BEIR folder; None for any other input."""
+    found = format if format != "auto" else _folder_format(Path(name))
+    files = {"msmarco": "collection.tsv", "beir": "corpus.jsonl"}
+    return Path(name) / files[found] if found in files else None
+
+
+def _folder_format(folder: Path) -> str:
+    if (folder / "collection.tsv").is_file():
+        return "msmarco"
+    if (folder / "corpus.jsonl").is_file() and (folder / "qrels").is_dir():
+        return "beir"
+    return "columns"
+
+
+def _id_units(folder: Path, target: Path, format: str, *, split: str, negatives: str | None, most: int) -> list[Unit]:
+    """Join queries, judgements and hard negatives by id into one file of `target`, and index the passages."""
+    corpus, queries, qrels = (
+        (folder / "collection.tsv", folder / f"queries.{split}.tsv", folder / f"qrels.{split}.tsv")
+        if format == "msmarco"
+        else (folder / "corpus.jsonl", folder / "queries.jsonl", folder / "qrels" / f"{split}.tsv")
+    )
+    for path in (corpus, queries, qrels):
+        if not path.is_file():
+            raise DataError(f"{format} folder {folder} has no {path.relative_to(folder)}; check the folder and --split")
+    judged = read_qrels(qrels)
+    texts = read_beir_texts(queries)
+    hard = read_hard_negatives(Path(negatives), judged, most=most) if negatives else {}
+    joined = target / "tuples.jsonl"
+    with joined.open("w", encoding="utf-8") as file:
+        for query, grades in judged.items():
+            positives = [passage for passage, grade in grades.items() if grade > 0]
+            if not positives:
+                continue
+            if query not in texts:
+                raise DataError(f"{qrels} judges query {query!r}, which is not in {queries}")
+            judged_negative = [passage for passage, grade in grades.items() if grade <= 0]
+            row = {"query": texts[query], "pos": positives, "neg": [*judged_negative, *hard.get(query, [])][:most]}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    if not joined.stat().st_size:
+        raise DataError(f"{qrels} marks no passage as relevant (grade above 0), so there is nothing to train on")
+    TextIndex.build(corpus).save(target)
+    layout = IdLayout(str(target), f"{qrels}" + (f" or {negatives}" if negatives else ""))
+    unit_bytes = min(max(joined.stat().st_size // UNITS_WANTED, 2**16), 16 * 2**20)
+    return _line_units(joined, "ids", layout, unit_bytes=unit_bytes, source=f"{format}:{folder}/{split}")

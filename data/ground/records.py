@@ -1,0 +1,111 @@
+"""One schema a file format, and one reader for all of them.
+
+A format that the project writes as JSON is a subclass of `Record` (pydantic): its fields, their types and bounds. What
+does not fit is refused in one sentence that names the file, the key, its value and what would be right. A record with
+a field `format` is versioned: a number that this version does not know raises OtherFormat, since such a file is sound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import pydantic
+
+from data.ground.errors import DataError, OtherFormat
+from data.ground.files import first_line, read_bytes
+
+_REMAKE = "restore it or make it again"
+
+
+class Record(pydantic.BaseModel):
+    """A file's content, or a part of it. Types are exact: "1" is no number, and 1.0 is no whole number.
+
+    Keys that a schema does not know are left out, as later versions may add some; a schema that must know all of them
+    sets `extra="forbid"`.
+    """
+
+    model_config = pydantic.ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+Schema = TypeVar("Schema", bound=Record)
+
+
+def read_record(path: Path, schema: type[Schema], *, what: str = "file", mend: str = _REMAKE) -> Schema:
+    """Read a JSON file and check it against its schema.
+
+    Raises:
+        OtherFormat: another version wrote it.
+        DataError: it cannot be read, is no JSON, or does not fit the schema.
+
+    """
+    content = read_bytes(path, what=what, mend=mend)
+    return parse_record(content, schema, where=f"{what} {path}", mend=mend)
+
+
+def parse_record(content: bytes | str, schema: type[Schema], *, where: str, mend: str = _REMAKE) -> Schema:
+    """Check JSON text against a schema. Errors begin with `where`, and are of the classes that `read_record` raises."""
+    with contextlib.suppress(pydantic.ValidationError):
+        return schema.model_validate_json(content)
+    # What does not fit is looked at again, for the sentence.
+    values = parse_json(content, where=where, mend=mend)
+    if not isinstance(values, dict):
+        raise DataError(f"{where} is damaged (it holds no JSON object); {mend}")
+    return check_record(values, schema, where=where, mend=mend)
+
+
+def check_record(values: dict[str, Any], schema: type[Schema], *, where: str, mend: str = _REMAKE) -> Schema:
+    """Check parsed JSON against a schema, as `parse_record` checks text."""
+    known = schema.model_fields.get("format")
+    if known is not None and isinstance(values.get("format"), int):
+        formats = get_args(known.annotation) or (known.default,)
+        if values["format"] not in formats:
+            reads = " and ".join(map(str, formats))
+            raise OtherFormat(
+                f"{where} is of format {values['format']}, and this version reads format {reads}; "
+                "use the version that wrote it"
+            )
+    try:
+        # Of JSON rather than of Python's objects: a list is a tuple's JSON.
+        return schema.model_validate_json(json.dumps(values))
+    except (pydantic.ValidationError, ValueError) as error:
+        raise DataError(f"{where} is damaged ({_first_problem(error)}); {mend}") from error
+
+
+def read_json(path: Path, *, what: str = "file", mend: str = _REMAKE) -> Any:
+    """Read a JSON file of any shape."""
+    content = read_bytes(path, what=what, mend=mend)
+    return parse_json(content, where=f"{what} {path}", mend=mend)
+
+
+def parse_json(content: bytes | str, *, where: str, mend: str = _REMAKE) -> Any:
+    """Parse JSON text of any shape. Errors begin with `where`."""
+    try:
+        return json.loads(content)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where} is not UTF-8 (byte {error.start}); {mend}") from error
+    except RecursionError as error:
+        raise DataError(f"{where} is nested too deep; {mend}") from error
+    except ValueError as error:
+        raise DataError(f"{where} is no JSON ({first_line(error)}); {mend}") from error
+
+
+def _first_problem(error: ValueError) -> str:
+    """The first thing that a schema does not accept: its key, its value and what would be right."""
+    if not isinstance(error, pydantic.ValidationError):
+        return first_line(error)
+    first = error.errors(include_url=False)[0]
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    if first["type"] == "missing":
+        return f"it has no {key}"
+    shown = repr(first["input"])
+    return f"{key} = {shown if len(shown) <= 80 else f'{shown[:80]} …'}: {message}"
+
+
+def digest_of(content: object) -> str:
+    """The sha256 of JSON values, whatever the order of their keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,291 @@
+"""What each sub-command of `python -m data.prepare` does."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import cast
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from data.corpora.plan import plan_documents, plan_tuples
+from data.corpora.read import read_unit
+from data.corpora.units import Document, Unit
+from data.documentation import (
+    DOCUMENTED_PACKAGES,
+    STANDARD_LIBRARY,
+    installed_documentation,
+    write_documentation,
+)
+from data.ground.errors import DataError, OtherFormat
+from data.inputs import SCRATCH
+from data.preparation.convert import Job, Progress
+from data.preparation.output_folder import Inputs, claimed, settle
+from data.preparation.workers import default_processes, run_jobs
+from data.shards.format import MANIFEST, Kind
+from data.shards.reader import ShardFolder
+from data.shards.writer import finish_folder, finished_unit
+from data.tokens import load_tokenizer, save_tokenizer, tokenizer_fingerprint, vocabulary_of
+
+logger = logging.getLogger(__name__)
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def _skipped(units: Sequence[Unit]) -> str | None:
+    """What tells the rows to skip from others: their file may change under its name."""
+    rows = units[0].skip_rows
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest() if rows else None
+
+
+def prepare_shards(arguments: argparse.Namespace) -> None:
+    """`documents` and `tuples`: write the shards of every unit that is not there yet, then the manifest."""
+    kind: Kind = arguments.command
+    output = Path(arguments.output)
+    started = time.monotonic()
+    scratch = output / SCRATCH
+    with claimed(output):
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+        tokenizer = load_tokenizer(arguments.tokenizer)
+        fingerprint = tokenizer_fingerprint(tokenizer)
+        size = vocabulary_of(tokenizer).size
+        options = {name: getattr(arguments, name) for name in arguments.identity}
+        plan = _plan_documents if kind == "documents" else _plan_tuples
+        units = plan(arguments, output)
+        inputs = Inputs(output, units, processes=arguments.processes)
+        preparation = {
+            "kind": kind,
+            "options": options,
+            "tokenizer": fingerprint,
+            "inputs": inputs.identity,
+            "skipped_rows": _skipped(units),
+            "units": [unit.source + (f" first {unit.limit}" if unit.limit else "") for unit in units],
+        }
+        settings = {"preparation": settle(output, preparation)}
+        inputs.remember()
+        unfinished = [
+            number for number in range(len(units)) if finished_unit(output, number, settings=settings) is None
+        ]
+        if not unfinished and _is_whole(output):
+            _say(f"{output} is already complete")
+            return
+        # A shard of a finished folder was lost: until it is there again, the folder is not finished.
+        (output / MANIFEST).unlink(missing_ok=True)
+
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        backend["truncation"] = backend["padding"] = None
+        tokenizer_file = scratch / "tokenizer.json"
+        tokenizer_file.write_text(json.dumps(backend, ensure_ascii=False), encoding="utf-8")
+        jobs = [
+            Job(
+                number=number,
+                unit=unit,
+                kind=kind,
+                output=str(output),
+                tokenizer_file=str(tokenizer_file),
+                vocabulary_size=size,
+                graded=unit.graded,
+                settings=settings,
+                seed=arguments.seed,
+                shard_bytes=arguments.shard_megabytes * 2**20,
+                chunk_samples=arguments.chunk_samples,
+                query_prompt=getattr(arguments, "query_prompt", ""),
+                passage_prompt=getattr(arguments, "passage_prompt", ""),
+            )
+            for number, unit in enumerate(units)
+            if number in unfinished
+        ]
+        if len(jobs) < len(units):
+            logger.warning("%d of %d units are finished already", len(units) - len(jobs), len(units))
+        text_bytes = _run_with_bar(jobs, processes=arguments.processes)
+        inputs.check()
+        manifest = finish_folder(output, len(units), tokenizer=tokenizer, name=str(arguments.tokenizer))
+    seconds = time.monotonic() - started
+    _say(
+        f"{manifest.samples:,} {kind}, {manifest.tokens:,} tokens, {len(manifest.shards):,} shards in {output} "
+        f"({seconds:.1f} s, {text_bytes / 1e6 / seconds:.1f} MB/s of text)"
+    )
+
+
+def _is_whole(output: Path) -> bool:
+    """Whether a folder whose units are all there has the rest as well."""
+    if not (output / MANIFEST).exists():
+        return False
+    try:
+        folder = ShardFolder(output, verify="size")
+        folder.check_tokenizer(load_tokenizer(folder.tokenizer_path))
+    except OtherFormat:
+        raise
+    except DataError as error:
+        logger.warning("%s is finished again: %s", output, error)
+        return False
+    return True
+
+
+def _plan_documents(arguments: argparse.Namespace, output: Path) -> list[Unit]:
+    return plan_documents(
+        arguments.inputs,
+        text_column=arguments.text_column,
+        text_split=arguments.text_split,
+        skip_empty=arguments.skip_empty,
+        subset=arguments.subset,
+        split=arguments.split,
+        skip=getattr(arguments, "skip_first", 0),
+        limit=arguments.limit,
+        longest_line=arguments.longest_line * 2**20,
+        output=output,
+    )
+
+
+def _plan_tuples(arguments: argparse.Namespace, output: Path) -> list[Unit]:
+    return plan_tuples(
+        arguments.inputs,
+        scratch=output / SCRATCH,
+        format=arguments.format,
+        query_column=arguments.query_column,
+        positive_columns=arguments.positive_column,
+        negative_columns=arguments.negative_column,
+        score_column=arguments.score_column,
+        columns=arguments.columns,
+        negatives_file=arguments.negatives,
+        max_negatives=arguments.max_negatives,
+        skip_rows=arguments.skip_rows,
+        skip_empty=arguments.skip_empty,
+        subset=arguments.subset,
+        split=arguments.split,
+        limit=arguments.limit,
+        longest_line=arguments.longest_line * 2**20,
+        output=output,
+    )
+
+
+def _run_with_bar(jobs: Sequence[Job], *, processes: int) -> int:
+    """Run the jobs behind a progress bar; returns the bytes of text tokenized."""
+    total = sum(job.unit.size for job in jobs) if all(job.unit.size for job in jobs) else None
+    text_bytes = samples = tokens = 0
+    # A log file gets a line now and then, a terminal a living bar.
+    interval = 0.2 if sys.stderr.isatty() else 30
+    with (
+        logging_redirect_tqdm(),
+        tqdm(total=total, unit="B", unit_scale=True, mininterval=interval, file=sys.stderr, desc="preparing") as bar,
+    ):
+
+        def report(progress: Progress) -> None:
+            nonlocal text_bytes, samples, tokens
+            text_bytes += progress.text_bytes
+            samples += progress.samples
+            tokens += progress.tokens
+            bar.set_postfix_str(f"{samples:,} samples, {tokens:,} tokens", refresh=False)
+            bar.update(progress.source_bytes if total is not None else progress.text_bytes)
+
+        run_jobs(jobs, processes=processes, report=report)
+    return text_bytes
+
+
+def train_tokenizer(arguments: argparse.Namespace) -> None:
+    """`tokenizer`: a WordPiece vocabulary with BERT's special tokens and normaliser."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    output = Path(arguments.output)
+    started = time.monotonic()
+    with claimed(output):
+        units = _plan_documents(arguments, output)
+        options = {name: getattr(arguments, name) for name in arguments.identity}
+        inputs = Inputs(output, units, processes=default_processes())
+        settle(output, {"kind": "tokenizer", "options": options, "inputs": inputs.identity})
+        inputs.remember()
+        if (output / "tokenizer.json").exists():
+            _say(f"{output} is already complete")
+            return
+        backend = Tokenizer(models.WordPiece(unk_token="[UNK]", max_input_chars_per_word=100))
+        backend.normalizer = normalizers.BertNormalizer(lowercase=not arguments.keep_case)
+        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        backend.decoder = decoders.WordPiece(prefix="##")
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=arguments.vocab_size,
+            min_frequency=arguments.min_frequency,
+            special_tokens=list(SPECIAL_TOKENS),
+            show_progress=sys.stderr.isatty(),
+        )
+        texts = (cast(Document, record)["text"] for unit in units for _, record in read_unit(unit))
+        backend.train_from_iterator(texts, trainer)
+        # Training numbers pieces in the order of a hash map: sorted, equal pieces make an equal tokenizer.
+        pieces = sorted(set(backend.get_vocab()) - set(SPECIAL_TOKENS), key=lambda piece: (len(piece), piece))
+        if not pieces:
+            raise DataError("the inputs hold no word, so every text would be [UNK]; give files with text")
+        inputs.check()
+        vocabulary = {piece: index for index, piece in enumerate((*SPECIAL_TOKENS, *pieces))}
+        backend.model = models.WordPiece(vocab=vocabulary, unk_token="[UNK]", max_input_chars_per_word=100)
+        cls_id, sep_id = (backend.token_to_id(token) for token in ("[CLS]", "[SEP]"))
+        backend.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", cls_id), ("[SEP]", sep_id)],
+        )
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            model_max_length=arguments.max_length,
+            model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+            **{f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS},
+        )
+        temporary = output / SCRATCH
+        shutil.rmtree(temporary, ignore_errors=True)
+        save_tokenizer(tokenizer, temporary)
+        # tokenizer.json last: it is what makes the folder complete.
+        for path in sorted(temporary.iterdir(), key=lambda path: path.name == "tokenizer.json"):
+            path.replace(output / path.name)
+    _say(f"{len(tokenizer):,} tokens in {output} ({time.monotonic() - started:.1f} s)")
+
+
+def collect_documentation(arguments: argparse.Namespace) -> None:
+    """`installed-docs`: documents, training pairs and a held-out evaluation set from the installed packages."""
+    output = Path(arguments.output)
+    started = time.monotonic()
+    packages = arguments.package or list(DOCUMENTED_PACKAGES)
+    with claimed(output):
+        options = {name: getattr(arguments, name) for name in arguments.identity}
+        versions = {package: _version(package) for package in packages}
+        settle(output, {"kind": "installed-docs", "options": options, "package versions": versions})
+        done = output / "held-out" / "qrels" / "test.tsv"
+        if done.exists():
+            _say(f"{output} is already complete")
+            return
+        documentation = installed_documentation(
+            arguments.package or None,
+            num_held_out=arguments.held_out,
+            num_bodies=arguments.bodies,
+            processes=arguments.processes,
+        )
+        write_documentation(documentation, output)
+    megabytes = sum(map(len, documentation.documents)) / 1e6
+    _say(
+        f"{len(documentation.documents):,} documents ({megabytes:.1f} M characters), {len(documentation.pairs):,} "
+        f"training pairs, {len(documentation.held_out):,} held-out queries over "
+        f"{len(documentation.held_out) + len(documentation.distractors):,} bodies in {output} "
+        f"({time.monotonic() - started:.1f} s)"
+    )
+
+
+def _version(package: str) -> str:
+    if package == STANDARD_LIBRARY:
+        return sys.version.split()[0]
+    try:
+        return version({"sklearn": "scikit-learn"}.get(package, package))
+    except PackageNotFoundError:
+        return ""
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

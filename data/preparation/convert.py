@@ -1,0 +1,161 @@
+"""A unit's texts -> tokens -> shards, in one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from data.corpora.read import read_unit
+from data.corpora.units import Document, TupleRecord, Unit, place
+from data.encoding import TextEncoder
+from data.ground.errors import DataError
+from data.lines import Tally
+from data.masking import draws, sample_keys
+from data.shards.format import Kind, token_dtype
+from data.shards.writer import UnitWriter
+
+# One call of the tokenizer: enough texts to amortise it, few enough that its result stays small.
+BATCH_TEXTS = 1024
+BATCH_CHARACTERS = 2**20
+# Samples shuffled together, so that a unit of any size fits in memory.
+BLOCK_TOKENS = 2**26
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process needs in order to write one unit."""
+
+    number: int
+    unit: Unit
+    kind: Kind
+    output: str
+    tokenizer_file: str
+    vocabulary_size: int
+    graded: bool
+    settings: dict[str, Any]
+    seed: int
+    shard_bytes: int
+    chunk_samples: int
+    query_prompt: str = ""
+    passage_prompt: str = ""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What was done since the last report."""
+
+    source_bytes: int = 0
+    text_bytes: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+
+Report = Callable[[Progress], None]
+
+
+@functools.lru_cache(maxsize=1)
+def _encoder(tokenizer_file: str, vocabulary_size: int) -> TextEncoder:
+    """One a process, so that words met in one unit are known in the next."""
+    from tokenizers import Tokenizer
+
+    return TextEncoder(Tokenizer.from_file(tokenizer_file), token_dtype(vocabulary_size))
+
+
+def write_unit(job: Job, report: Report) -> None:
+    """Read, tokenize, shuffle and write one unit."""
+    encode = _encoder(job.tokenizer_file, job.vocabulary_size)
+    tally = Tally()
+    block: list[tuple[list[np.ndarray], int, float | None]] = []  # texts, number of positives, score
+    block_tokens = num_blocks = bytes_reported = 0
+    with UnitWriter(
+        job.output,
+        job.number,
+        kind=job.kind,
+        vocabulary_size=job.vocabulary_size,
+        graded=job.graded,
+        source=job.unit.source,
+        settings=job.settings,
+        shard_bytes=job.shard_bytes,
+        chunk_samples=job.chunk_samples,
+    ) as writer:
+        for batch in _batches(job, tally):
+            texts = [text for sample in batch for text in sample.texts]
+            ids = iter(encode(texts))
+            batch_tokens = batch_samples = 0
+            for sample in batch:
+                found = [next(ids) for _ in sample.texts]
+                kept = _without_empty(job, sample, found)
+                if kept is not None:
+                    block.append((*kept, sample.score))
+                    batch_samples += 1
+                    batch_tokens += sum(map(len, kept[0]))
+            block_tokens += batch_tokens
+            if block_tokens >= BLOCK_TOKENS:
+                _write_block(job, writer, block, num_blocks)
+                block, block_tokens, num_blocks = [], 0, num_blocks + 1
+            text_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
+            report(Progress(tally.bytes_read - bytes_reported, text_bytes, batch_samples, batch_tokens))
+            bytes_reported = tally.bytes_read
+        _write_block(job, writer, block, num_blocks)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    texts: list[str]  # a document, or a query and its passages
+    num_positives: int
+    score: float | None
+    position: int
+
+
+def _batches(job: Job, tally: Tally) -> Iterator[list[_Sample]]:
+    batch: list[_Sample] = []
+    num_texts = characters = 0
+    for position, record in read_unit(job.unit, tally):
+        if job.kind == "documents":
+            sample = _Sample([cast(Document, record)["text"]], 0, None, position)
+        else:
+            row = cast(TupleRecord, record)
+            passages = [job.passage_prompt + text for text in (*row["positives"], *row["negatives"])]
+            query = job.query_prompt + row["query"]
+            sample = _Sample([query, *passages], len(row["positives"]), row["score"], position)
+        batch.append(sample)
+        num_texts += len(sample.texts)
+        characters += sum(map(len, sample.texts))
+        if num_texts >= BATCH_TEXTS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, num_texts, characters = [], 0, 0
+    if batch:
+        yield batch
+
+
+def _without_empty(job: Job, sample: _Sample, ids: list[np.ndarray]) -> tuple[list[np.ndarray], int] | None:
+    """Texts of control characters and the like have characters but no tokens: they count as empty."""
+    if all(map(len, ids)):
+        return ids, sample.num_positives
+    if not job.unit.skip_empty:
+        raise DataError(
+            f"{place(job.unit, sample.position)} holds a text without any token; "
+            "fill it, or drop such texts with --skip-empty"
+        )
+    if job.kind == "documents" or not len(ids[0]):
+        return None
+    last_positive = 1 + sample.num_positives
+    positives = [text for text in ids[1:last_positive] if len(text)]
+    negatives = [text for text in ids[last_positive:] if len(text)]
+    return ([ids[0], *positives, *negatives], len(positives)) if positives else None
+
+
+def _write_block(
+    job: Job, writer: UnitWriter, block: list[tuple[list[np.ndarray], int, float | None]], number: int
+) -> None:
+    key = sample_keys(job.seed, epochs=np.array([number]), sources=np.array([job.number]), samples=np.array([0]))
+    for index in np.argsort(draws(key, np.arange(len(block))), kind="stable").tolist():
+        texts, num_positives, score = block[index]
+        if job.kind == "documents":
+            writer.add_document(texts[0])
+        else:
+            writer.add_tuple(texts[0], texts[1:], num_positives=num_positives, score=score)

@@ -1,0 +1,226 @@
+"""The format of tokenized shards on disk; writer.py writes it and survives being killed, reader.py seeks and verifies.
+
+    <folder>/shard-00042-003.tar      unit 42 (one source file or row range), its 4th shard
+                 00042-000917.tok.npy     uint16|uint32 [tokens]   ids of about 1,024 samples, no special tokens, uncut
+                 00042-000917.off.npy     uint32 [samples + 1]     where each sample starts
+    <folder>/units/00042.json         receipt of a finished unit
+    <folder>/tokenizer/               the tokenizer that made the ids, so that the folder is self-contained
+    <folder>/manifest.json            written last: shards, their sha256, byte offsets of every member, totals
+
+A folder is read from a disk, or from elsewhere through a cache (data/remote.py).
+
+Kind "documents" has the columns tok and off. Kind "tuples" has q.tok, q.off (queries), d.tok, d.off (all passages of
+all queries, concatenated), grp (uint32 [samples + 1]: each query's range of passages), pos (uint16 [samples]: how many
+of a query's passages are positives; they come first) and, for graded pairs only, score (float32 [samples]).
+
+Why so: every shard is a valid WebDataset tar of .npy members (no pickle, dtype and shape inside), but many samples
+share a member, because a tar header and an npy header on one document's few hundred bytes more than double it. Payloads
+are 512-aligned, so the reader hands out views of an mmap, and with the manifest's offsets it never reads forward.
+A unit is written by one process under temporary names, then fsync, rename, and a receipt, also by rename: a killed unit
+is written again from its start, byte for byte the same (fixed mtime, owner and order), and a finished one is skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from tarfile import BLOCKSIZE
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import pydantic
+
+from data.ground.errors import DataError
+from data.ground.files import read_bytes, reading
+from data.ground.records import Record, parse_record
+from data.ground.secrets import without_secrets
+from data.remote import MANIFEST_BYTES, BadShard, is_remote, joined
+from data.remote import read_bytes as read_remote_bytes
+from data.tokens import LARGEST_ID
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+COLUMNS = {"documents": ("tok", "off"), "tuples": ("q.tok", "q.off", "d.tok", "d.off", "grp", "pos")}
+GRADED_COLUMNS = (*COLUMNS["tuples"], "score")
+CHUNK_SAMPLES = 1024
+RESTORE = "restore the file, or delete it and run the same prepare command again"
+Kind = Literal["documents", "tuples"]
+# Sums of them stay below what 64 bits hold.
+Offset = Annotated[int, pydantic.Field(ge=0, lt=2**60)]
+Count = Annotated[int, pydantic.Field(ge=1, lt=2**60)]
+Sha256 = Annotated[str, pydantic.Field(pattern=r"^[0-9a-f]{64}$")]
+# A manifest from elsewhere must not make us read outside its folder.
+ShardName = Annotated[str, pydantic.Field(pattern=r"^[\w.-]+\.tar$", max_length=255)]
+
+
+class Tuple(NamedTuple):
+    """One sample of kind "tuples": the first `num_positives` passages are the positives."""
+
+    query: np.ndarray  # ids
+    passages: list[np.ndarray]
+    num_positives: int
+    score: float | None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Samples that share members; `members` maps a column to (offset, length) of its .npy file within the shard."""
+
+    key: str
+    samples: Count
+    members: dict[str, tuple[Offset, Count]]
+
+
+@dataclass(frozen=True)
+class Shard:
+    name: ShardName
+    sha256: Sha256
+    bytes: Count
+    samples: Count
+    tokens: Count
+    chunks: tuple[Chunk, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class UnitReceipt:
+    """What a finished unit tells the manifest; `settings` is whatever decided its content."""
+
+    unit: int
+    kind: str
+    columns: tuple[str, ...]
+    vocabulary_size: int
+    settings: dict[str, Any]
+    shards: tuple[Shard, ...]
+
+    @property
+    def samples(self) -> int:
+        return sum(shard.samples for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    kind: str
+    columns: tuple[str, ...]
+    tokenizer: dict[str, Any]  # {"fingerprint", "vocab_size", "name"}
+    shards: tuple[Shard, ...]
+    fingerprint: str  # sha256 of manifest.json itself: the identity of the data, kept in every checkpoint
+
+    @property
+    def samples(self) -> int:
+        return sum(shard.samples for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+
+class _TokenizerEntry(Record):
+    fingerprint: Sha256
+    vocab_size: Annotated[int, pydantic.Field(ge=1, le=LARGEST_ID + 1)]
+    name: str
+
+
+class _ManifestFile(Record):
+    """manifest.json."""
+
+    format: Literal[1]
+    kind: Literal["documents", "tuples"]
+    columns: tuple[str, ...]
+    tokenizer: _TokenizerEntry
+    shards: tuple[Shard, ...]
+
+
+def token_dtype(vocabulary_size: int) -> np.dtype:
+    """The narrowest type that holds every id; ids run from 0 to vocabulary_size - 1."""
+    return np.dtype("<u2") if vocabulary_size <= 2**16 else np.dtype("<u4")
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """Read and check manifest.json, without touching the shards."""
+    path = f"manifest {without_secrets(folder)}/{MANIFEST}"
+    content = _remote_manifest(str(folder)) if is_remote(folder) else _local_manifest(Path(folder))
+    found = parse_record(content, _ManifestFile, where=path, mend="make the folder again with python -m data.prepare")
+    manifest = Manifest(
+        kind=found.kind,
+        columns=found.columns,
+        tokenizer=found.tokenizer.model_dump(),
+        shards=found.shards,
+        fingerprint=hashlib.sha256(content).hexdigest(),
+    )
+    columns = (COLUMNS[manifest.kind], *([GRADED_COLUMNS] if manifest.kind == "tuples" else []))
+    if manifest.columns not in columns:
+        raise DataError(f"{path} has kind {manifest.kind!r} with unknown columns; make the shards again")
+    if not manifest.shards:
+        raise DataError(
+            f"shard folder {without_secrets(folder)} holds no samples; make it from sources that have texts"
+        )
+    names: set[str] = set()
+    for shard in manifest.shards:
+        inside = all(
+            set(chunk.members) == set(manifest.columns)
+            and all(offset >= BLOCKSIZE and offset + length <= shard.bytes for offset, length in chunk.members.values())
+            for chunk in shard.chunks
+        )
+        if not inside or shard.samples != sum(chunk.samples for chunk in shard.chunks):
+            raise DataError(f"{path} contradicts itself about {shard.name}; make the shards again")
+        if shard.name in names:
+            raise DataError(f"{path} lists {shard.name} twice; make the shards again")
+        names.add(shard.name)
+    return manifest
+
+
+def _local_manifest(folder: Path) -> bytes:
+    path = folder / MANIFEST
+    with reading(folder, what="shard folder"):
+        if not folder.is_dir():
+            raise DataError(f"shard folder {folder} does not exist; make it with python -m data.prepare")
+        if not path.exists():
+            if any(folder.glob("shard-*.tar*")) or (folder / "units").is_dir():
+                raise DataError(f"shard folder {folder} is unfinished; run the same prepare command again to finish it")
+            raise DataError(f"shard folder {folder} holds no {MANIFEST}; make shards with python -m data.prepare")
+    return read_bytes(path, what="manifest", mend="make the folder again with python -m data.prepare")
+
+
+def _remote_manifest(folder: str) -> bytes:
+    try:
+        return read_remote_bytes(joined(folder, MANIFEST), limit=MANIFEST_BYTES)
+    except FileNotFoundError as error:
+        raise DataError(
+            f"shard folder {without_secrets(folder)} holds no {MANIFEST}; copy a finished folder there"
+        ) from error
+
+
+def size_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def check_size(path: Path, shard: Shard) -> None:
+    with reading(path, what="shard"):
+        try:
+            status = path.stat()
+        except FileNotFoundError as error:
+            raise missing(str(path)) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise irregular(path)
+    size = status.st_size
+    if size != shard.bytes:
+        what = "empty" if size == 0 else "truncated" if size < shard.bytes else "too long"
+        raise BadShard(f"shard {path} is {what}: {size} bytes instead of {shard.bytes}; {RESTORE}")
+
+
+def irregular(path: Path) -> BadShard:
+    return BadShard(f"shard {path} is no regular file; {RESTORE}")
+
+
+def missing(path: str) -> BadShard:
+    return BadShard(f"shard {path} is missing; {RESTORE}")

@@ -1,0 +1,324 @@
+"""A key that is written out and that no part of the run reads is refused (trainer/config/read_keys.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from data.ground.errors import ConfigError
+from tests import ROOT
+from trainer.config.load import as_toml, load_recipe
+from trainer.config.read_keys import READ_WHEN, is_read, says_nothing
+from trainer.config.schema import Recipe
+from trainer.experiments.plan import load_study, runs_of
+
+PAIRS = """
+[objective]
+name = "contrastive"
+[model]
+source = "some/encoder"
+[data]
+shards = ["shards"]
+"""
+DEFAULTS = {f"{s}.{key}": value for s, table in dataclasses.asdict(Recipe()).items() for key, value in table.items()}
+STATIC = ["model.source=", "model.config={model_type='static', hidden_size=8}", "model.ladder=[[1, 4], [1, 8]]"]
+STATIC += ["model.pooling=mean"]
+MASKED = ["objective.name=masked"]
+SPANS = [*MASKED, "objective.pairs=spans"]
+GUIDE = ["guide.model=a/guide"]
+FILTERS = ["objective.filter_false_negatives=true"]
+FILTERED_BY_GUIDE = [*GUIDE, *FILTERS, "objective.filter_by=guide"]
+COSENT = ["objective.loss=cosent", "objective.kl=none"]
+STS = ['evaluation.sts=["a.tsv"]']
+DISTILL = ["objective.name=distill"]
+TAUGHT = ["teacher.model=a/teacher"]
+ONE_SIZE = ["objective.sizes=one", "objective.size=2x32"]
+
+# key -> value, settings under which it is read, and settings under each of which it is not.
+CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
+    "model.attention": ("sdpa", [], [STATIC]),
+    "model.frozen_layers": ("1", [], [STATIC]),
+    "model.lora_rank": ("4", [], [MASKED]),
+    "model.lora_alpha": ("8.0", ["model.lora_rank=4"], [[], MASKED]),
+    "model.lora_dropout": ("0.1", ["model.lora_rank=4"], [[], MASKED]),
+    "model.lora_targets": ("query", ["model.lora_rank=4"], [[], MASKED]),
+    "data.mixture_temperature": ("2.0", [], [["data.weights=[1.0]"]]),
+    "data.no_duplicates": ("true", [], [MASKED, SPANS]),
+    "data.max_length": ("64", DISTILL, [[], COSENT]),
+    "data.query_max_length": ("16", [*MASKED, "objective.pairs=tuples"], [MASKED, SPANS]),
+    "data.passage_max_length": ("16", [], [MASKED, SPANS]),
+    "data.query_prompts": ('["query: "]', [], [MASKED, [*MASKED, "objective.pairs=tuples"]]),
+    "data.passage_prompts": ('["text: "]', DISTILL, [MASKED]),
+    "data.num_negatives": ("3", [], [MASKED, SPANS, COSENT]),
+    "data.negatives_from": ("[0.5]", ["data.num_negatives=2"], [[], MASKED]),
+    "data.cache_dir": ("cache", [], [["data.verify=size"]]),
+    "data.cache_gib": ("8.0", ['data.shards=["s3://bucket/shards"]'], [[]]),
+    "objective.size": ("2x32", ["objective.sizes=one"], [[], ["objective.sizes=full"]]),
+    "objective.preset_for": ("sts", ["objective.preset=paper"], [[], [*MASKED, "objective.preset=paper"]]),
+    "objective.reduction": (
+        "sum",
+        ["objective.sizes=mrl"],
+        [[f"objective.sizes={kind}"] for kind in ("full", "two_d", "two_d_listed", "two_d_all_widths")],
+    ),
+    "objective.size_weights": (
+        "[1.0, 2.0, 1.0, 1.0, 1.0, 1.0]",
+        [],
+        [[f"objective.sizes={kind}"] for kind in ("two_d", "two_d_listed", "two_d_all_widths")],
+    ),
+    "objective.encoder_mask_ratio": ("0.3", MASKED, [[]]),
+    "objective.decoder_mask_ratio": ("0.5", MASKED, [[], [*MASKED, "objective.decoder=false"]]),
+    "objective.decoder": ("true", MASKED, [[]]),
+    "objective.decoding": ("enhanced", MASKED, [[], [*MASKED, "objective.decoder=false"]]),
+    "objective.bottleneck": (
+        "cls",
+        [*MASKED, "objective.sizes=full"],
+        [["objective.sizes=full"], [*MASKED, "objective.decoder=false"]],
+    ),
+    "objective.nested_masks": (
+        "false",
+        MASKED,
+        [[], [*MASKED, "objective.decoder=false"], [*MASKED, "objective.decoding=enhanced"]],
+    ),
+    "objective.pairs": ("spans", MASKED, [[]]),
+    "objective.symmetric_spans": ("true", SPANS, [[], MASKED, [*MASKED, "objective.pairs=tuples"]]),
+    "objective.pair_weight": ("0.5", SPANS, [[], MASKED]),
+    "objective.loss_scale": ("0.5", MASKED, [[]]),
+    "objective.loss": ("infonce", [], [MASKED, SPANS]),
+    "objective.similarity": ("dot", SPANS, [MASKED]),
+    "objective.temperature": ("0.1", [], [MASKED]),
+    "objective.kl": (
+        "scores",
+        [],
+        [MASKED, SPANS, ["objective.sizes=full"], ONE_SIZE],
+    ),
+    "objective.kl_weight": ("5.0", [], [["objective.kl=none"], ["objective.sizes=full"], SPANS]),
+    "objective.kl_teacher": ("guide", GUIDE, [["objective.kl=coordinates"], ["objective.kl=none"], MASKED]),
+    "objective.kl_size_weights": (
+        "[1.0, 1.0, 2.0, 1.0, 1.0]",
+        [],
+        [["objective.kl=none"], ["objective.sizes=two_d"], ["objective.sizes=full"], MASKED],
+    ),
+    "objective.kl_temperature": ("0.3", ["objective.kl=coordinates"], [[], ["objective.kl=none"], MASKED]),
+    "objective.detach_teacher": (
+        "false",
+        [],
+        [["objective.kl=none"], [*GUIDE, "objective.kl_teacher=guide"], ["objective.sizes=full"], MASKED],
+    ),
+    "objective.mask_false_negatives": ("false", [], [MASKED, COSENT]),
+    "objective.filter_false_negatives": ("true", [], [MASKED, COSENT]),
+    "objective.filter_by": ("full", FILTERS, [[], MASKED, SPANS]),
+    "objective.false_negative_margin": ("0.1", FILTERS, [[], MASKED, SPANS]),
+    "objective.backward": ("direct", [], [MASKED, SPANS, STATIC, DISTILL]),
+    "guide.model": ("a/guide", ["objective.kl_teacher=guide"], [[], FILTERS, [*SPANS, *FILTERS]]),
+    "guide.pooling": ("cls", FILTERED_BY_GUIDE, [[]]),
+    "guide.temperature": ("0.1", [*GUIDE, "objective.kl_teacher=guide"], [[], FILTERED_BY_GUIDE]),
+    "model.trains": ("heads", DISTILL, [MASKED, STATIC]),
+    "model.dropout": ("0.0", MASKED, [STATIC]),
+    "teacher.model": ("a/teacher", [], [MASKED]),
+    "teacher.pooling": ("mean", TAUGHT, [[], [*DISTILL, "teacher.vectors=stored", "teacher.store=s"], MASKED]),
+    "teacher.vectors": ("live", DISTILL, [[], MASKED]),
+    "teacher.store": ("a/store", [*DISTILL, "teacher.vectors=stored"], [DISTILL, MASKED]),
+    "teacher.vector_weight": ("2.0", TAUGHT, [[], MASKED]),
+    "teacher.similarity_weight": ("2.0", TAUGHT, [[], MASKED]),
+    "teacher.gram_weight": ("2.0", DISTILL, [[], MASKED]),
+    "teacher.order_weight": ("2.0", DISTILL, [[], MASKED]),
+    "teacher.temperature": ("0.1", [*DISTILL, "teacher.similarity_weight=1.0"], [[], DISTILL, TAUGHT]),
+    "train.epochs": ("2.0", [], [["train.steps=5"]]),
+    "train.micro_batch_size": ("8", [*STATIC, *FILTERED_BY_GUIDE], [STATIC]),
+    "train.activation_checkpointing": ("true", [], [STATIC]),
+    "train.compile": ("true", [], [STATIC]),
+    "train.logits_memory_mib": ("8.0", MASKED, [[]]),
+    "train.score_memory_mib": ("8.0", SPANS, [MASKED, COSENT]),
+    "evaluation.every_steps": ("5", STS, [[]]),
+    "evaluation.split": ("dev", ['evaluation.beir=["scifact"]'], [[], STS]),
+    "evaluation.max_documents": ("5", ['evaluation.beir=["scifact"]'], [[], STS]),
+    "evaluation.grid": ("true", STS, [[]]),
+}
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    return write(tmp_path, "pairs.toml", PAIRS)
+
+
+def test_every_key_has_its_conditions_and_every_condition_its_case() -> None:
+    assert set(READ_WHEN) == set(DEFAULTS)
+    assert set(CASES) == {key for key, conditions in READ_WHEN.items() if conditions}
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_a_key_is_accepted_where_it_is_read_and_refused_elsewhere(key: str, pairs: Path) -> None:
+    value, read, unread = CASES[key]
+    section, _, name = key.partition(".")
+    loaded = load_recipe(pairs, [*read, f"{key}={value}"])
+    assert is_read(loaded, key)
+    written = getattr(getattr(loaded, section), name)
+    for settings in unread:
+        load_recipe(pairs, settings)  # sensible without it
+        with pytest.raises(ConfigError) as refusal:
+            load_recipe(pairs, [*settings, f"{key}={value}"])
+        sentence = str(refusal.value)
+        assert sentence.startswith(f"{key} = {json.dumps(written)} is read by nothing in this run"), settings
+        missing = [c.words for c in READ_WHEN[key] if not c.holds(load_recipe(pairs, settings))]
+        assert missing and all(words in sentence for words in missing), settings
+
+
+@pytest.mark.parametrize("key", [key for key, conditions in READ_WHEN.items() if not conditions])
+def test_keys_that_every_run_reads_are_accepted_in_any(key: str, pairs: Path) -> None:
+    others = {"model.source": "other/encoder", "data.shards": ["others"], "data.weights": [2.0]}
+    value = others.get(key, DEFAULTS[key])
+    given = f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+    for settings in ([], MASKED) if key != "objective.name" else ():
+        load_recipe(pairs, [*settings, given])
+
+
+def test_the_cases_of_the_audit(pairs: Path) -> None:
+    """What was once accepted without a word."""
+    for settings in (
+        ["objective.kl_temperature=0.3"],
+        ["objective.kl=none", "objective.kl_weight=5"],
+        [*GUIDE, "objective.kl_teacher=guide", "objective.detach_teacher=false"],
+        ["objective.sizes=two_d", "objective.reduction=sum"],
+        ["objective.sizes=full", "objective.reduction=sum"],
+        ["objective.loss_scale=0.5"],
+        ["objective.encoder_mask_ratio=0.3"],
+        [*MASKED, "objective.temperature=0.1"],
+        [*MASKED, "objective.kl=scores"],
+        [*MASKED, "objective.similarity=dot"],
+    ):
+        with pytest.raises(ConfigError, match="is read by nothing in this run"):
+            load_recipe(pairs, settings)
+
+
+@pytest.mark.parametrize("key", sorted(key for key, value in DEFAULTS.items() if says_nothing(value, value)))
+def test_what_is_off_may_be_said_anywhere(key: str, pairs: Path) -> None:
+    """A key that is off by default, written with that value, says what is true of the run."""
+    value = DEFAULTS[key]
+    needed = {"model.source", "data.shards", "objective.name", "model.config"}
+    if key not in needed:
+        given = f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for settings in ([], MASKED):
+            load_recipe(pairs, [*settings, given])
+    assert not says_nothing(True, False) and not says_nothing(False, True) and not says_nothing(0.3, 0.3)
+
+
+def test_a_child_may_switch_off_what_its_base_refines(pairs: Path, tmp_path: Path) -> None:
+    """The innermost setting counts: what a base wrote sensibly is not the child's mistake."""
+    refined = 'base = "pairs.toml"\n[objective]\nkl_weight = 0.5\nkl_size_weights = [1, 1, 1, 1, 2]\n'
+    refined += 'filter_false_negatives = true\nfalse_negative_margin = 0.1\nreduction = "sum"\n'
+    refined += "[data]\nnum_negatives = 2\nnegatives_from = [0.2, 0.5]\n[model]\nlora_rank = 4\nlora_alpha = 2.0\n"
+    base = write(tmp_path, "base.toml", refined)
+    load_recipe(base)
+    child = 'base = "base.toml"\n[objective]\nkl = "none"\nfilter_false_negatives = false\nsizes = "two_d"\n'
+    child += "[data]\nnum_negatives = 0\n[model]\nlora_rank = 0\n"
+    loaded = load_recipe(write(tmp_path, "child.toml", child))
+    assert (loaded.objective.kl, loaded.objective.kl_weight) == ("none", 0.5)
+    # On the command line too, over either of them.
+    load_recipe(base, ["objective.kl=none", "train.steps=5", "objective.filter_false_negatives=false"])
+    # What the child writes itself must be read.
+    for text in ("kl_weight = 0.7", "false_negative_margin = 0.2"):
+        with pytest.raises(ConfigError, match=f"{text}.*is read by nothing"):
+            load_recipe(write(tmp_path, "wrong.toml", child.replace("[data]", text + "\n[data]")))
+    with pytest.raises(ConfigError, match=r"kl_weight = 0\.7 is read by nothing"):
+        load_recipe(tmp_path / "child.toml", ["objective.kl_weight=0.7"])
+    # A grandchild that switches it on again reads what the base wrote.
+    on = 'base = "child.toml"\n[objective]\nkl = "scores"\nsizes = "ladder"\n'
+    again = load_recipe(write(tmp_path, "again.toml", on))
+    assert again.objective.kl_weight == 0.5
+
+
+def test_a_base_that_is_wrong_by_itself_is_refused_through_its_child(pairs: Path, tmp_path: Path) -> None:
+    write(tmp_path, "base.toml", 'base = "pairs.toml"\n[objective]\nkl_temperature = 0.3\n')
+    child = write(tmp_path, "child.toml", 'base = "base.toml"\n[optim]\nlr = 1e-3\n')
+    with pytest.raises(ConfigError, match=r"kl_temperature = 0\.3 is read by nothing"):
+        load_recipe(child)
+    # Unless the child makes it read.
+    assert load_recipe(child, ["objective.kl=coordinates"]).objective.kl_temperature == 0.3
+
+
+def test_a_base_may_leave_the_objective_to_its_children(tmp_path: Path) -> None:
+    write(tmp_path, "base.toml", '[model]\nsource = "e"\n[data]\nshards = ["s"]\n[objective]\nloss_scale = 0.5\n')
+    child = write(tmp_path, "child.toml", 'base = "base.toml"\n[objective]\nname = "masked"\n')
+    assert load_recipe(child).objective.loss_scale == 0.5
+    with pytest.raises(ConfigError, match=r"loss_scale = 0\.5 is read by nothing"):
+        load_recipe(child, ["objective.name=contrastive"])
+
+
+def test_a_presets_values_are_not_the_recipes_words(pairs: Path) -> None:
+    """paper/sts sets KL's weight: a run without KL need not unset it."""
+    settings = ["objective.preset=released-code", "objective.preset_for=sts", "objective.kl=none"]
+    assert load_recipe(pairs, settings).objective.kl_weight == 0.3
+
+
+def test_resolved_recipes_are_not_judged(pairs: Path, tmp_path: Path) -> None:
+    """Runs write every key: their recipes load again, with changes, as a base, and those of older versions too."""
+    recipe = load_recipe(pairs, ["objective.kl=none"])
+    values = tomllib.loads(as_toml(recipe))
+    values["objective"] |= {"kl_weight": 5.0, "loss_scale": 0.5}  # of an older run, when nobody minded
+    path = write(tmp_path, "recipe.toml", tomli_w.dumps(values))
+    loaded = load_recipe(path)
+    assert (loaded.objective.kl_weight, loaded.objective.loss_scale) == (5.0, 0.5)
+    assert load_recipe(write(tmp_path, "again.toml", as_toml(loaded))) == loaded
+    assert load_recipe(path, ["run.resume=auto"]).objective == loaded.objective
+    child = write(tmp_path, "child.toml", 'base = "recipe.toml"\n[optim]\nlr = 1e-3\n')
+    assert load_recipe(child).objective == loaded.objective
+    # What is written beside it is.
+    with pytest.raises(ConfigError, match=r"kl_temperature = 0\.3 is read by nothing"):
+        load_recipe(path, ["objective.kl_temperature=0.3"])
+    # A version with fewer keys: without sections and keys that came since.
+    for section in ("guide", "debug", "evaluation"):
+        values.pop(section)
+    for key in ("bottleneck", "decoding", "pairs", "symmetric_spans", "pair_weight", "filter_by", "kl_teacher"):
+        values["objective"].pop(key)
+    older = load_recipe(write(tmp_path, "older.toml", tomli_w.dumps(values)))
+    assert (older.objective.kl_weight, older.objective.bottleneck) == (5.0, "head")
+    # Negative control: the same two keys in a recipe that a hand wrote.
+    with pytest.raises(ConfigError, match="is read by nothing"):
+        load_recipe(pairs, ["objective.kl=none", "objective.kl_weight=5", "objective.loss_scale=0.5"])
+
+
+def test_what_a_child_switched_off_does_nothing(pairs: Path) -> None:
+    """Inherited keys that are not read leave no trace in what the run asks of a recipe."""
+    masked = load_recipe(pairs, MASKED)
+    changed = dataclasses.replace(
+        masked,
+        objective=dataclasses.replace(masked.objective, loss="cosent", kl_teacher="guide", filter_by="guide"),
+        data=dataclasses.replace(masked.data, query_prompts=["query: "], num_negatives=2, negatives_from=[0.5]),
+        model=dataclasses.replace(masked.model, lora_rank=4),
+    )
+    assert changed.prompts == ([], []) and changed.adapter_rank == 0
+    assert not changed.uses_guide and not changed.guide_teaches
+    paired = load_recipe(pairs)
+    enhanced = dataclasses.replace(paired.objective, decoding="enhanced", pairs="tuples")
+    contrastive = dataclasses.replace(paired, objective=enhanced)
+    assert contrastive.pairs == "none" and not contrastive.decodes_enhanced
+    without = dataclasses.replace(enhanced, name="masked", pairs="none", decoder=False)
+    assert not dataclasses.replace(paired, objective=without).decodes_enhanced
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "launch" / "studies").glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_studies_write_nothing_in_vain(path: Path) -> None:
+    assert runs_of(load_study(path))
+
+
+def test_values_of_any_type_stand_in_the_sentence_as_a_recipe_writes_them(pairs: Path) -> None:
+    sentences: dict[str, Any] = {
+        "model.lora_targets=query": 'model.lora_targets = ["query"] is',
+        "objective.decoding=enhanced": 'objective.decoding = "enhanced" is',
+        "objective.symmetric_spans=true": "objective.symmetric_spans = true is",
+    }
+    for setting, start in sentences.items():
+        with pytest.raises(ConfigError) as refusal:
+            load_recipe(pairs, [setting])
+        assert str(refusal.value).startswith(start)

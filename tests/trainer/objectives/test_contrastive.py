@@ -1,0 +1,246 @@
+"""What the contrastive objective makes of a recipe, against the published losses restated in float64.
+
+`loss_and_gradients` is what training calls; embeddings stand for what the encoder gave of each text and size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data.collate import PairBatch, Texts
+from models.sizes import Size
+from tests import ROOT
+from trainer.config.load import load_recipe
+from trainer.config.schema import Recipe
+from trainer.costs.counts import Shape
+from trainer.distributed import World
+from trainer.objectives.contrastive import ContrastiveObjective, contrastive
+from trainer.objectives.size_schedules import SizePlan, build_schedule
+
+RECIPES = ROOT / "launch" / "recipes"
+QUERIES, NEGATIVES = 5, 1
+ALONE: Any = SimpleNamespace(world=World(0, 0, 1, torch.device("cpu")), device=torch.device("cpu"))
+
+
+def objective_of(recipe: Recipe) -> ContrastiveObjective:
+    schedule = build_schedule(
+        recipe.objective.sizes, recipe.ladder, reduction=recipe.objective.reduction, seed=recipe.run.seed
+    )
+    return contrastive(recipe, schedule, shape=Shape(768, 3072, 12, 100), pad_id=0, packed=False)
+
+
+def batch_of() -> PairBatch:
+    """Five queries with a positive and a negative each. Passages 0, 4 and 5 are one text, queries 0 and 2 another."""
+    count = QUERIES * (1 + NEGATIVES)
+    passages = torch.arange(100, 100 + count)
+    passages[[4, 5]] = 100
+    queries = torch.arange(QUERIES)
+    queries[2] = 0
+    targets = torch.arange(0, count, 1 + NEGATIVES)
+    return PairBatch(
+        queries=Texts(torch.zeros(QUERIES, dtype=torch.int32), torch.arange(QUERIES + 1)),
+        passages=Texts(torch.zeros(count, dtype=torch.int32), torch.arange(count + 1)),
+        targets=targets,
+        passage_query=torch.arange(QUERIES).repeat_interleave(1 + NEGATIVES),
+        scores=None,
+        query_hashes=queries,
+        passage_hashes=passages,
+        known_hashes=passages[targets],
+        known_offsets=torch.arange(QUERIES + 1),
+        sample_ids=torch.arange(QUERIES),
+    )
+
+
+def states_of(sizes: Sequence[Size]) -> dict[int, Tensor]:
+    """layer -> vectors [queries + passages, D] that stand for its output."""
+    generator = torch.Generator().manual_seed(0)
+    count, width = QUERIES * (2 + NEGATIVES), sizes[-1].dim
+    layers = sorted({size.layers for size in sizes})
+    return {n: torch.randn(count, width, generator=generator, dtype=torch.float64) / 8 for n in layers}
+
+
+Loss = Callable[[dict[int, Tensor]], Tensor]
+
+
+def compare(objective: ContrastiveObjective, plan: SizePlan, naive: Loss) -> tuple[float, float]:
+    """Relative differences of the loss and, over the largest entry, of the gradient of every layer's vectors."""
+    states = {layer: each.requires_grad_() for layer, each in states_of(plan.sizes).items()}
+    expected = naive(states)
+    wanted = torch.autograd.grad(expected, list(states.values()), allow_unused=True)
+    embeddings = [states[size.layers][:, : size.dim].detach().float().clone() for size in plan.sizes]
+    losses, gradients = objective.loss_and_gradients(embeddings, batch_of(), plan, ALONE)
+    got = {layer: torch.zeros_like(each) for layer, each in states.items()}
+    for size, gradient in zip(plan.sizes, gradients, strict=True):
+        got[size.layers][:, : size.dim] += gradient.double()
+    worst = 0.0
+    for mine, own in zip(got.values(), wanted):
+        own = torch.zeros_like(mine) if own is None else own
+        worst = max(worst, float((mine - own).abs().max() / own.abs().max().clamp(min=1e-9)))
+    return abs(float(losses["loss"]) - float(expected.detach())) / float(expected.detach()), worst
+
+
+def infonce(states: Tensor, dim: int, *, cosine: bool, temperature: float) -> Tensor:
+    """Every passage of the batch is a candidate, equal texts too, as in Tevatron and MultipleNegativesRankingLoss."""
+    cut = F.normalize(states[:, :dim], dim=1) if cosine else states[:, :dim]
+    scores = cut[:QUERIES] @ cut[QUERIES:].T / temperature
+    return F.cross_entropy(scores, torch.arange(0, QUERIES * (1 + NEGATIVES), 1 + NEGATIVES))
+
+
+def score_kl(states: Tensor, dim: int, full: Tensor, *, cosine: bool, temperature: float) -> Tensor:
+    def scores(each: Tensor) -> Tensor:
+        each = F.normalize(each, dim=1) if cosine else each
+        return each[:QUERIES] @ each[QUERIES:].T / temperature
+
+    teacher = scores(full).softmax(1).detach()
+    return F.kl_div(scores(states[:, :dim]).log_softmax(1), teacher, reduction="batchmean")
+
+
+def assert_equal_but_for(
+    objective: ContrastiveObjective, controls: Sequence[dict[str, Any]], plan: SizePlan, naive: Loss
+) -> None:
+    """Equal as it is; each control, a changed setting, is noticed in the loss and in the gradient."""
+    loss_error, gradient_error = compare(objective, plan, naive)
+    assert loss_error < 1e-6
+    assert gradient_error < 1e-5
+    for changed in controls:
+        loss_error, gradient_error = compare(replace(objective, **changed), plan, naive)
+        assert loss_error > 1e-4, changed
+        assert gradient_error > 1e-3, changed
+
+
+def test_the_released_sts_loss() -> None:
+    """Σ over sizes of MNRL, and of 0.3 · kl_div(log_softmax(p[:, :d]), softmax(q[:, :d]), "batchmean"), q trains too.
+
+    sts/starbucks_loss.py in ielab/Starbucks: its kl_temperature is a factor, and divides nothing.
+    """
+    objective = objective_of(load_recipe(RECIPES / "srl_nli_released_code.toml"))
+    plan = objective.schedule(0)
+
+    def divergence(states: dict[int, Tensor]) -> Tensor:
+        p, q = [states[size.layers][:, : size.dim] for size in plan.sizes], states[12]
+        terms = [
+            0.3 * F.kl_div(F.log_softmax(each, dim=-1), F.softmax(q[:, : each.shape[1]], dim=-1), reduction="batchmean")
+            for each in p[:-1]
+        ]
+        return torch.stack(terms).sum()
+
+    def naive(states: dict[int, Tensor]) -> Tensor:
+        own = [infonce(states[size.layers], size.dim, cosine=True, temperature=1 / 20) for size in plan.sizes]
+        return torch.stack(own).sum() + divergence(states)
+
+    former = {"kl_weight": 1.0, "kl_temperature": 0.3}  # which divides the coordinates: AdaptiveLayerLoss
+    others: list[dict[str, Any]] = [{"kl_weight": 1.0}, {"mask_false_negatives": True}]
+    assert_equal_but_for(objective, [former, *others], plan, naive)
+    detached = compare(replace(objective, detach_teacher=True), plan, naive)
+    assert detached[1] > 1e-3  # the loss is the same number
+    # The KL term alone: what the loss loses with it.
+    states = states_of(plan.sizes)
+
+    def loss_of(chosen: ContrastiveObjective) -> float:
+        embeddings = [states[size.layers][:, : size.dim].float().clone() for size in plan.sizes]
+        return float(chosen.loss_and_gradients(embeddings, batch_of(), plan, ALONE)[0]["loss"])
+
+    term = loss_of(objective) - loss_of(replace(objective, kl="none"))
+    assert term == pytest.approx(float(divergence(states)), rel=1e-4)
+    term = loss_of(replace(objective, **former)) - loss_of(replace(objective, kl="none"))
+    assert term != pytest.approx(float(divergence(states)), rel=1e-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "mean"),
+    [("srl_nli", 0.3, True), ("srl_msmarco", 1.0, True), ("srl_msmarco_released_code", 1.0, False)],
+)
+def test_srl_with_scores(name: str, factor: float, mean: bool) -> None:
+    """Eq. 4 and 5 with table 5's and table 6's kl_temperature as the factor that it is in the code."""
+    objective = objective_of(load_recipe(RECIPES / f"{name}.toml"))
+    plan = objective.schedule(0)
+    options: dict[str, Any] = {"cosine": "nli" in name, "temperature": 0.05 if "nli" in name else 1.0}
+
+    def naive(states: dict[int, Tensor]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for size in plan.sizes:
+            total = total + infonce(states[size.layers], size.dim, **options)
+            if size != plan.sizes[-1]:
+                total = total + factor * score_kl(states[size.layers], size.dim, states[12], **options)
+        return total / len(plan.sizes) if mean else total
+
+    assert_equal_but_for(objective, [{"kl_weight": 2.0}, {"mask_false_negatives": True}], plan, naive)
+
+
+def drawn(objective: ContrastiveObjective, wanted: Callable[[SizePlan], bool]) -> SizePlan:
+    return next(plan for plan in map(objective.schedule, range(1000)) if wanted(plan))
+
+
+WIDTHS = (32, 64, 128, 256, 512, 768)
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(64, 256), (768, 32), (128, 768), (768, 768)])
+def test_the_papers_sts_baseline(inner: int, outer: int) -> None:
+    """Matryoshka2dLoss(model, MNRL, [768, 512, 256, 128, 64, 32]) of sentence-transformers 3.x, as sts/ runs it.
+
+    The last layer at one width, a drawn layer n at another, weighted 1/n, and 0.3 · KL(softmax(t/0.3) ||
+    softmax(s/0.3)) over all coordinates of the two, through the teacher too.
+    """
+    objective = objective_of(load_recipe(RECIPES / "two_d_nli_released_code.toml"))
+    plan = drawn(objective, lambda plan: (plan.sizes[0].dim, plan.sizes[2].dim) == (inner, outer))
+    n = plan.sizes[0].layers
+    assert 1 <= n <= 11 and {inner, outer} <= set(WIDTHS)
+
+    def naive(states: dict[int, Tensor]) -> Tensor:
+        options: dict[str, Any] = {"cosine": True, "temperature": 1 / 20}
+        last, layer = infonce(states[12], outer, **options), infonce(states[n], inner, **options)
+        final = F.softmax(states[12] / 0.3, dim=-1)
+        return last + layer / n + 0.3 * F.kl_div(F.log_softmax(states[n] / 0.3, dim=-1), final, reduction="batchmean")
+
+    assert_equal_but_for(objective, [{"kl_temperature": 1.0}, {"mask_false_negatives": True}], plan, naive)
+    # Negative control: eq. 3's four losses at the same draw are another loss.
+    eq_3 = replace(plan, loss_weights=(1.0,) * 4, kl_weights=(1.0, 1.0, 0.0, 0.0))
+    loss_error, gradient_error = compare(objective, eq_3, naive)
+    assert loss_error > 1e-3 and gradient_error > 1e-2
+
+
+def test_the_papers_retrieval_baseline() -> None:
+    """retrieval/modeling.py with `sub_model_sampling`: a drawn layer and the last at all widths, all terms summed."""
+    objective = objective_of(load_recipe(RECIPES / "two_d_msmarco_released_code.toml"))
+    plan = objective.schedule(3)
+    n = plan.sizes[0].layers
+    assert n in (2, 4, 6, 8, 10)
+
+    def naive(states: dict[int, Tensor]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for layer in (n, 12):
+            for dim in WIDTHS:
+                total = total + infonce(states[layer], dim, cosine=False, temperature=1.0)
+                if (layer, dim) != (12, 768):
+                    divergence = score_kl(states[layer], dim, states[12], cosine=False, temperature=1.0)
+                    total = total + divergence
+        return total
+
+    assert_equal_but_for(objective, [{"kl": "none"}, {"mask_false_negatives": True}], plan, naive)
+    without = replace(plan, kl_weights=tuple(float(size.layers == n) for size in plan.sizes))
+    loss_error, gradient_error = compare(objective, without, naive)  # no KL to the last layer's widths
+    assert loss_error > 1e-3 and gradient_error > 1e-2
+
+
+def test_the_papers_equation_3() -> None:
+    """`two_d`: L_n^d + L_n^D + L_N^d + L_N^D at a drawn size, KL of the scores to (n, d) and (n, D)."""
+    recipe = load_recipe(RECIPES / "two_d_nli.toml")
+    objective = objective_of(recipe)
+    plan = objective.schedule(5)
+    n, d = plan.sizes[0].layers, plan.sizes[0].dim
+    options: dict[str, Any] = {"cosine": True, "temperature": 0.05}
+
+    def naive(states: dict[int, Tensor]) -> Tensor:
+        own = [infonce(states[layer], dim, **options) for layer in (n, 12) for dim in (d, 768)]
+        learnt = [score_kl(states[n], dim, states[12], **options) for dim in (d, 768)]
+        return torch.stack(own).sum() + 0.3 * torch.stack(learnt).sum()
+
+    assert_equal_but_for(objective, [{"kl_weight": 1.0}, {"temperature": 0.1}], plan, naive)

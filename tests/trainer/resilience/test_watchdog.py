@@ -1,0 +1,101 @@
+"""A rank that is alone watches itself, by its own clock; whole jobs are in test_stopping.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import ROOT
+from trainer.distributed import World
+from trainer.resilience import watchdog
+from trainer.resilience.watchdog import NEXT_BATCH, PATIENCE_SECONDS, Watchdog
+
+ALONE = World(0, 0, 1, torch.device("cpu"))
+
+
+def at(phase: str, *, patient: bool, hang_seconds: float = 10.0) -> Watchdog:
+    found = Watchdog(ALONE, hang_seconds=hang_seconds)
+    found.beat(phase, step=5, patient=patient)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("phase", "patient", "limit"),
+    [
+        (NEXT_BATCH, False, 10.0),
+        ("forward", False, 10.0),
+        (NEXT_BATCH, True, PATIENCE_SECONDS),
+        ("evaluation", True, float("inf")),
+        ("save", True, float("inf")),
+        ("start", True, float("inf")),
+        ("end of the run", True, float("inf")),
+    ],
+)
+def test_how_long_a_rank_may_stand_still(phase: str, patient: bool, limit: float) -> None:
+    found, now = at(phase, patient=patient), time.monotonic()
+    assert found.stuck(now + min(limit, 1e9) - 1.0) is None
+    said = found.stuck(now + limit + 1.0)
+    if limit == float("inf"):
+        assert said is None
+    else:
+        assert said is not None and f"at {phase!r} of step 5" in said and "has not got on" in said
+
+
+def test_three_of_the_longest_pauses_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    found = at("forward", patient=False)
+    now[0] += 20.0
+    found.beat("backward")
+    assert found.stuck(now[0] + 59.0) is None and found.stuck(now[0] + 61.0) is not None
+
+
+@pytest.mark.processes
+def test_it_says_what_is_amiss_with_loader_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, late = at(NEXT_BATCH, patient=False), time.monotonic() + 100.0
+    said = found.stuck(late)
+    assert said is not None and "loader worker" not in said
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as child:
+        try:
+            os.kill(child.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+            said = found.stuck(late)
+            assert said is not None and f"process {child.pid}, a loader worker, is stopped" in said
+        finally:
+            child.kill()
+    usage = type("Usage", (), {"free": 3 * 1024})
+    monkeypatch.setattr(watchdog.shutil, "disk_usage", lambda path: usage)
+    said = found.stuck(late)
+    assert said is not None and "/dev/shm" in said and "3 KiB left" in said
+
+
+STUCK = """
+import threading, torch
+from trainer import watchdog
+from trainer.distributed import World
+watchdog._BEAT_SECONDS = 0.01
+with watchdog.Watchdog(World(0, 0, 1, torch.device("cpu")), hang_seconds={hang_seconds}) as dog:
+    dog.beat("next batch", step=3, patient=False)
+    if {hang_seconds}:
+        threading.Event().wait()
+print("left it")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("hang_seconds", [0.05, 0.0])
+def test_it_ends_the_process_by_name(hang_seconds: float, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STUCK.format(hang_seconds=hang_seconds)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if hang_seconds:
+        assert ended.returncode == watchdog.DIED_CODE and not ended.stdout
+        assert "error: the run ends: it has not got on for " in ended.stderr
+    else:  # asked to watch nothing
+        assert (ended.returncode, ended.stdout) == (0, "left it\n"), ended.stderr

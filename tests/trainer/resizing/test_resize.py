@@ -1,0 +1,248 @@
+"""trainer.resize: a model of sentence-transformers becomes one of every size, by the command as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import BertConfig, BertModel
+
+from data.corpora.read import read_unit
+from data.ground.errors import ConfigError
+from models.encoder import EmbeddingSettings, load_encoder
+from models.heads import HEADS_FILE
+from models.sizes import STARBUCKS_LADDER, Ladder, Size
+from tests.launcher import launch
+from trainer import resize
+from trainer.config.load import load_recipe
+from trainer.evaluation.subject import load_model
+from trainer.resizing.resize import START, TRAINING, Resize, agreement, propose_ladder
+from trainer.resizing.table import AS_IT_IS, CLOSED_FORM, RESIZED
+
+SIZES = "1x8,2x16,3x24"
+FAST = ("--train.steps=4", "--train.global_batch_size=8", "--train.micro_batch_size=4", "--log.tensorboard=false")
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+    """A folder of sentence-transformers: mean pooling, unit vectors, a length of 48."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Normalize, Pooling, Transformer
+
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
+    config = BertConfig(vocab_size=len(tiny_tokenizer), max_position_embeddings=64, initializer_range=0.2, **shape)
+    BertModel(config, add_pooling_layer=False).save_pretrained(folder / "bert")
+    tiny_tokenizer.save_pretrained(folder / "bert")
+    modules = [Transformer(str(folder / "bert"), max_seq_length=48), Pooling(24, pooling_mode="mean"), Normalize()]
+    SentenceTransformer(modules=modules, device="cpu").save(str(folder / "saved"))
+    return folder / "saved"
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory, docstrings: list[str]) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in docstrings[:120]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory, docstrings: list[str]) -> Path:
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = [{"query": text.split(". ")[0], "positive": text} for text in docstrings[200:260]]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def resized(launcher: None, model_folder: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A RUN of two ranks."""
+    run = tmp_path_factory.mktemp("resized") / "run"
+    command = [str(model_folder), "--texts", str(texts), "--output", str(run), "--sizes", SIZES, *FAST]
+    launch("trainer.resize", *command, ranks=2)
+    return run
+
+
+@pytest.fixture(scope="module")
+def heads_alone(launcher: None, model_folder: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("heads") / "run"
+    command = [str(model_folder), "--texts", str(texts), "--output", str(run), "--sizes", SIZES, "--train", "heads"]
+    command += ["--max-length", "16"]
+    launch("trainer.resize", *command, *FAST, ranks=2)
+    return run
+
+
+@pytest.fixture(scope="module")
+def with_pairs(
+    launcher: None,
+    model_folder: Path,
+    texts: Path,
+    pairs: Path,
+    guide_folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """Another model teaches, by stored vectors, and pairs follow."""
+    run = tmp_path_factory.mktemp("pairs_too") / "run"
+    command = [str(model_folder), "--texts", str(texts), "--output", str(run), "--sizes", "1x8,2x16,3x24"]
+    launch("trainer.resize", *command, "--teacher", str(guide_folder), "--pairs", str(pairs), *FAST, ranks=2)
+    return run
+
+
+@pytest.mark.launch
+def test_the_command_leaves_a_model_of_every_size_and_a_table(resized: Path) -> None:
+    records = json.loads((resized / "resize.json").read_text())["records"]
+    assert [(r["task"], r["layers"], r["dim"]) for r in records] == [
+        ("agreement", 1, 8),
+        ("agreement", 2, 16),
+        ("agreement", 3, 24),
+    ]
+    for record in records:
+        assert all(-1 <= record[method] <= 1 for method in (AS_IT_IS, CLOSED_FORM, RESIZED))
+        assert record["milliseconds"] > 0 and record["megabytes"] > 0
+    assert records[-1][AS_IT_IS] == records[-1][CLOSED_FORM] == pytest.approx(1.0, abs=1e-6)
+    assert records[0][CLOSED_FORM] != records[0][AS_IT_IS]  # what the maps are worth: test_closed_form
+    assert "| 1x8 " in (resized / "table.md").read_text()
+    settings = EmbeddingSettings.load(resized / TRAINING / "model")
+    assert settings is not None and settings.pooling == "mean" and settings.passage_max_length == 48
+    assert set(load_encoder(resized / TRAINING / "model").heads) == {"1", "2"}
+
+
+@pytest.mark.launch
+def test_what_is_exported_is_what_was_trained(resized: Path, docstrings: list[str]) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    from trainer.evaluation.encoding.encode import encoding_of
+
+    encoder, tokenizer, settings = load_model(resized / TRAINING / "model")
+    assert settings is not None
+    for size in settings.sizes:
+        found = SentenceTransformer(str(resized / "export" / settings.sizes.name(size)), device="cpu").encode(
+            docstrings[:5]
+        )
+        expected = encoding_of(encoder, tokenizer, [size], device="cpu")(
+            docstrings[:5], similarity="cosine", max_length=48, prompt=""
+        )[size]
+        np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+@pytest.mark.launch
+def test_the_same_command_is_done_and_another_is_refused(resized: Path, model_folder: Path, texts: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (resized / TRAINING).rglob("*") if path.is_file()}
+    command = [str(model_folder), "--texts", str(texts), "--output", str(resized), "--sizes", SIZES, *FAST]
+    (resized / "table.md").unlink()
+    resize.main(command)
+    assert (resized / "table.md").is_file()
+    assert before == {path: path.stat().st_mtime_ns for path in (resized / TRAINING).rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match="is of another command"):
+        resize.main([*command, "--train", "heads"])
+
+
+def test_heads_leave_the_model_as_it_is_to_the_last_bit(heads_alone: Path) -> None:
+    start, trained = (load_file(heads_alone / f / "model.safetensors") for f in (START, f"{TRAINING}/model"))
+    assert start.keys() == trained.keys()
+    assert all(torch.equal(start[name], trained[name]) for name in start)
+    before, after = (load_file(heads_alone / f / HEADS_FILE) for f in (CLOSED_FORM, f"{TRAINING}/model"))
+    assert before.keys() == after.keys() and "3.weight" not in after  # the whole model has none
+    assert not any(torch.equal(before[name], after[name]) for name in before)  # and they did train
+    records = json.loads((heads_alone / "resize.json").read_text())["records"]
+    assert records[-1][RESIZED] == records[-1][AS_IT_IS]
+
+
+def test_texts_are_cut_where_it_was_asked(heads_alone: Path) -> None:
+    for folder in (START, CLOSED_FORM, f"{TRAINING}/model"):
+        settings = EmbeddingSettings.load(heads_alone / folder)
+        assert settings is not None and (settings.query_max_length, settings.passage_max_length) == (16, 16)
+    assert load_recipe(heads_alone / f"{TRAINING}.toml").data.max_length == 16
+
+
+def test_another_teacher_and_pairs(with_pairs: Path) -> None:
+    """The teacher is as wide as the ladder, of two layers, and mean-pooled; SRL follows with its term beside it."""
+    assert (with_pairs / "pair_training" / "DONE").is_file()
+    lines = [json.loads(line) for line in (with_pairs / "pair_training" / "metrics.jsonl").read_text().splitlines()]
+    step = next(line for line in lines if "loss" in line)
+    assert any(name.startswith("distill/") for name in step) and any(name.startswith("kl/") for name in step)
+    assert set(load_encoder(with_pairs / "pair_training" / "model").heads) == {"1", "2", "3"}
+
+
+@pytest.mark.parametrize(
+    ("layers", "width", "sizes"),
+    [
+        (6, 384, [(1, 32), (2, 64), (3, 128), (4, 192), (5, 256), (6, 384)]),
+        (12, 384, [(2, 32), (4, 64), (6, 128), (8, 192), (10, 256), (12, 384)]),
+        (24, 1024, [(4, 88), (8, 168), (12, 344), (16, 512), (20, 680), (24, 1024)]),
+        (3, 24, [(1, 8), (2, 16), (3, 24)]),
+        (1, 64, [(1, 64)]),
+    ],
+)
+def test_a_ladder_is_proposed_by_the_models_shape(layers: int, width: int, sizes: list[tuple[int, int]]) -> None:
+    assert propose_ladder(layers, width) == Ladder.of(sizes)
+
+
+def test_the_papers_ladder_is_proposed_for_its_shape() -> None:
+    assert propose_ladder(12, 768) == STARBUCKS_LADDER
+
+
+@torch.no_grad()
+def test_agreement_is_the_whole_models_own_order(model_folder: Path, docstrings: list[str]) -> None:
+    encoder, tokenizer, settings = load_model(model_folder)
+    assert settings is not None and settings.sizes.full == Size(3, 24)
+    task = agreement(encoder, tokenizer, settings, docstrings[:20])
+    assert len(task.pairs) == 40 and len(set(task.pairs[:20])) == 20
+    assert all(first != second for first, second in task.pairs)
+    assert np.mean(task.scores[:20]) > np.mean(task.scores[20:])  # nearest neighbours, then others
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--sizes", "1x8,3x48"], "the ladder's last size 3x48 outgrows"),
+        (["--sizes", "1x8,2x16"], "stops short of"),
+        (["--sizes", "small"], "is not of the form"),
+        (["--train", "heads", "--no-heads"], "leave --no-heads out"),
+        (["--sts", "absent.tsv"], "absent.tsv"),
+        (["--max-length", "2"], "the model takes 3 to 64 tokens"),
+        (["--max-length", "65"], "the model takes 3 to 64 tokens"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_trained(
+    tmp_path: Path, model_folder: Path, texts: Path, arguments: list[str], words: str
+) -> None:
+    with pytest.raises(Exception, match=words):
+        resize.main([str(model_folder), "--texts", str(texts), "--output", str(tmp_path / "run"), *arguments])
+    assert not (tmp_path / "run" / TRAINING).exists()
+
+
+def test_preparing_ends_before_training_and_the_command_goes_on_from_there(
+    tmp_path: Path, model_folder: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trainer.resizing.resize.execute", lambda recipe, last: pytest.fail("it trains"))
+    run = tmp_path / "run"
+    arguments = [str(model_folder), "--texts", str(texts), "--output", str(run), "--sizes", SIZES]
+    resize.main([*arguments, "--prepare-only"])
+    assert "size" not in capsys.readouterr().out  # no table
+    assert not (run / TRAINING).exists() and not (run / "resize.json").exists()
+    assert (run / "shards" / "manifest.json").is_file()
+    assert set(load_encoder(run / CLOSED_FORM).heads) == {"1", "2"} and not load_encoder(run / START).heads
+    with pytest.raises(pytest.fail.Exception, match="it trains"):
+        resize.main(arguments)  # the same command but for the option
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, model_folder: Path, texts: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds something else"):
+        resize.main([str(model_folder), "--texts", str(texts), "--output", str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_teacher_reads_the_texts_that_the_shards_hold(tmp_path: Path, texts: Path) -> None:
+    """With a limit too, which counts from the first text that is not held out."""
+    lines = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
+    asked = Resize("m", (str(texts),), tmp_path, limit=50)
+    read = [record["text"] for unit in asked.units for _, record in read_unit(unit)]
+    assert asked.held_out == lines[:5] and read == lines[5:55]

@@ -1,0 +1,198 @@
+"""Everything about a recipe that can be known to be wrong without a device, a model or data."""
+
+from __future__ import annotations
+
+from data.ground.errors import ConfigError
+from data.ground.secrets import HIDDEN
+from models.sizes import ModelError
+from trainer.config.presets import PRESETS_FOR
+from trainer.config.read_keys import is_read
+from trainer.config.schema import COMMANDS, DRAWN_SIZES, ObjectiveConfig, Recipe
+
+
+def check(recipe: Recipe) -> None:
+    """Everything that can be known to be wrong without a device, a model or data."""
+    if not recipe.objective.name:
+        raise ConfigError(f"objective.name = '' is unknown; choose one of {', '.join(COMMANDS)}")
+    try:
+        ladder = recipe.ladder
+        one = recipe.single_size
+    except ModelError as error:
+        key = "objective.size" if recipe.objective.sizes == "one" and "form" in str(error) else "model.ladder"
+        raise ConfigError(f"{key}: {error}") from None
+    if one is not None and not one.fits_in(ladder.full):
+        raise ConfigError(f"objective.size = {one} outgrows the ladder's last size {ladder.full}")
+    if not recipe.data.shards:
+        raise ConfigError("data.shards is empty; name at least one folder written by `python -m data.prepare`")
+    if hidden := next((each for each in recipe.data.shards if "://" in each and HIDDEN in each), None):
+        raise ConfigError(
+            f"data.shards: in {hidden} a secret is hidden, as in every file of a run; give the run's own recipe, or "
+            "an environment variable in its place, https://user:${BARISTA_PASSWORD}@…"
+        )
+    if recipe.data.weights and len(recipe.data.weights) != len(recipe.data.shards):
+        raise ConfigError(
+            f"data.weights has {len(recipe.data.weights)} entries for {len(recipe.data.shards)} folders in "
+            "data.shards; give one weight a folder, or none"
+        )
+    if any(not weight > 0 for weight in recipe.data.weights):
+        raise ConfigError(f"data.weights = {recipe.data.weights} must all be above 0")
+    _check_feed(recipe)
+    if bool(recipe.model.source) == bool(recipe.model.config):
+        raise ConfigError("give either model.source (a folder or hub name) or [model.config] (from scratch), not both")
+    if recipe.train.steps == 0 and not recipe.train.epochs > 0:
+        raise ConfigError(f"train.epochs = {recipe.train.epochs} must be above 0 when train.steps is 0")
+    objective = recipe.objective
+    nested = objective.nested_masks and is_read(recipe, "objective.nested_masks")
+    if nested and objective.decoder_mask_ratio < objective.encoder_mask_ratio:
+        raise ConfigError(
+            f"objective.decoder_mask_ratio = {objective.decoder_mask_ratio} is below encoder_mask_ratio = "
+            f"{objective.encoder_mask_ratio}; nested masks need the decoder's to be the larger"
+        )
+    as_it_is = objective.bottleneck == "cls" and is_read(recipe, "objective.bottleneck")
+    if as_it_is and (objective.sizes != "full" or recipe.model.output_dim):
+        raise ConfigError(
+            'objective.bottleneck = "cls" hands the decoder a vector of the full width, which only sizes = "full" '
+            'without model.output_dim has; use bottleneck = "head" for narrower sizes'
+        )
+    if recipe.pairs == "tuples" and not recipe.model.source:
+        raise ConfigError('objective.pairs = "tuples" is for a second stage; give model.source, a pre-trained encoder')
+    if recipe.pairs == "spans" and objective.symmetric_spans and not objective.mask_false_negatives:
+        raise ConfigError(
+            "objective.symmetric_spans = true needs objective.mask_false_negatives = true, which keeps a span from "
+            "being its own negative"
+        )
+    if objective.name == "masked" and objective.sizes in DRAWN_SIZES:
+        raise ConfigError(
+            f'objective.sizes = "{objective.sizes}" is a fine-tuning schedule; use "ladder" or "full" for masked'
+        )
+    if objective.sizes == "two_d_all_widths" and len(ladder) < 2:
+        raise ConfigError(
+            'objective.sizes = "two_d_all_widths" draws a layer of the ladder below the last, and this ladder has one '
+            "size; add smaller ones to model.ladder"
+        )
+    if objective.kl == "margins" and objective.name == "contrastive" and not recipe.data.num_negatives:
+        raise ConfigError('objective.kl = "margins" is of hard negatives; set data.num_negatives, or kl = "scores"')
+    if objective.name == "contrastive" and objective.loss == "cosent" and objective.kl in ("scores", "margins"):
+        raise ConfigError(
+            'objective.loss = "cosent" has no negatives to score; set objective.kl to "none" or "coordinates"'
+        )
+    _check_preset(objective)
+    num_sizes = 1 if objective.sizes in ("full", "one") else len(ladder.grid if objective.sizes == "grid" else ladder)
+    _check_size_weights(recipe, num_sizes)
+    _check_guide(recipe)
+    _check_teacher(recipe)
+    _check_trained_part(recipe)
+
+
+def _check_preset(objective: ObjectiveConfig) -> None:
+    if objective.preset and objective.name == "contrastive" and not objective.preset_for:
+        raise ConfigError(
+            f"objective.preset = {objective.preset!r} differs between fine-tunings; "
+            f"set objective.preset_for to one of {', '.join(PRESETS_FOR)}"
+        )
+
+
+def _check_size_weights(recipe: Recipe, num_sizes: int) -> None:
+    """Factors a size, where sizes are fixed: one each; of the KL, one each but the last, where it is the teacher."""
+    objective, teaches = recipe.objective, not recipe.guide_teaches
+    for key, weights, count in (
+        ("size_weights", objective.size_weights, num_sizes),
+        ("kl_size_weights", objective.kl_size_weights, num_sizes - teaches),
+    ):
+        if not weights or not is_read(recipe, f"objective.{key}"):
+            continue
+        if len(weights) != count:
+            below = " below the full one" if key == "kl_size_weights" and teaches else ""
+            raise ConfigError(
+                f"objective.{key} has {len(weights)} entries for the {count} sizes{below} of objective.sizes = "
+                f"{objective.sizes!r}; give one a size, or none"
+            )
+        if min(weights) < 0 or max(weights) == 0:
+            raise ConfigError(f"objective.{key} = {weights} must be at least 0 each, and not all 0")
+
+
+def _check_guide(recipe: Recipe) -> None:
+    for key, used in (("filter_by", recipe.guide_filters), ("kl_teacher", recipe.guide_teaches)):
+        if used and not recipe.guide.model:
+            raise ConfigError(f'objective.{key} = "guide" needs one; name its folder in guide.model')
+
+
+def _check_teacher(recipe: Recipe) -> None:
+    """A teacher that can teach: named, with something to teach, in a space that has only directions."""
+    teacher, objective = recipe.teacher, recipe.objective
+    if not recipe.is_taught:
+        return
+    if not any(teacher.terms.values()):
+        raise ConfigError("all weights of [teacher] are 0, so nothing is learnt from it; set teacher.vector_weight")
+    if objective.similarity != "cosine":
+        raise ConfigError(
+            f"objective.similarity = {objective.similarity!r}: a teacher's directions are learnt, not its vectors' "
+            'lengths; set it to "cosine"'
+        )
+    if teacher.vectors == "stored" and not teacher.store:
+        raise ConfigError(
+            'teacher.vectors = "stored" needs the folder of the vectors; make it with `python -m '
+            "trainer.teacher_vectors` and name it in teacher.store"
+        )
+    if teacher.vectors == "live" and not (teacher.model or recipe.model.source):
+        raise ConfigError("there is no teacher; name its folder in teacher.model")
+    if objective.name == "distill" and objective.sizes in DRAWN_SIZES:
+        raise ConfigError(
+            f'objective.sizes = "{objective.sizes}" is a schedule of contrastive fine-tuning; use "grid" or "ladder"'
+        )
+
+
+def _check_trained_part(recipe: Recipe) -> None:
+    """Frozen layers and adapters must leave something that can train, and stand on trained weights."""
+    model = recipe.model
+    for key, value in (("lora_rank", model.lora_rank), ("frozen_layers", model.frozen_layers)):
+        if value and is_read(recipe, f"model.{key}") and not model.source:
+            raise ConfigError(f"model.{key} = {value} would keep random weights; give model.source, a trained encoder")
+    if model.trains == "heads" and is_read(recipe, "model.trains"):
+        if not model.source:
+            raise ConfigError('model.trains = "heads" keeps random weights; give model.source, a trained encoder')
+        for key in ("frozen_layers", "lora_rank"):
+            if getattr(model, key):
+                raise ConfigError(f'model.{key} = {getattr(model, key)} has nothing to do where model.trains = "heads"')
+    deepest = (recipe.single_size or recipe.ladder.full).layers
+    if is_read(recipe, "model.frozen_layers") and model.frozen_layers >= deepest:
+        raise ConfigError(
+            f"model.frozen_layers = {model.frozen_layers} freezes all of the {deepest} layers that are trained; "
+            f"use at most {deepest - 1}"
+        )
+
+
+def _check_feed(recipe: Recipe) -> None:
+    """How folders are read and mixed, and what stands before their texts."""
+    data = recipe.data
+    if data.bad_shards == "skip" and data.verify == "size":
+        raise ConfigError('data.bad_shards = "skip" needs to know which shards are bad; set data.verify = "first_read"')
+    for name, prompts in zip(("query_prompts", "passage_prompts"), recipe.prompts):
+        if len(prompts) not in (0, 1, len(data.shards)):
+            raise ConfigError(
+                f"data.{name} has {len(prompts)} entries for {len(data.shards)} folders in data.shards; "
+                "give one a folder, one for all, or none"
+            )
+    if data.negatives_from and is_read(recipe, "data.negatives_from"):
+        if len(data.negatives_from) not in (1, data.num_negatives):
+            raise ConfigError(
+                f"data.negatives_from has {len(data.negatives_from)} entries for data.num_negatives = "
+                f"{data.num_negatives} of tuples; give one for all of them, one each, or none"
+            )
+        if data.negatives_from != sorted(data.negatives_from) or data.negatives_from[0] < 0:
+            raise ConfigError(f"data.negatives_from = {data.negatives_from} must be shares from 0 that do not fall")
+        if data.negatives_from[-1] >= 1:
+            raise ConfigError(
+                f"data.negatives_from = {data.negatives_from} leaves negatives that no step would see; give shares "
+                "below 1"
+            )
+
+
+def check_world(recipe: Recipe, world_size: int) -> None:
+    """Every rank must get samples of a full global batch; shares need not be equal."""
+    total = recipe.train.global_batch_size
+    if total < world_size:
+        raise ConfigError(
+            f"train.global_batch_size = {total} leaves some of {world_size} ranks without a sample; "
+            f"use {world_size} or more, or fewer ranks"
+        )

@@ -1,0 +1,281 @@
+"""Reading a recipe: what a run is, in one place, checked before any device work.
+
+A recipe is a TOML file with the sections of trainer/config/schema.py. Values come from the defaults there, then from
+what `objective.preset` stands for (trainer/config/presets.py), then from the recipe's `base` (a file beside it), then
+the recipe, then the command line (`--section.key=value`). Unknown keys, wrong types, impossible combinations, and keys
+that are written out and read by nothing (trainer/config/read_keys.py), are refused with one sentence naming the key,
+its value and what would be right. Torch-free, because login nodes check and submit recipes without a GPU stack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+import tomli_w
+
+from data.ground.errors import ConfigError
+from data.ground.files import is_unicode, reading
+from data.ground.secrets import without_secrets
+from trainer.config.checks import check
+from trainer.config.presets import preset_settings
+from trainer.config.read_keys import is_read, says_nothing, why_unread
+from trainer.config.schema import Recipe, bounds_of, flat
+
+_MOST_BASES = 32
+# Folders and files, which may be addresses. What texts and models are made of is never changed for showing it.
+_PLACES = (
+    "run.output",
+    "model.source",
+    "guide.model",
+    "teacher.model",
+    "teacher.store",
+    "data.shards",
+    "data.cache_dir",
+    "engine.ds_config",
+    "evaluation.sts",
+    "evaluation.beir",
+)
+
+
+def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
+    """Defaults, then the file and its bases, then `section.key=value` strings; checked.
+
+    Raises ConfigError for whatever is not right.
+    """
+    layers = _layers(Path(path)) if path is not None else []
+    given: dict[str, dict[str, Any]] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not is_unicode(override):
+            raise ConfigError(f"{ascii(key)[1:-1]} {text!a} is not UTF-8; use a name that is")
+        section, dot, name = key.partition(".")
+        if not (equals and dot and name):
+            raise ConfigError(f"{override!r} is not of the form --section.key=value")
+        hint = _field_type(section, name)
+        given.setdefault(section, {})[name] = _parse(key, text, hint)
+    layers.append(given)
+    recipe = build_recipe(_merged(layers))
+    check(recipe)
+    _refuse_unread(layers, recipe)
+    return recipe
+
+
+def parse_toml(path: Path, what: str, *, hint: str) -> dict[str, Any]:
+    """A TOML file's values. `what` it is and a `hint` to where such files are, for the sentence if there is none."""
+    text = _text_of(path, what, hint=hint)
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{what} {path} is nested too deep; write it flatter") from None
+    except ValueError as error:  # digits beyond what Python converts, too
+        raise ConfigError(f"{what} {path} is not valid TOML ({error}); mend that line") from None
+
+
+def parse_json(path: Path, what: str, *, hint: str) -> dict[str, Any]:
+    """A JSON file's object. `what` it is and a `hint` to a right one, for the sentence if there is none."""
+    text = _text_of(path, what, hint=hint)
+    try:
+        values = json.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{what} {path} is nested too deep; {hint}") from None
+    except ValueError as error:
+        raise ConfigError(f"{what} {path} is not valid JSON ({error}); {hint}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{what} {path} holds no JSON object; {hint}")
+    return values
+
+
+def _text_of(path: Path, what: str, *, hint: str) -> str:
+    with reading(path, what=what, mend=hint):
+        if not path.is_file():
+            raise ConfigError(f"{what} {path} does not exist; {hint}")
+        return path.read_text(encoding="utf-8")
+
+
+def read_toml(path: Path) -> dict[str, dict[str, Any]]:
+    """A recipe file merged over its `base`, which is named relative to it."""
+    return _merged(_layers(path))
+
+
+def _layers(path: Path, _seen: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+    """What a recipe file and its bases write, the outermost base first."""
+    values = parse_toml(path, "recipe", hint="shipped recipes are in launch/recipes")
+    if path.resolve() in _seen:
+        raise ConfigError(f"recipe {path} is its own base; remove the circle")
+    if len(_seen) == _MOST_BASES:
+        raise ConfigError(f"recipe {path} is the base of {_MOST_BASES} others, one upon another; write them flatter")
+    base = values.pop("base", None)
+    if base is None:
+        return [values]
+    if not isinstance(base, str):
+        raise ConfigError(f"recipe {path}: base = {base!r} must be the name of one recipe file")
+    return [*_layers(path.parent / base, (*_seen, path.resolve())), values]
+
+
+def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Later layers win, key by key."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for section, table in layer.items():
+            before = merged.get(section)
+            if isinstance(table, dict) and isinstance(before, dict):
+                merged[section] = {**before, **table}
+            else:
+                merged[section] = table
+    return merged
+
+
+def _refuse_unread(layers: Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
+    """Raises ConfigError for a key that is written out where nothing reads it.
+
+    Each key is judged where it was written last: by the whole recipe and, if that reads nothing of it, by what stood
+    before the layers above, because a child may switch off what makes its base's keys read. A resolved recipe, as runs
+    write it, has every key and is not judged.
+    """
+    defaults = flat(Recipe())
+    above: set[str] = set()
+    for number in reversed(range(len(layers))):
+        written = {
+            f"{section}.{name}": value for section, table in layers[number].items() for name, value in table.items()
+        }
+        own = {key: value for key, value in written.items() if key not in above}
+        above |= set(written)
+        if 2 * len(written) >= len(defaults):
+            continue
+        unread = [key for key in own if not says_nothing(own[key], defaults[key]) and not is_read(recipe, key)]
+        if unread and number + 1 < len(layers):
+            name = {"objective": {"name": recipe.objective.name}}  # which a base may leave to its children
+            before = build_recipe(_merged([name, *layers[: number + 1]]))
+            unread = [key for key in unread if not is_read(before, key)]
+        if unread:
+            raise ConfigError(why_unread(recipe, unread[0], own[unread[0]]))
+
+
+def build_recipe(values: Mapping[str, Any]) -> Recipe:
+    """Nested tables to a Recipe; strict about names, types and bounds. A preset fills in what the tables leave out."""
+    hints = typing.get_type_hints(Recipe)
+    sections: dict[str, dict[str, Any]] = {}
+    for section, table in values.items():
+        if section not in hints:
+            raise ConfigError(f"unknown section [{section}]; the sections are {', '.join(hints)}")
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{section} = {table!r} must be a section [{section}] with keys")
+        sections[section] = dict(table)
+    chosen = _section("objective", sections.get("objective", {}))
+    for key, value in preset_settings(chosen.name, chosen.preset, chosen.preset_for).items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {}).setdefault(name, value)
+    return Recipe(**{section: _section(section, table) for section, table in sections.items()})
+
+
+def _section(section: str, table: Mapping[str, Any]) -> Any:
+    """One section of a recipe. Raises ConfigError for the first key that is unknown, or whose value cannot be."""
+    kind = typing.get_type_hints(Recipe)[section]
+    for name in table:
+        _field_type(section, name)
+    try:
+        return kind(**table)
+    except pydantic.ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        raise ConfigError(_sentence(section, kind, problem)) from None
+
+
+def _sentence(section: str, kind: type, problem: Mapping[str, Any]) -> str:
+    """What pydantic found wrong with a value: the key, the value, and what would be right."""
+    name, value = str(problem["loc"][0]), problem["input"]
+    hint = typing.get_type_hints(kind)[name]
+    what, bounds = problem["type"], bounds_of(kind, name)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):
+            value = float(value)
+    given = f"{section}.{name} = {_shown(value)}"
+    if what == "literal_error":
+        return f"{given} is unknown; choose one of {', '.join(filter(None, typing.get_args(hint)))}"
+    if what in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+        if {"gt", "lt"} <= bounds.keys():
+            return f"{given} must lie between {bounds['gt']} and {bounds['lt']}"
+        if {"ge", "lt"} <= bounds.keys():
+            return f"{given} must be at least {bounds['ge']} and below {bounds['lt']}"
+        if what == "greater_than":
+            return f"{given} must be above {bounds['gt']}"
+        if what == "greater_than_equal":
+            return f"{given} is too small; it must be at least {bounds['ge']}"
+        return f"{given} is too large; it must be at most {_number(bounds['le'])}"
+    if what == "finite_number":
+        return f"{given} must be a finite number"
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return f"{given} is too large"
+    within = typing.get_args(hint)[0] if typing.get_origin(hint) is list and len(problem["loc"]) > 1 else hint
+    if typing.get_origin(within) is list and len(problem["loc"]) > 2:
+        within = typing.get_args(within)[0]
+    return f"{given} must be {_describe(within)}"
+
+
+def _shown(value: Any) -> str:
+    """A value as a sentence shows it: Python refuses to write numbers of thousands of digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if not isinstance(value, int | float) or len(text) <= 40 else f"{text[:40]}…"
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def as_tables(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Every key with its value, by section, as anybody may see it: secrets of addresses are hidden."""
+    tables = dataclasses.asdict(recipe)
+    for key in _PLACES:
+        section, _, name = key.partition(".")
+        value = tables[section][name]
+        shown = list(map(without_secrets, value)) if isinstance(value, list) else without_secrets(value)
+        tables[section][name] = shown
+    return tables
+
+
+def as_toml(recipe: Recipe) -> str:
+    """The resolved recipe, every key written out, but for the secrets of its addresses."""
+    return tomli_w.dumps(as_tables(recipe))
+
+
+def _field_type(section: str, name: str) -> Any:
+    sections = typing.get_type_hints(Recipe)
+    if section not in sections:
+        raise ConfigError(f"unknown section {section!r} in {section}.{name}; the sections are {', '.join(sections)}")
+    fields = typing.get_type_hints(sections[section])
+    if name not in fields:
+        raise ConfigError(f"unknown key {section}.{name}; the keys of [{section}] are {', '.join(fields)}")
+    return fields[name]
+
+
+def _parse(key: str, text: str, hint: Any) -> Any:
+    """A command-line value. Strings stand as typed; everything else is written as in TOML, or JSON for tables."""
+    if hint is str or typing.get_origin(hint) is Literal:
+        return text
+    for parse in (lambda: tomllib.loads(f"value = {text}")["value"], lambda: json.loads(text)):
+        # RecursionError: nested too deep; ValueError: no such text, or digits beyond what Python converts.
+        with contextlib.suppress(ValueError, RecursionError):
+            return parse()
+    if typing.get_origin(hint) is list and typing.get_args(hint)[0] is str:
+        return [part for part in text.split(",") if part]
+    shown = text if len(text) <= 200 else f"{text[:200]}…"
+    raise ConfigError(f"--{key}={shown} is not {_describe(hint)}")
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "a text"
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    if typing.get_origin(hint) is list:
+        return f"a list, each entry {_describe(typing.get_args(hint)[0])}"
+    return names.get(hint, "a table")

@@ -1,0 +1,250 @@
+"""Which keys of a recipe a run reads, as one table: key -> the conditions under which it does anything.
+
+A key that is written out and that nothing reads is a setting that its author believes in and that changes nothing, so
+`trainer.config.load.load_recipe` refuses it, naming what would make it read. A key that stands at its default because
+nobody wrote it is no such mistake. Torch-free, like trainer/config/schema.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Condition:
+    """`words`: what a recipe would say for it to hold."""
+
+    words: str
+    holds: Callable[[Recipe], bool]
+
+
+_SEVERAL = ("ladder", "grid", "mrl", "adaptive_layers")  # objective.sizes of several fixed sizes
+_ALONE = ("full", "one")  # and of one
+
+MASKED = Condition('objective.name = "masked"', lambda recipe: recipe.objective.name == "masked")
+CONTRASTIVE = Condition('objective.name = "contrastive"', lambda recipe: recipe.objective.name == "contrastive")
+EMBEDS = Condition(
+    'objective.name = "contrastive" or "distill"', lambda recipe: recipe.objective.name in ("contrastive", "distill")
+)
+DOCUMENTS = Condition(
+    'objective.name = "masked" or "distill"', lambda recipe: recipe.objective.name in ("masked", "distill")
+)
+TAUGHT = Condition(
+    'a teacher (objective.name = "distill", or teacher.model beside objective.name = "contrastive")',
+    lambda recipe: recipe.is_taught,
+)
+LIVE = Condition('teacher.vectors = "live"', lambda recipe: recipe.teacher.vectors == "live")
+STORED = Condition('teacher.vectors = "stored"', lambda recipe: recipe.teacher.vectors == "stored")
+SIMILARITIES = Condition("teacher.similarity_weight above 0", lambda recipe: recipe.teacher.similarity_weight > 0)
+TUPLES = Condition(
+    'shards of tuples (objective.name = "contrastive", or objective.pairs = "tuples" beside masked losses)',
+    lambda recipe: not recipe.reads_documents,
+)
+COMPARISONS = Condition(
+    'a contrastive term (objective.name = "contrastive", or objective.pairs beside masked losses)',
+    lambda recipe: recipe.objective.name == "contrastive" or recipe.pairs != "none",
+)
+SIMILARITY = Condition(
+    COMPARISONS.words, lambda recipe: COMPARISONS.holds(recipe) or recipe.objective.name == "distill"
+)
+NEGATIVES = Condition(
+    'objective.loss = "infonce"',
+    lambda recipe: recipe.objective.name != "contrastive" or recipe.objective.loss == "infonce",
+)
+SCORED = Condition(
+    'a contrastive term with objective.loss = "infonce", or teacher.similarity_weight or order_weight above 0',
+    lambda recipe: (
+        (COMPARISONS.holds(recipe) and NEGATIVES.holds(recipe)) or (recipe.is_taught and recipe.teacher.gathers)
+    ),
+)
+CACHES = Condition(
+    'a loss that compares a batch\'s texts (objective.name = "contrastive", or relational weights in [teacher])',
+    lambda recipe: recipe.compares_texts,
+)
+PAIRS = Condition('objective.pairs = "spans" or "tuples"', lambda recipe: recipe.pairs != "none")
+SPANS = Condition('objective.pairs = "spans"', lambda recipe: recipe.pairs == "spans")
+DECODER = Condition("objective.decoder = true", lambda recipe: recipe.objective.decoder)
+BASIC = Condition('objective.decoding = "basic"', lambda recipe: recipe.objective.decoding == "basic")
+PRESET = Condition("objective.preset", lambda recipe: bool(recipe.objective.preset))
+ONE_SIZE = Condition('objective.sizes = "one"', lambda recipe: recipe.objective.sizes == "one")
+SEVERAL_SIZES = Condition(
+    "several fixed sizes (objective.sizes = " + ", ".join(f'"{kind}"' for kind in _SEVERAL) + ")",
+    lambda recipe: recipe.objective.sizes in _SEVERAL,
+)
+FIXED_SIZES = Condition(
+    "fixed sizes (objective.sizes = " + ", ".join(f'"{kind}"' for kind in (*_SEVERAL, *_ALONE)) + ")",
+    lambda recipe: recipe.objective.sizes in (*_SEVERAL, *_ALONE),
+)
+KL = Condition('objective.kl other than "none"', lambda recipe: recipe.objective.kl != "none")
+SCORES = Condition('objective.kl = "scores" or "margins"', lambda recipe: recipe.objective.kl in ("scores", "margins"))
+COORDINATES = Condition('objective.kl = "coordinates"', lambda recipe: recipe.objective.kl == "coordinates")
+STUDENTS = Condition(
+    'sizes that learn (objective.sizes other than "full" and "one", or objective.kl_teacher = "guide")',
+    lambda recipe: recipe.objective.sizes not in _ALONE or recipe.guide_teaches,
+)
+STUDENTS_OR_NO_KL = Condition(STUDENTS.words, lambda recipe: recipe.objective.kl == "none" or STUDENTS.holds(recipe))
+OWN_TEACHER = Condition('objective.kl_teacher = "full"', lambda recipe: not recipe.guide_teaches)
+FILTER = Condition("objective.filter_false_negatives = true", lambda recipe: recipe.objective.filter_false_negatives)
+GUIDED = Condition(
+    'objective.kl_teacher = "guide", or objective.filter_false_negatives = true with objective.filter_by = "guide"',
+    lambda recipe: recipe.guide_filters or recipe.guide_teaches,
+)
+TAUGHT_BY_GUIDE = Condition('objective.kl_teacher = "guide"', lambda recipe: recipe.guide_teaches)
+LAYERS = Condition('an encoder with layers (not model_type = "static")', lambda recipe: not recipe.is_static)
+LAYERS_OR_GUIDE = Condition(f"{LAYERS.words} or a guide", lambda recipe: LAYERS.holds(recipe) or GUIDED.holds(recipe))
+ADAPTERS = Condition("model.lora_rank above 0", lambda recipe: recipe.model.lora_rank > 0)
+NO_WEIGHTS = Condition("no data.weights", lambda recipe: not recipe.data.weights)
+HARD_NEGATIVES = Condition("data.num_negatives above 0", lambda recipe: recipe.data.num_negatives > 0)
+CACHE = Condition(
+    'data.verify = "first_read" or remote folders in data.shards',
+    lambda recipe: recipe.data.verify == "first_read" or any("://" in folder for folder in recipe.data.shards),
+)
+REMOTE = Condition("remote folders in data.shards", lambda recipe: any("://" in f for f in recipe.data.shards))
+EPOCHS = Condition("train.steps = 0", lambda recipe: recipe.train.steps == 0)
+TASKS = Condition(
+    "evaluation.sts or evaluation.beir", lambda recipe: bool(recipe.evaluation.sts or recipe.evaluation.beir)
+)
+BEIR = Condition("evaluation.beir", lambda recipe: bool(recipe.evaluation.beir))
+
+ALWAYS: tuple[Condition, ...] = ()
+
+# Every key of every section. All conditions of a key must hold for it to be read.
+READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
+    "run.output": ALWAYS,
+    "run.seed": ALWAYS,
+    "run.resume": ALWAYS,
+    "model.source": ALWAYS,
+    "model.config": ALWAYS,
+    "model.pooling": ALWAYS,
+    "model.attention": (LAYERS,),
+    "model.ladder": ALWAYS,
+    "model.trains": (EMBEDS, LAYERS),
+    "model.dropout": (LAYERS,),
+    "model.output_dim": ALWAYS,
+    "model.frozen_layers": (LAYERS,),
+    "model.lora_rank": (EMBEDS, LAYERS),
+    "model.lora_alpha": (EMBEDS, LAYERS, ADAPTERS),
+    "model.lora_dropout": (EMBEDS, LAYERS, ADAPTERS),
+    "model.lora_targets": (EMBEDS, LAYERS, ADAPTERS),
+    "data.shards": ALWAYS,
+    "data.weights": ALWAYS,
+    "data.mixture_temperature": (NO_WEIGHTS,),
+    "data.batches": ALWAYS,
+    "data.no_duplicates": (CONTRASTIVE,),
+    "data.max_length": (DOCUMENTS,),
+    "data.query_max_length": (TUPLES,),
+    "data.passage_max_length": (TUPLES,),
+    "data.query_prompts": (CONTRASTIVE,),
+    "data.passage_prompts": (EMBEDS,),
+    "data.num_negatives": (TUPLES, NEGATIVES),
+    "data.negatives_from": (TUPLES, NEGATIVES, HARD_NEGATIVES),
+    "data.num_workers": ALWAYS,
+    "data.shuffle": ALWAYS,
+    "data.cache_dir": (CACHE,),
+    "data.cache_gib": (REMOTE,),
+    "data.verify": ALWAYS,
+    "data.bad_shards": ALWAYS,
+    "objective.name": ALWAYS,
+    "objective.sizes": ALWAYS,
+    "objective.size": (ONE_SIZE,),
+    "objective.preset": ALWAYS,
+    "objective.preset_for": (CONTRASTIVE, PRESET),
+    "objective.reduction": (SEVERAL_SIZES,),
+    "objective.size_weights": (FIXED_SIZES,),
+    "objective.encoder_mask_ratio": (MASKED,),
+    "objective.decoder_mask_ratio": (MASKED, DECODER),
+    "objective.decoder": (MASKED,),
+    "objective.decoding": (MASKED, DECODER),
+    "objective.bottleneck": (MASKED, DECODER),
+    "objective.nested_masks": (MASKED, DECODER, BASIC),
+    "objective.pairs": (MASKED,),
+    "objective.symmetric_spans": (MASKED, SPANS),
+    "objective.pair_weight": (MASKED, PAIRS),
+    "objective.loss_scale": (MASKED,),
+    "objective.loss": (CONTRASTIVE,),
+    "objective.similarity": (SIMILARITY,),
+    "objective.temperature": (COMPARISONS,),
+    "objective.kl": (CONTRASTIVE, STUDENTS_OR_NO_KL),
+    "objective.kl_weight": (CONTRASTIVE, KL, STUDENTS),
+    "objective.kl_teacher": (CONTRASTIVE, SCORES),
+    "objective.kl_size_weights": (CONTRASTIVE, KL, FIXED_SIZES, STUDENTS),
+    "objective.kl_temperature": (CONTRASTIVE, COORDINATES, STUDENTS),
+    "objective.detach_teacher": (CONTRASTIVE, KL, OWN_TEACHER, STUDENTS),
+    "objective.mask_false_negatives": (COMPARISONS, NEGATIVES),
+    "objective.filter_false_negatives": (COMPARISONS, NEGATIVES),
+    "objective.filter_by": (COMPARISONS, NEGATIVES, FILTER),
+    "objective.false_negative_margin": (COMPARISONS, NEGATIVES, FILTER),
+    "objective.backward": (EMBEDS, CACHES, LAYERS),
+    "guide.model": (GUIDED,),
+    "guide.pooling": (GUIDED,),
+    "guide.temperature": (TAUGHT_BY_GUIDE,),
+    "teacher.model": (EMBEDS,),
+    "teacher.pooling": (TAUGHT, LIVE),
+    "teacher.vectors": (TAUGHT,),
+    "teacher.store": (EMBEDS, STORED),
+    "teacher.vector_weight": (TAUGHT,),
+    "teacher.similarity_weight": (TAUGHT,),
+    "teacher.gram_weight": (TAUGHT,),
+    "teacher.order_weight": (TAUGHT,),
+    "teacher.temperature": (TAUGHT, SIMILARITIES),
+    "optim.lr": ALWAYS,
+    "optim.weight_decay": ALWAYS,
+    "optim.beta1": ALWAYS,
+    "optim.beta2": ALWAYS,
+    "optim.eps": ALWAYS,
+    "optim.schedule": ALWAYS,
+    "optim.warmup_ratio": ALWAYS,
+    "optim.max_grad_norm": ALWAYS,
+    "train.steps": ALWAYS,
+    "train.epochs": (EPOCHS,),
+    "train.stop_at_step": ALWAYS,
+    "train.stop_after_minutes": ALWAYS,
+    "train.hang_seconds": ALWAYS,
+    "train.max_skipped_steps": ALWAYS,
+    "train.global_batch_size": ALWAYS,
+    "train.micro_batch_size": (LAYERS_OR_GUIDE,),
+    "train.activation_checkpointing": (LAYERS,),
+    "train.compile": (LAYERS,),
+    "train.logits_memory_mib": (MASKED,),
+    "train.score_memory_mib": (SCORED,),
+    "engine.ds_config": ALWAYS,
+    "checkpoint.every_steps": ALWAYS,
+    "checkpoint.keep": ALWAYS,
+    "checkpoint.keep_every_steps": ALWAYS,
+    "checkpoint.overlap": ALWAYS,
+    "log.every_steps": ALWAYS,
+    "log.tensorboard": ALWAYS,
+    "log.wandb": ALWAYS,
+    "log.mlflow": ALWAYS,
+    "log.spike_deviations": ALWAYS,
+    "log.samples": ALWAYS,
+    "evaluation.every_steps": (TASKS,),
+    "evaluation.sts": ALWAYS,
+    "evaluation.beir": ALWAYS,
+    "evaluation.split": (BEIR,),
+    "evaluation.max_documents": (BEIR,),
+    "evaluation.grid": (TASKS,),
+    "debug.replay": ALWAYS,
+}
+
+
+def is_read(recipe: Recipe, key: str) -> bool:
+    """Whether a run of this recipe reads `section.key`."""
+    return all(condition.holds(recipe) for condition in READ_WHEN[key])
+
+
+def why_unread(recipe: Recipe, key: str, value: Any) -> str:
+    """One sentence about a key that is written out and not read: its value, and what would make it read."""
+    missing = " and ".join(condition.words for condition in READ_WHEN[key] if not condition.holds(recipe))
+    written = json.dumps(value, ensure_ascii=False)
+    return f"{key} = {written} is read by nothing in this run, which would take {missing}; set that, or remove the key"
+
+
+def says_nothing(value: Any, default: Any) -> bool:
+    """Whether a written value only says that something is off that is off by default, which is true of any run."""
+    return value == default and (not value or value == "none")

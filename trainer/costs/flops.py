@@ -1,0 +1,79 @@
+"""Model FLOPs utilisation: the operations of trainer/costs/counts.py for a batch's tensors, and what the device
+could do."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from models.sizes import Size
+from trainer.costs import counts
+from trainer.costs.counts import FORWARD_AND_BACKWARD, Shape
+
+__all__ = ["FORWARD_AND_BACKWARD", "Shape", "bf16_slowdown", "encoder_flops", "masked_flops", "peak_flops"]
+
+# Dense bf16 peak, operations a second, from the makers' data sheets.
+_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12, "RTX 4090": 165e12}
+
+
+def encoder_flops(shape: Shape, lengths: Tensor) -> float:
+    """One forward pass over texts of these lengths (int64 [n]), padding not counted."""
+    return counts.encoder_flops(shape, _texts(lengths))
+
+
+def masked_flops(
+    shape: Shape,
+    lengths: Tensor,
+    *,
+    encoder_rows: int,
+    decoder_rows: int,
+    sizes: Sequence[Size],
+    enhanced: bool = False,
+) -> float:
+    """Forward of the pre-training loss over texts of these lengths (int64 [n])."""
+    return counts.masked_flops(
+        shape,
+        _texts(lengths),
+        encoder_rows=encoder_rows,
+        decoder_rows=decoder_rows,
+        sizes=sizes,
+        enhanced=enhanced,
+    )
+
+
+def _texts(lengths: Tensor) -> counts.Texts:
+    return counts.Texts(len(lengths), float(lengths.sum()), float((lengths.double() ** 2).sum()))
+
+
+@functools.cache
+def peak_flops(device: torch.device) -> float:
+    """Operations a second: the maker's figure for a known GPU, else a large product measured now."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for key, value in _PEAKS.items():
+            if key in name:
+                return value
+        return 2 * 4096**3 / _product_seconds(4096, torch.bfloat16, device)
+    dtype = torch.float32 if bf16_slowdown(device) > 1 else torch.bfloat16
+    return 2 * 1024**3 / _product_seconds(1024, dtype, device)
+
+
+@functools.cache
+def bf16_slowdown(device: torch.device) -> float:
+    """How many times as long a bf16 product takes as a float32 one: up to a hundred on CPUs without bf16 units."""
+    return _product_seconds(256, torch.bfloat16, device) / _product_seconds(256, torch.float32, device)
+
+
+def _product_seconds(size: int, dtype: torch.dtype, device: torch.device) -> float:
+    """The shortest of five square products."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(5):
+        begin = time.perf_counter()
+        (a @ b).float().sum().item()
+        best = min(best, time.perf_counter() - begin)
+    return best

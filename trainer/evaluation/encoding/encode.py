@@ -1,0 +1,304 @@
+"""Texts to embeddings of every wanted size, from one pass over the texts.
+
+`forward` is a callable, so that the same code serves a bare `Encoder`, a DeepSpeed engine in the middle of training
+(whose parameters may be partitioned, so that every rank must make the same number of calls) and a test's stub.
+A size's vector is cut first and normalised after (SPEC.md, SRL): the cosine of TRUNCATED vectors.
+
+Memory: the texts' ids (4 bytes a token of this rank's share), one batch on the device, and the result,
+4 bytes × texts × the sum of the sizes' dimensions (twice that while ranks gather). Corpora that are larger than that
+are encoded block by block: see `trainer.evaluation.tasks.retrieval.retrieve`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch import distributed as dist
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from data.encoding import TextEncoder
+from data.ground.errors import ConfigError
+from models.encoder import Encoder
+from models.sizes import Size
+
+Forward = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+"""(input_ids, attention_mask), both int64 [batch, seq], to one [batch, size.dim] a size, not normalised.
+
+With `flat`, (input_ids int32 [T], offsets int64 [batch + 1]) of texts without padding: what a static encoder takes.
+"""
+
+EncodeTexts = Callable[[Sequence[str]], Mapping[Size, np.ndarray]]
+"""Texts to size -> float32 [n, size.dim]: `encode` with everything but the texts bound."""
+
+DEFAULT_BATCH_TOKENS = 16_384
+_TEXTS_PER_TOKENIZER_CALL = 8_192
+_ROWS_PER_GATHER = 16_384
+_FLAT_TEXTS_PER_CALL = 1_024  # a static encoder's batch: its vectors and their unit copy then stay in the caches
+
+
+def encoder_forward(encoder: Encoder, sizes: Sequence[Size], *, dtype: torch.dtype = torch.float32) -> Forward:
+    """An encoder as `encode` wants it (`flat` if it is static); any other dtype than float32 runs under autocast."""
+    if encoder.is_static:
+        return lambda input_ids, offsets: encoder(input_ids, None, sizes, offsets=offsets)
+
+    def forward(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast(input_ids.device.type, dtype=dtype, enabled=dtype != torch.float32):
+            return encoder(input_ids, attention_mask, sizes)
+
+    return forward
+
+
+@dataclass(frozen=True)
+class _Ids:
+    """Token ids of many texts, flat: int32 [T] with offsets int64 [n + 1]."""
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+
+def encode(
+    forward: Forward,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    sizes: Sequence[Size],
+    *,
+    similarity: str,
+    max_length: int,
+    device: torch.device | str,
+    prompt: str = "",
+    flat: bool = False,
+    batch_tokens: int = DEFAULT_BATCH_TOKENS,
+    rank: int = 0,
+    world_size: int = 1,
+    progress: bool = False,
+) -> dict[Size, np.ndarray]:
+    """Size -> float32 [len(texts), size.dim], rows in the order of `texts`, on every rank.
+
+    `sizes`: those that `forward` returns, in its order. `similarity` "cosine" gives unit vectors, "dot" leaves them.
+    `max_length`: tokens, special tokens included. `batch_tokens`: rows × longest row of a batch, padding included.
+    `flat`: what `forward` takes; texts are then tokenized without special tokens, and cut as if they had them.
+    The caller switches the model to eval mode and back; gradients are off here.
+    With `world_size` > 1 every rank passes the same texts, encodes its share and receives everything.
+    Equal texts are encoded once, so that they get equal vectors whatever their neighbours.
+    """
+    sizes = list(dict.fromkeys(sizes))
+    if similarity not in ("dot", "cosine"):
+        raise ConfigError(f"similarity {similarity!r} is unknown; use 'dot' or 'cosine'")
+    if batch_tokens < 1:
+        raise ConfigError(f"batch_tokens {batch_tokens} is below 1; give the tokens that one batch may hold")
+    if not len(texts):
+        return {size: np.empty((0, size.dim), np.float32) for size in sizes}
+
+    unique = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+    rows_of_texts = np.fromiter((unique[text] for text in texts), np.int64, len(texts))
+    distinct = list(unique)
+
+    # Sorted by characters, dealt out in turn: ranks get like lengths, and each tokenizes only what it encodes. Without
+    # padding, order does not matter.
+    by_length = np.arange(len(distinct)) if flat else np.argsort([-len(text) for text in distinct], kind="stable")
+    share = by_length[rank::world_size]
+    tokenize = _tokenize_flat if flat else _tokenize
+    ids = tokenize(tokenizer, [prompt + distinct[row] for row in share], max_length)
+    vectors = _encode_share(
+        forward,
+        ids,
+        pad_id=None if flat else _pad_id(tokenizer),
+        sizes=sizes,
+        normalise=similarity == "cosine",
+        device=torch.device(device),
+        batch_tokens=batch_tokens,
+        filler=None if len(share) else tokenize(tokenizer, [prompt + distinct[0]], max_length),
+        world_size=world_size,
+        progress=progress and rank == 0,
+    )  # [len(share), Σ dims]
+
+    if world_size == 1:
+        everything = vectors
+        place = np.empty(len(share), np.int64)
+        place[share] = np.arange(len(share))
+        rows_of_texts = place[rows_of_texts]
+        if flat and len(sizes) == 1 and len(distinct) == len(texts):
+            return {sizes[0]: everything}  # as they are: a copy would take a good part of the time
+    else:
+        everything = np.empty((len(distinct), vectors.shape[1]), np.float32)
+        shares = [by_length[other::world_size] for other in range(world_size)]
+        _gather_rows(vectors, everything, shares, device=torch.device(device))
+    ends = np.cumsum([size.dim for size in sizes])
+    return {
+        size: np.ascontiguousarray(everything[rows_of_texts, end - size.dim : end]) for size, end in zip(sizes, ends)
+    }
+
+
+def encoding_of(
+    encoder: Encoder,
+    tokenizer: PreTrainedTokenizerBase,
+    sizes: Sequence[Size],
+    *,
+    device: torch.device | str,
+    batch_tokens: int = DEFAULT_BATCH_TOKENS,
+    progress: bool = False,
+) -> Callable[..., dict[Size, np.ndarray]]:
+    """`encode` with all bound that the model decides; texts, `similarity`, `max_length` and `prompt` are left."""
+    return functools.partial(
+        encode,
+        encoder_forward(encoder.to(device).eval(), sizes),
+        tokenizer,
+        sizes=sizes,
+        flat=encoder.is_static,
+        device=device,
+        batch_tokens=batch_tokens,
+        progress=progress,
+    )
+
+
+def token_batches(lengths: np.ndarray, batch_tokens: int) -> list[np.ndarray]:
+    """Rows in batches, longest first, each of at most `batch_tokens` tokens with padding (or one row)."""
+    order = np.argsort(-lengths, kind="stable")
+    batches = []
+    start = 0
+    while start < len(order):
+        rows = max(1, batch_tokens // max(1, int(lengths[order[start]])))
+        batches.append(order[start : start + rows])
+        start += rows
+    return batches
+
+
+def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    if tokenizer.pad_token_id is None:
+        raise ConfigError(f"the tokenizer {tokenizer.name_or_path!r} has no padding token; set its pad_token")
+    return int(tokenizer.pad_token_id)
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int) -> _Ids:
+    chunks: list[np.ndarray] = []
+    lengths: list[int] = []
+    for start in range(0, len(texts), _TEXTS_PER_TOKENIZER_CALL):
+        rows = tokenizer(
+            list(texts[start : start + _TEXTS_PER_TOKENIZER_CALL]),
+            truncation=True,
+            max_length=max_length,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )["input_ids"]
+        lengths += [len(row) for row in rows]
+        chunks.append(np.fromiter((token for row in rows for token in row), np.int32))
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return _Ids(np.concatenate(chunks) if chunks else np.empty(0, np.int32), offsets)
+
+
+def _tokenize_flat(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int) -> _Ids:
+    """Ids without special tokens, cut where they would leave room for them."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    encode_words, room = _text_encoder(backend), max_length - tokenizer.num_special_tokens_to_add()
+    rows: list[np.ndarray] = []
+    for start in range(0, len(texts), _TEXTS_PER_TOKENIZER_CALL):
+        rows += [row[:room] for row in encode_words(texts[start : start + _TEXTS_PER_TOKENIZER_CALL])]
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    return _Ids(np.concatenate(rows) if rows else np.empty(0, np.int32), offsets)
+
+
+@functools.lru_cache(maxsize=1)
+def _text_encoder(backend: Tokenizer) -> TextEncoder:
+    """Kept from one block of texts to the next, with the words it knows."""
+    return TextEncoder(backend, np.dtype(np.int32))
+
+
+def _flat(ids: _Ids, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Tokens int32 [T] of the texts `rows` (int64 [n]) and their offsets int64 [n + 1]."""
+    parts = [ids.tokens[ids.offsets[row] : ids.offsets[row + 1]] for row in rows.tolist()]
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(ids.lengths[rows], out=offsets[1:])
+    return torch.from_numpy(np.concatenate(parts)), torch.from_numpy(offsets)
+
+
+def _padded(ids: _Ids, rows: np.ndarray, pad_id: int) -> tuple[Tensor, Tensor]:
+    """input_ids and attention_mask, int64 [len(rows), longest]."""
+    lengths = ids.lengths[rows]
+    columns = np.arange(max(1, int(lengths.max())))
+    mask = columns < lengths[:, None]
+    input_ids = np.full(mask.shape, pad_id, np.int64)
+    input_ids[mask] = ids.tokens[(ids.offsets[rows][:, None] + columns)[mask]]
+    return torch.from_numpy(input_ids), torch.from_numpy(mask.astype(np.int64))
+
+
+@torch.no_grad()
+def _encode_share(
+    forward: Forward,
+    ids: _Ids,
+    *,
+    pad_id: int | None,
+    sizes: Sequence[Size],
+    normalise: bool,
+    device: torch.device,
+    batch_tokens: int,
+    filler: _Ids | None,
+    world_size: int,
+    progress: bool,
+) -> np.ndarray:
+    """This rank's vectors, float32 [n, Σ dims], with as many calls of `forward` as the busiest rank makes.
+
+    pad_id None: `forward` takes flat texts.
+    """
+    out = np.empty((len(ids.lengths), sum(size.dim for size in sizes)), np.float32)
+    if pad_id is None:
+        starts = range(0, len(out), _FLAT_TEXTS_PER_CALL)
+        batches = [np.arange(start, min(start + _FLAT_TEXTS_PER_CALL, len(out))) for start in starts]
+    else:
+        batches = token_batches(ids.lengths, batch_tokens)
+    calls = _max_over_ranks(len(batches), device) if world_size > 1 else len(batches)
+    for call in tqdm(range(calls), desc="encoding", unit="batch", disable=not progress, leave=False):
+        rows = batches[min(call, len(batches) - 1)] if batches else np.zeros(1, np.int64)
+        source = ids if batches else filler or ids
+        inputs = _flat(source, rows) if pad_id is None else _padded(source, rows, pad_id)
+        outputs = forward(*(each.to(device) for each in inputs))
+        assert len(outputs) == len(sizes), f"forward gave {len(outputs)} sizes, {len(sizes)} were asked for"
+        if call >= len(batches):
+            continue
+        vectors = [vector.float() for vector in outputs]
+        if normalise:
+            vectors = [torch.nn.functional.normalize(vector, dim=-1) for vector in vectors]
+        places = slice(rows[0], rows[-1] + 1) if pad_id is None else rows
+        out[places] = (vectors[0] if len(vectors) == 1 else torch.cat(vectors, dim=1)).cpu().numpy()
+    return out
+
+
+def _collective_device(device: torch.device) -> torch.device:
+    # gloo gathers in host memory, nccl only on the device.
+    return device if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _max_over_ranks(value: int, device: torch.device) -> int:
+    count = torch.tensor([value], dtype=torch.int64, device=_collective_device(device))
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    return int(count.item())
+
+
+def _gather_rows(mine: np.ndarray, out: np.ndarray, shares: Sequence[np.ndarray], *, device: torch.device) -> None:
+    """Fill `out` [n, width] with every rank's rows, `shares[r]` naming the places of rank r's."""
+    device = _collective_device(device)
+    longest = max(len(share) for share in shares)
+    for start in range(0, longest, _ROWS_PER_GATHER):
+        rows = min(_ROWS_PER_GATHER, longest - start)
+        piece = torch.zeros(rows, out.shape[1], device=device)
+        own = torch.from_numpy(mine[start : start + rows])
+        piece[: len(own)] = own.to(device)
+        pieces = [torch.empty_like(piece) for _ in shares]
+        dist.all_gather(pieces, piece)
+        for share, received in zip(shares, pieces):
+            places = share[start : start + rows]
+            out[places] = received[: len(places)].cpu().numpy()

@@ -1,0 +1,63 @@
+"""Where a command's results go: its own folder, which holds nothing else, and JSON files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from data.ground.errors import ConfigError
+from data.ground.files import write_atomically
+from data.ground.whole_folder import check_place
+from models.encoder import EmbeddingSettings
+from models.sizes import Size
+from trainer.evaluation.results.parts import PARTS_FOLDER
+from trainer.evaluation.results.raw import RAW_FILE
+from trainer.evaluation.results.report import Record, Verdict
+
+RESULT_FILES = ("results.json", "table.md", "figures", "runs", RAW_FILE, f"{RAW_FILE}.partial", PARTS_FOLDER)
+
+
+def output_folder(path: Path | None, ours: Sequence[str] = RESULT_FILES) -> Path | None:
+    """The folder, which the first thing written makes; one that cannot be, or that is another's, is refused."""
+    if path is None:
+        return None
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"--output {path} is a file; give a folder")
+    check_place(path, link=True)
+    if path.is_dir() and (strangers := sorted({entry.name for entry in path.iterdir()} - set(ours))):
+        raise ConfigError(f"--output {path} holds something else ({strangers[0]}); give a new or an empty folder")
+    return path
+
+
+def results_content(
+    model: Path | str,
+    sizes: Sequence[Size],
+    settings: EmbeddingSettings,
+    records: Sequence[Record],
+    verdicts: Sequence[Verdict],
+) -> dict[str, Any]:
+    """What results.json holds of one model at these sizes."""
+    return {
+        "format": 1,
+        "model": str(model),
+        "sizes": [[size.layers, size.dim] for size in sizes],
+        "settings": dataclasses.asdict(settings),
+        "records": [record.as_json() for record in records],
+        "significance": [verdict.as_json() for verdict in verdicts],
+    }
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all, in a folder that is made; what is no file (/dev/stdout) is just written to."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+    else:
+        write_atomically(path.resolve(), text)

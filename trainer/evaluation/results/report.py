@@ -1,0 +1,385 @@
+"""Results as records, and records as tables and figures.
+
+One record is one number: tidy data, so that later tables (studies, significance) select and pivot instead of walking
+nested dictionaries. Figures follow SPEC.md, Evaluation: score by size per method, and layers × dimensions heat maps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models.sizes import Size
+from trainer.evaluation.results.significance import p_text
+
+METRIC_LABELS = {
+    "ndcg_cut_10": "nDCG@10",
+    "recip_rank": "MRR",
+    "recip_rank_10": "MRR@10",
+    "map": "MAP",
+    "recall_100": "Recall@100",
+    "recall_1000": "Recall@1000",
+    "spearman": "Spearman",
+    "spearman_mean": "Spearman, mean of subsets",
+    "pearson": "Pearson",
+    "accuracy": "accuracy",
+    "f1": "F1",
+}
+# What stands at the two sizes of a pair.
+_SIDES = {"spearman": ("first sentences", "second sentences"), "ndcg_cut_10": ("queries", "documents")}
+HEADLINE_METRICS = {"sts": "spearman", "retrieval": "ndcg_cut_10", "transfer": "accuracy"}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One number. A method without sizes (BM25) has size "", layers 0 and dim 0.
+
+    Queries against documents of another depth (--across-depths) have the documents' size as well; `size` is then that
+    of the queries, and both are equally wide.
+    """
+
+    method: str
+    task: str
+    kind: str  # "sts" | "retrieval" | "transfer"
+    size: str  # the size's name in its ladder
+    layers: int
+    dim: int
+    metric: str
+    value: float
+    document_size: str = ""
+    document_layers: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON has no NaN: an undefined value is null. Without another size of documents there are no such keys."""
+        values = {**dataclasses.asdict(self), "value": None if math.isnan(self.value) else self.value}
+        return values if self.document_layers else _without_documents(values)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a test says of one size's headline metric. `p` is NaN where there is no test; `mark`: † better, ‡ worse."""
+
+    method: str
+    task: str
+    layers: int
+    dim: int
+    metric: str
+    baseline: str  # as a sentence names it
+    difference: float
+    p: float
+    mark: str
+    document_layers: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        values = dataclasses.asdict(self)
+        values = {key: None if isinstance(each, float) and math.isnan(each) else each for key, each in values.items()}
+        return values if self.document_layers else _without_documents(values)
+
+
+def _without_documents(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if not key.startswith("document_")}
+
+
+def flat(records: Iterable[Record]) -> dict[str, float]:
+    """One dictionary for logs: "task/metric/size" -> value (of one method)."""
+    return {f"{r.task}/{r.metric}/{r.size}" if r.size else f"{r.task}/{r.metric}": r.value for r in records}
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns: int = 1) -> str:
+    """A table that reads as well in a terminal as rendered: padded, numbers to the right."""
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(header))]
+
+    def render(cells: Sequence[str]) -> str:
+        padded = [c.ljust(w) if i < text_columns else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths))]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = ["-" * w if i < text_columns else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    return "\n".join([render(lines[0]), render(rule), *(render(line) for line in lines[1:])]) + "\n"
+
+
+def results_markdown(records: Sequence[Record], verdicts: Sequence[Verdict] = ()) -> str:
+    """A heading and a table a task: methods and sizes down, metrics across, and p where a size was tested."""
+    parts = []
+    for task in _in_order(record.task for record in records):
+        of_task = [record for record in records if record.task == task]
+        metrics = [m for m in _in_order(record.metric for record in of_task) if "/" not in m]
+        values = {(r.method, r.size, r.layers, r.dim, r.metric): r.value for r in of_task}
+        tests = {(v.method, v.layers, v.dim): v for v in verdicts if v.task == task}
+        rows = []
+        for method, size, layers, dim in _in_order((r.method, r.size, r.layers, r.dim) for r in of_task):
+            numbers = [_number(values.get((method, size, layers, dim, metric))) for metric in metrics]
+            shape = [str(layers), str(dim)] if layers else ["", ""]
+            if test := tests.get((method, layers, dim)):
+                numbers[metrics.index(test.metric)] += test.mark
+            numbers += [p_text(test.p if test else math.nan)] if tests else []
+            rows.append([method, size or "–", *shape, *numbers])
+        header = ["method", "size", "layers", "dim", *(METRIC_LABELS.get(metric, metric) for metric in metrics)]
+        part = f"### {task}\n\n{markdown_table([*header, *(['p'] if tests else [])], rows, text_columns=2)}"
+        if tests:
+            test = next(iter(tests.values()))
+            label = METRIC_LABELS[test.metric]
+            part += f"\np: {label} against {test.baseline}; † significantly better, ‡ significantly worse (p < 0.05)\n"
+        parts.append(part)
+    return "\n".join(parts)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One method's headline metric on one task: queries of each size (rows) by the documents' layers (columns)."""
+
+    task: str
+    method: str
+    metric: str
+    sizes: tuple[Size, ...]
+    names: tuple[str, ...]  # the sizes' in their ladder
+    depths: tuple[int, ...]
+    values: np.ndarray  # float64 [sizes, depths]; the query's own depth among them
+
+
+def grids_of(records: Sequence[Record], across: Sequence[Record]) -> list[Grid]:
+    """`records`: both sides of one size; `across`: documents of another depth."""
+    grids = []
+    for task, method in _in_order((record.task, record.method) for record in across):
+        of_both = [r for r in (*records, *across) if (r.task, r.method) == (task, method)]
+        metric = HEADLINE_METRICS[of_both[0].kind]
+        values = {
+            (r.layers, r.dim, r.document_layers or r.layers): r.value
+            for r in of_both
+            if r.layers and r.metric == metric
+        }
+        names = {Size(r.layers, r.dim): r.size for r in of_both if r.layers}
+        sizes, depths = tuple(sorted(names)), tuple(sorted({size.layers for size in names}))
+        table = [[values.get((size.layers, size.dim, depth), math.nan) for depth in depths] for size in sizes]
+        shown = tuple(names[size] for size in sizes)
+        grids.append(Grid(task, method, metric, sizes, shown, depths, np.array(table)))
+    return grids
+
+
+def grids_markdown(grids: Iterable[Grid], verdicts: Sequence[Verdict] = ()) -> str:
+    """A heading and a table a task and method: queries down, documents across."""
+    marks = {(v.task, v.method, v.layers, v.dim, v.document_layers): v.mark for v in verdicts}
+    parts = []
+    for grid in grids:
+        label, first, second = METRIC_LABELS[grid.metric], *_SIDES[grid.metric]
+        rows = []
+        for size, name, values in zip(grid.sizes, grid.names, grid.values.tolist()):
+            places = [(grid.task, grid.method, size.layers, size.dim, depth) for depth in grid.depths]
+            cells = [_number(value) + marks.get(place, "") for value, place in zip(values, places)]
+            rows.append([name, str(size.layers), str(size.dim), *cells])
+        header = [first, "layers", "dim", *(f"{depth} layer{'s' * (depth > 1)}" for depth in grid.depths)]
+        part = f"### {grid.task}: {grid.method}, {label}, {first} (rows) by {second} of other depths (columns)\n\n"
+        part += markdown_table(header, rows)
+        if any(place[:2] == (grid.task, grid.method) for place in marks):
+            part += f"\n{second} of another depth against the row's own: † significantly better, ‡ significantly worse"
+            part += " (p < 0.05)\n"
+        parts.append(part)
+    return "\n".join(parts)
+
+
+def plot_grids(grids: Iterable[Grid], folder: Path) -> list[Path]:
+    """A heat map a task and method."""
+    written = []
+    for grid in grids:
+        figure = _draw_numbers(
+            grid.values,
+            rows=[f"{size}".replace("x", "×") for size in grid.sizes],
+            columns=[str(depth) for depth in grid.depths],
+            ylabel=_SIDES[grid.metric][0],
+            xlabel=f"layers of {_SIDES[grid.metric][1]}",
+            title=f"{grid.task}: {grid.method}",
+            label=METRIC_LABELS[grid.metric],
+        )
+        name = f"{file_name(grid.task)}_{grid.metric}_{file_name(grid.method)}_across_depths.png"
+        written.append(save_figure(figure, folder / name))
+    return written
+
+
+def size_scores(records: Iterable[Record], *, task: str, metric: str, method: str) -> dict[Size, float]:
+    """Size -> value of one method on one task."""
+    return {
+        Size(r.layers, r.dim): r.value
+        for r in records
+        if r.layers and (r.task, r.metric, r.method) == (task, metric, method)
+    }
+
+
+def plot_score_by_size(
+    curves: Mapping[str, Mapping[Size, float]],
+    path: str | Path,
+    *,
+    title: str,
+    ylabel: str,
+    names: Mapping[Size, str] | None = None,
+    levels: Mapping[str, float] | None = None,
+) -> Path:
+    """A line a method over the sizes (equal steps: sizes are ordered categories); `levels`: dashed reference lines."""
+    plt = _pyplot()
+    sizes = sorted({size for curve in curves.values() for size in curve})
+    figure, axes = plt.subplots(figsize=(max(5.0, 1.0 + 0.9 * len(sizes)), 3.8), layout="constrained")
+    for (method, curve), marker in zip(curves.items(), "osD^vPX*" * len(curves)):
+        places = [place for place, size in enumerate(sizes) if size in curve]
+        axes.plot(places, [curve[sizes[place]] for place in places], marker=marker, markersize=5, label=method)
+    for number, (method, value) in enumerate((levels or {}).items()):
+        axes.axhline(value, linestyle=("--", ":", "-.")[number % 3], linewidth=1.2, color="0.35", label=method)
+    labels = [
+        f"{name}\n{size}" if (name := (names or {}).get(size, str(size))) != str(size) else name for size in sizes
+    ]
+    axes.set_xticks(range(len(sizes)), [label.replace("x", "×") for label in labels])
+    axes.set_xlabel("size (layers × dimensions)")
+    axes.set_ylabel(ylabel)
+    axes.set_title(title)
+    axes.grid(axis="y", linewidth=0.5, alpha=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    add_legend(axes)
+    return save_figure(figure, path)
+
+
+def plot_heat_map(
+    values: Mapping[Size, float], path: str | Path, *, title: str, label: str, difference: bool = False
+) -> Path:
+    """`draw_heat_map` as a file."""
+    return save_figure(draw_heat_map(values, title=title, label=label, difference=difference), path)
+
+
+def draw_heat_map(values: Mapping[Size, float], *, title: str, label: str, difference: bool = False) -> Any:
+    """Layers up, dimensions across, the number in each cell. `difference`: colours centred on zero.
+
+    The matplotlib figure is the caller's to close (`close_figure`).
+    """
+    layers = sorted({size.layers for size in values})
+    dims = sorted({size.dim for size in values})
+    grid = np.full((len(layers), len(dims)), np.nan)
+    for size, value in values.items():
+        grid[layers.index(size.layers), dims.index(size.dim)] = value
+    return _draw_numbers(
+        grid,
+        rows=[str(layer) for layer in layers],
+        columns=[str(dim) for dim in dims],
+        ylabel="layers",
+        xlabel="dimensions",
+        title=title,
+        label=label,
+        difference=difference,
+    )
+
+
+def _draw_numbers(
+    grid: np.ndarray,
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    ylabel: str,
+    xlabel: str,
+    title: str,
+    label: str,
+    difference: bool = False,
+) -> Any:
+    """A number in each cell of `grid`, float64 [rows, columns], the first row at the bottom."""
+    plt = _pyplot()
+    finite = grid[np.isfinite(grid)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    if difference:
+        high = max(abs(low), abs(high)) or 1.0
+        low = -high
+    figure, axes = plt.subplots(figsize=(2.4 + 0.75 * len(columns), 1.6 + 0.5 * len(rows)), layout="constrained")
+    image = axes.imshow(
+        grid, origin="lower", aspect="auto", cmap="RdBu" if difference else "viridis", vmin=low, vmax=high
+    )
+    for row, column in np.ndindex(grid.shape):
+        value = float(grid[row, column])
+        if math.isfinite(value):
+            shade = (value - low) / ((high - low) or 1.0)
+            dark = 0.25 < shade < 0.75 if difference else shade > 0.6
+            text = f"{value:+.3f}" if difference else f"{value:.3f}"
+            axes.text(column, row, text, ha="center", va="center", fontsize=8, color="black" if dark else "white")
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.set_title(title)
+    figure.colorbar(image, ax=axes, label=label)
+    return figure
+
+
+def plot_records(records: Sequence[Record], folder: str | Path) -> list[Path]:
+    """The headline metric of every task: a line figure, and a heat map a method where the sizes make a grid."""
+    folder = Path(folder)
+    written = []
+    for task in _in_order(record.task for record in records):
+        of_task = [record for record in records if record.task == task]
+        metric = HEADLINE_METRICS[of_task[0].kind]
+        label = METRIC_LABELS[metric]
+        methods = _in_order(record.method for record in of_task)
+        curves = {method: size_scores(of_task, task=task, metric=metric, method=method) for method in methods}
+        levels = {r.method: r.value for r in of_task if not r.layers and r.metric == metric}
+        curves = {method: curve for method, curve in curves.items() if curve}
+        names = {Size(r.layers, r.dim): r.size for r in of_task if r.layers}
+        stem = f"{file_name(task)}_{metric}"
+        if any(len(curve) > len({size.layers for size in curve}) for curve in curves.values()):
+            for method, curve in curves.items():
+                path = folder / f"{stem}_{file_name(method)}_grid.png"
+                written.append(plot_heat_map(curve, path, title=f"{task}: {method}", label=label))
+        else:
+            path = folder / f"{stem}.png"
+            written.append(plot_score_by_size(curves, path, title=task, ylabel=label, names=names, levels=levels))
+    return written
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None or math.isnan(value) else f"{value:.4f}"
+
+
+def _in_order(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+def file_name(text: str) -> str:
+    """A text as part of a file's name."""
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in text)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")  # figures are files; a login node has no display
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def new_axes() -> tuple[Any, Any]:
+    """A figure in the house's look and its axes; `save_figure` closes it."""
+    figure, axes = _pyplot().subplots(figsize=(6.0, 3.8), layout="constrained")
+    axes.grid(axis="y", linewidth=0.5, alpha=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def add_legend(axes: Any) -> None:
+    """Names where there are several; beside the axes where many lines would run through them."""
+    entries = len(axes.get_legend_handles_labels()[1])
+    if entries > 4:
+        axes.figure.set_figwidth(axes.figure.get_figwidth() + 1.6)
+        axes.figure.legend(loc="outside right center", frameon=False, fontsize=8)
+    elif entries > 1:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def save_figure(figure: Any, path: str | Path) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    close_figure(figure)
+    return path
+
+
+def close_figure(figure: Any) -> None:
+    """Figures are kept until they are closed."""
+    _pyplot().close(figure)

@@ -1,0 +1,168 @@
+"""A corpus' vectors block by block for the command line: over ranks, through a store, and leaving when asked.
+
+Every rank encodes blocks of its own, alone, and searches blocks of its own; only the best keys meet, on rank 0. So
+ranks need not agree on anything before their blocks are done, and the blocks, and with them the vectors, are the same
+whatever the number of ranks, if the blocks are as long. What training evaluates in its middle is different: an engine
+with partitioned weights needs every rank in every pass, see `encode`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from tqdm import tqdm
+
+from models.sizes import Size
+from trainer.distributed import World, gather_objects
+from trainer.evaluation.encoding.encode import Forward
+from trainer.evaluation.search.vectors import VectorStore, cut
+from trainer.evaluation.tasks.retrieval import Block
+from trainer.resilience.stopping import Stopped
+
+log = logging.getLogger(__name__)
+
+EncodeWhole = Callable[[Sequence[str]], Mapping[Size, np.ndarray]]
+"""Texts to the widest size of every layer count (`vectors.widest`), float32, not normalised, on this rank alone."""
+
+_SECONDS_BETWEEN_LINES = 30.0
+_LOWEST_KEY = torch.iinfo(torch.int64).min
+
+
+class Progress:
+    """Texts encoded of this rank's share, with the time left: a bar in a terminal, a line now and then elsewhere."""
+
+    def __init__(self, name: str, *, shown: bool) -> None:
+        self._name, self._shown = name, shown
+        self._total = self._done = 0
+        self._begin = self._said = time.monotonic()
+        self._bar = tqdm(disable=True)
+
+    def expect(self, total: int) -> None:
+        """So many texts will pass from here on."""
+        self._total, self._done = total, 0
+        self._begin = self._said = time.monotonic()
+        if self._shown and sys.stderr.isatty():
+            self._bar = tqdm(total=total, desc=self._name, unit="text", leave=False)
+
+    def advance(self, texts: int) -> None:
+        self._done += texts
+        self._bar.update(texts)
+        now = time.monotonic()
+        if self._shown and self._bar.disable and now - self._said >= _SECONDS_BETWEEN_LINES:
+            self._said = now
+            left = (self._total - self._done) * (now - self._begin) / self._done
+            log.info("%s: %d of %d texts, %.0f minutes left", self._name, self._done, self._total, max(0.0, left) / 60)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def watched(forward: Forward, wanted: Callable[[], str | None]) -> Forward:
+    """`forward` that raises Stopped where the process was asked to stop (`wanted`: why)."""
+
+    def watching(input_ids: Tensor, mask_or_offsets: Tensor) -> tuple[Tensor, ...]:
+        if reason := wanted():
+            raise Stopped(reason)
+        return forward(input_ids, mask_or_offsets)
+
+    return watching
+
+
+def counted(forward: Forward, progress: Progress, *, flat: bool) -> Forward:
+    """`forward` that tells how many texts have passed. `flat`: what it takes, see `encode`."""
+
+    def counting(input_ids: Tensor, mask_or_offsets: Tensor) -> tuple[Tensor, ...]:
+        vectors = forward(input_ids, mask_or_offsets)
+        progress.advance(len(mask_or_offsets) - flat)
+        return vectors
+
+    return counting
+
+
+@contextlib.contextmanager
+def leaving_together(world: World) -> Iterator[None]:
+    """A rank that is stopped inside waits for the others at the end; then all of them raise Stopped."""
+    reason = ""
+    try:
+        yield
+    except Stopped as stopped:
+        reason = str(stopped)
+    reasons = gather_objects(reason)
+    if said := next(filter(None, reasons), ""):
+        raise Stopped(said)
+
+
+def encoded_blocks(
+    documents: Sequence[str],
+    encode_whole: EncodeWhole,
+    *,
+    rows_per_block: int,
+    similarity: str,
+    world: World,
+    progress: Progress,
+) -> Iterator[Block]:
+    """This rank's blocks, encoded and dropped."""
+    mine = range(0, len(documents), rows_per_block)[world.rank :: world.size]
+    progress.expect(sum(len(documents[start : start + rows_per_block]) for start in mine))
+    with leaving_together(world):
+        for start in mine:
+            yield start, partial(_cut_of, encode_whole(documents[start : start + rows_per_block]), similarity)
+    progress.close()
+
+
+def stored_blocks(
+    documents: Sequence[str],
+    encode_whole: EncodeWhole,
+    store: VectorStore,
+    *,
+    similarity: str,
+    world: World,
+    progress: Progress,
+) -> Iterator[Block]:
+    """This rank's blocks, read from the store, after all ranks have encoded what it lacked."""
+    # One rank looks, before any rank writes.
+    missing = gather_objects(store.missing() if world.is_main else [])[0]
+    if len(missing) < store.num_blocks:
+        log.info("%s: %d of %d blocks are there", store.folder, store.num_blocks - len(missing), store.num_blocks)
+    mine = missing[world.rank :: world.size]
+    progress.expect(sum(len(store.rows_of(block)) for block in mine))
+    with leaving_together(world):
+        for block in mine:
+            rows = store.rows_of(block)
+            store.write(block, encode_whole(documents[rows.start : rows.stop]))
+    progress.close()
+    for block in range(store.num_blocks)[world.rank :: world.size]:
+        yield store.rows_of(block).start, partial(_stored, store, block, similarity)
+
+
+def merge_keys(keys: Tensor, k: int, *, world: World) -> Tensor:
+    """The best k keys of all ranks on rank 0, int64 [queries, k]; what the others get means nothing.
+
+    `k`: at most as many as there are documents over all ranks. Every rank calls it.
+    """
+    if world.size == 1:
+        return keys
+    collective = world.device if dist.get_backend() == "nccl" else torch.device("cpu")
+    mine = torch.full((len(keys), k), _LOWEST_KEY, dtype=torch.int64, device=collective)
+    mine[:, : keys.shape[1]] = keys.to(collective)
+    pieces = [torch.empty_like(mine) for _ in range(world.size)] if world.is_main else None
+    dist.gather(mine, pieces, dst=0)
+    return keys if pieces is None else torch.topk(torch.cat(pieces, dim=1), k, dim=1).values
+
+
+def _cut_of(vectors: Mapping[Size, np.ndarray], similarity: str, size: Size) -> Tensor:
+    whole = next(rows for stored, rows in vectors.items() if stored.layers == size.layers)
+    return cut(whole, size, similarity=similarity)
+
+
+def _stored(store: VectorStore, block: int, similarity: str, size: Size) -> Tensor:
+    return cut(store.read(block, size.layers), size, similarity=similarity)

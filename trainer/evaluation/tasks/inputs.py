@@ -1,0 +1,90 @@
+"""Text files of evaluation tasks, line by line: whatever is wrong with one is a sentence with the file and the line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from data.ground.errors import DataError
+from data.ground.files import first_line, is_unicode, reading
+
+_MEND = "mend or remove it"
+_WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
+
+
+def text_lines(path: Path, what: str) -> Iterator[tuple[int, str]]:
+    """Numbers, from 1, and lines with their ends; a name that ends in .gz is read through gzip.
+
+    Lines end at "\\n" alone: texts may hold what Unicode calls a line break.
+    """
+    with (
+        reading(path, what=what),
+        gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file,
+    ):
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path} line {number} is not UTF-8 (its byte {error.start}); convert the file"
+                ) from error
+            yield number, text
+
+
+def json_lines(path: Path, what: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where a row stands, for sentences, and the row; empty lines are left out."""
+    for number, line in text_lines(path, what):
+        if not line.strip():
+            continue
+        where = f"{path} line {number}"
+        try:
+            row = json.loads(line)
+        except RecursionError as error:
+            raise DataError(f"{where} is nested too deep; {_MEND}") from error
+        except ValueError as error:
+            raise DataError(f"{where} is not JSON ({first_line(error)}); {_MEND}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{where} is no JSON object; {_MEND}")
+        yield where, row
+
+
+def text_of(row: dict[str, Any], key: str, where: str, *, optional: bool = False) -> str:
+    """A row's text. `optional`: it may be absent or null, and is then empty."""
+    value = row.get(key)
+    if value is None and optional:
+        return ""
+    if key not in row:
+        known = ", ".join(map(repr, list(row)[:6]))
+        raise DataError(f"{where} has no {key!r} but {known}; rename the column, or add it")
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {key!r} holds {_kind(value)}, not a text; {_MEND}")
+    return whole_text(value, where)
+
+
+def id_of(row: dict[str, Any], key: str, where: str) -> str:
+    """A row's id: a text that is not empty, or a whole number, which is the same as its digits."""
+    value = row.get(key)
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise DataError(f"{where} has no {key} that is a text or a whole number; {_MEND}")
+    return whole_text(str(value), where)
+
+
+def whole_text(text: str, where: str) -> str:
+    """Refuse halves of surrogate pairs, which JSON can write and no encoding of text can."""
+    if not text.isascii() and not is_unicode(text):
+        raise DataError(f"{where} holds half of a surrogate pair, which is no character; {_MEND}")
+    return text
+
+
+def whole_number(text: str, *, most: int) -> int | None:
+    """A whole number of ASCII digits between -most and most; None for anything else."""
+    return int(text) if _WHOLE_NUMBER.fullmatch(text) and abs(int(text)) <= most else None
+
+
+def _kind(value: object) -> str:
+    kinds = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return "null" if value is None else kinds.get(type(value), type(value).__name__)

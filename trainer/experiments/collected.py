@@ -1,0 +1,87 @@
+"""What a study found, read from its raw results: a sample for each arm, task, metric and size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from data.ground.errors import ConfigError
+from data.ground.records import Record, read_record
+from models.sizes import Size
+from trainer.evaluation.results.comparison import Sample, average, samples_of
+from trainer.evaluation.results.raw import RAW_FILE, Key, RawResults, read_raw
+from trainer.experiments.plan import Study, results_of
+
+AVERAGE = "average"
+LATENCY_FILE = "latency.json"
+
+
+class _Latency(Record):
+    milliseconds: float
+
+
+class _Latencies(Record):
+    sizes: dict[str, _Latency]
+
+
+TRAINED = "trained"  # the method's name in an evaluation's own files
+
+Column = Size | str  # a size, or AVERAGE
+
+
+@dataclass
+class Collected:
+    """samples: (arm, task, metric) -> column -> sample. The average is over the ladder, where all of it is there."""
+
+    kinds: dict[str, str]  # task -> kind
+    samples: dict[tuple[str, str, str], dict[Column, Sample]]
+    references: dict[tuple[str, str, str], dict[Column, Sample]]  # BM25 (column AVERAGE), untrained
+    missing: list[str]
+    latency_ms: dict[Size, float] = field(default_factory=dict)
+
+
+def collect(study: Study) -> Collected:
+    """Read every result that is there, in the order of the study file."""
+    found: dict[tuple[str, str, int, int], dict[int, tuple[RawResults, Key]]] = {}
+    references: dict[tuple[str, str, int, int], dict[int, tuple[RawResults, Key]]] = {}
+    kinds: dict[str, str] = {}
+    missing = []
+    for result in results_of(study):
+        if not (result.folder / RAW_FILE).is_file():
+            missing.append(str(result.folder.relative_to(study.output / "results")))
+            continue
+        raw = read_raw(result.folder / RAW_FILE)
+        kinds |= {task.name: task.kind for task in raw.tasks.values()}
+        for key in raw.values:
+            task, method, layers, dim = key
+            where, name = (found, result.arm) if method == TRAINED else (references, method)
+            of_size = where.setdefault((name, task, layers, dim), {})
+            if method == TRAINED or not of_size:
+                of_size[result.seed] = (raw, key)
+    if not found:
+        raise ConfigError(f"{study.output / 'results'} holds no result of {study.path}; run the study first")
+    order = [name for name in study.evaluation.task_names if name in kinds]
+    latency = study.output / "results" / LATENCY_FILE
+    latency_ms = {}
+    if latency.is_file():
+        sizes = read_record(latency, _Latencies, mend="remove it; it is then measured again").sizes
+        latency_ms = {Size.parse(name): values.milliseconds for name, values in sizes.items()}
+    return Collected(
+        {task: kinds[task] for task in order},
+        _in_columns(study, found),
+        _in_columns(study, references),
+        missing,
+        latency_ms,
+    )
+
+
+def _in_columns(
+    study: Study, found: dict[tuple[str, str, int, int], dict[int, tuple[RawResults, Key]]]
+) -> dict[tuple[str, str, str], dict[Column, Sample]]:
+    columns: dict[tuple[str, str, str], dict[Column, Sample]] = {}
+    for (name, task, layers, dim), by_seed in found.items():
+        for metric, sample in samples_of(by_seed).items():
+            columns.setdefault((name, task, metric), {})[Size(layers, dim) if layers else AVERAGE] = sample
+    for by_column in columns.values():
+        if all(size in by_column for size in study.ladder):
+            by_column[AVERAGE] = average([by_column[size] for size in study.ladder])
+    return columns

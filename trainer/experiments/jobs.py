@@ -1,0 +1,295 @@
+"""A study's commands: started in order, several at once where asked, timed, and stopped together.
+
+Every job is a command that a user would type, in a process group of its own. A job starts when those it needs are
+complete and a place is free; `jobs` places share the machine: its GPUs, `ranks` a place, or else its cores. A wish to
+stop (a signal, the stop file, the clock) goes to all commands in progress, which save; so does the failure of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from data.ground.command import MISTAKE_CODE
+from data.ground.errors import CommandEnd, ConfigError, DataError
+from data.ground.records import Record, parse_record
+from trainer.distributed import free_port
+from trainer.resilience.stopping import STOP_FILE_VARIABLE, STOPPED_CODE, Stopped, started_by_me
+
+log = logging.getLogger(__name__)
+
+TIMINGS_FILE = "timings.jsonl"
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class RunFailed(CommandEnd):
+    """A run that ended without DONE, neither by a mistake of the user's nor by a wish to stop."""
+
+
+class _Timing(Record):
+    name: str
+    kind: str
+    seconds: float
+    complete: bool
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command. `kind`: jobs of one kind take about the same time. `needs`: names of jobs that come before."""
+
+    name: str
+    kind: str
+    command: Callable[[], Sequence[object]]  # the module and its arguments, asked for when it starts
+    needs: frozenset[str] = frozenset()
+    ranks: int = 1
+    before: Callable[[], None] = _nothing
+    after: Callable[[], None] = _nothing  # when it is complete
+    # What it left, where exit codes do not say.
+    done: Callable[[], bool] | None = None
+    stopped: Callable[[], bool] | None = None
+
+
+@dataclass
+class Work:
+    """Carries jobs out and listens for a wish to stop.
+
+    output: where logs and timings go. gpus: this machine's, as CUDA_VISIBLE_DEVICES names them; none: cores.
+    """
+
+    output: Path
+    stop_after_minutes: float = 0.0
+    places: int = 1
+    gpus: Sequence[str] = ()
+    _begin: float = field(default_factory=time.monotonic)
+    _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _stopping: str = ""
+    _failed: str = ""
+    _todo: dict[str, str] = field(default_factory=dict)  # name -> kind
+    _total: int = 0
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def minutes_left(self) -> float | None:
+        """Before this process should stop; None: no limit."""
+        if not self.stop_after_minutes:
+            return None
+        return self.stop_after_minutes - (time.monotonic() - self._begin) / 60
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[Work]:
+        before = {number: signal.signal(number, self._on_signal) for number in _STOP_SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stopping = signal.Signals(number).name
+        self._stop_all()
+
+    def _stop_all(self) -> None:
+        for process in list(self._processes.values()):
+            _terminate(process)
+
+    def carry_out(self, jobs: Sequence[Job]) -> None:
+        """Run all jobs. Raises Stopped, or what the first failure was when the others have saved and ended."""
+        self._todo = {job.name: job.kind for job in jobs}
+        self._total = len(jobs)
+        waiting, running, free = list(jobs), dict[Future[None], int](), list(range(self.places))
+        failures: list[BaseException] = []
+        with ThreadPoolExecutor(self.places) as pool:
+            while waiting or running:
+                ready = [] if failures else [job for job in waiting if not job.needs & self._todo.keys()]
+                for job in ready[: len(free)]:
+                    waiting.remove(job)
+                    place = free.pop(0)
+                    running[pool.submit(self._carry_out, job, place)] = place
+                if not running:
+                    break
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    free = sorted([*free, running.pop(future)])
+                    if (error := future.exception()) is not None:
+                        failures.append(error)
+                        self._failed = self._failed or str(error)
+                        self._stop_all()
+        # A failure says more than that others stopped because of it.
+        failures.sort(key=lambda error: isinstance(error, Stopped))
+        if failures:
+            raise failures[0]
+        assert not waiting, f"{waiting[0].name} waits for {sorted(waiting[0].needs)}, which nobody makes"
+
+    def _carry_out(self, job: Job, place: int) -> None:
+        name = job.name
+        if reason := self._stopping or self._failed or self._asked_to_stop():
+            raise Stopped(f"stopped before {name} ({reason}); the same command goes on")
+        job.before()
+        module, *arguments = map(str, job.command())
+        words = [sys.executable, "-m", module, *arguments]
+        if job.ranks > 1:
+            launcher = [str(Path(sys.executable).with_name("deepspeed")), *self._launched_on(place, job.ranks)]
+            words = [*launcher, "--master_port", str(free_port()), "--module", module, *arguments]
+        path = self.output / "logs" / f"{name.replace('/', '_').replace(' ', '_')}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        begin = time.monotonic()
+        with path.open("ab") as file:
+            file.write(f"$ {shlex.join(words)}\n".encode())
+            file.flush()
+            with self._lock:
+                at = self._total - len(self._todo) + len(self._processes) + 1
+                log.info("[%d/%d] %s%s", min(at, self._total), self._total, name, self._eta())
+                process = self._processes[name] = subprocess.Popen(
+                    words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **self._environment(place, job.ranks), **started_by_me()},
+                    # A launcher does not pass signals on, so all its processes get them as one group.
+                    start_new_session=True,
+                )
+            if self._stopping or self._failed:  # asked while it was being started
+                _terminate(process)
+            code = process.wait()
+        complete = job.done() if job.done else code == 0
+        with self._lock:
+            del self._processes[name]
+            self._note(name, job.kind, seconds=time.monotonic() - begin, complete=complete)
+        if complete:
+            job.after()
+            with self._lock:
+                del self._todo[name]
+            return
+        if self._stopping or self._failed or code == STOPPED_CODE or (job.stopped is not None and job.stopped()):
+            reason = self._stopping or self._failed or "the run was asked to stop"
+            raise Stopped(f"stopped in {name} ({reason}); the same command goes on")
+        said = _last_error(path)
+        if code == MISTAKE_CODE and said:
+            raise ConfigError(f"{name}: {said}")
+        raise RunFailed(f"{name} ended with code {code} and is not complete; its own words are in {path}")
+
+    def _launched_on(self, place: int, ranks: int) -> list[str]:
+        if self.places == 1 or not self.gpus:
+            return ["--num_gpus", str(ranks)]
+        return ["--include", f"localhost:{','.join(self.gpus[place * ranks : (place + 1) * ranks])}"]
+
+    def _environment(self, place: int, ranks: int) -> dict[str, str]:
+        """What is a place's own of the machine."""
+        if shutil.which("nvidia-smi") is None:
+            changes = {"DS_ACCELERATOR": "cpu"}
+            if self.places > 1 and "OMP_NUM_THREADS" not in os.environ:
+                changes["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // (self.places * ranks)))
+            return changes
+        if self.places == 1 or ranks > 1:
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": self.gpus[place]}
+
+    def _asked_to_stop(self) -> str:
+        """Why no further command should start; training in progress looks at the same two itself."""
+        stop_file = os.environ.get(STOP_FILE_VARIABLE)
+        if stop_file and Path(stop_file).exists():
+            return "stop file"
+        return "its minutes are over" if self.minutes_left is not None and self.minutes_left <= 0 else ""
+
+    def _note(self, name: str, kind: str, *, seconds: float, complete: bool) -> None:
+        line = {"name": name, "kind": kind, "seconds": round(seconds, 1), "complete": complete}
+        with (self.output / TIMINGS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _eta(self) -> str:
+        """From what the same kind took, or else the same stage; nothing before the first of a stage has ended."""
+        path = self.output / TIMINGS_FILE
+        if not path.is_file() or not self._todo:
+            return ""
+        seconds: dict[str, dict[str, float]] = {}  # kind -> name -> seconds, interrupted tries included
+        complete = set()
+        for entry in _timings(path):
+            of_kind = seconds.setdefault(entry["kind"], {})
+            of_kind[entry["name"]] = of_kind.get(entry["name"], 0.0) + entry["seconds"]
+            complete |= {entry["name"]} if entry["complete"] else set()
+        whole = {kind: [s for name, s in named.items() if name in complete] for kind, named in seconds.items()}
+        total, unknown = 0.0, 0
+        for kind in self._todo.values():
+            times = whole.get(kind) or [
+                s for other, values in whole.items() if other.split("/")[0] == kind.split("/")[0] for s in values
+            ]
+            total += sum(times) / len(times) if times else 0.0
+            unknown += not times
+        open_end = f" and {unknown} of unknown length" if unknown else ""
+        return f", about {_duration(total / self.places)} left{open_end}" if total else ""
+
+
+def training_job(
+    name: str,
+    kind: str,
+    module: str,
+    recipe_file: Path,
+    settings: Sequence[str],
+    folder: Path,
+    work: Work,
+    *,
+    ranks: int,
+    done: Callable[[], bool],
+) -> Job:
+    """A training run in `folder`, which is told how many of the work's minutes are left when it starts."""
+    stopped = folder / "STOPPED"
+
+    def command() -> list[str]:
+        left = [] if work.minutes_left is None else [f"train.stop_after_minutes={max(0.02, work.minutes_left):.3f}"]
+        return [module, "--config", str(recipe_file), *(f"--{setting}" for setting in (*settings, *left))]
+
+    return Job(
+        name,
+        kind,
+        command,
+        ranks=ranks,
+        before=lambda: stopped.unlink(missing_ok=True),
+        done=done,
+        stopped=stopped.is_file,
+    )
+
+
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended, and its thread has not yet said so
+            os.killpg(process.pid, signal.SIGTERM)
+
+
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
+
+
+def _timings(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of timings.jsonl, but for one that was cut off: they are for the time left alone."""
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(DataError):
+            yield parse_record(line, _Timing, where=str(path)).model_dump()
+
+
+def _last_error(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")

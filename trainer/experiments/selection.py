@@ -1,0 +1,196 @@
+"""The choice among seeds: each trained for a part of its steps, the best on held-out tasks trained to the end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict
+
+from data.ground.errors import ConfigError, DataError
+from data.ground.files import write_atomically
+from data.ground.records import Record, parse_json, read_record
+from trainer.build import open_shards, total_steps
+from trainer.config.load import as_toml, load_recipe
+from trainer.config.schema import COMMANDS
+from trainer.evaluation.tasks.retrieval import load_beir
+from trainer.evaluation.tasks.sts import read_sts
+from trainer.experiments.jobs import Job, Work, training_job
+
+log = logging.getLogger(__name__)
+SELECTION = "selection.json"
+_METRICS = ("spearman", "ndcg_cut_10")
+_OWN = ("run.seed", "run.output", "run.resume", "train.stop_at_step", "evaluation.every_steps")
+
+
+class Selection(Record):
+    """selection.json."""
+
+    model_config = ConfigDict(allow_inf_nan=True)  # what a seed's evaluation gave
+
+    identity: dict[str, Any]
+    scores: dict[str, dict[str, float]]
+    means: dict[str, float] | None = None
+    best: int | None = None
+    why: str | None = None
+    model: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one command does: `overrides` are the user's, `step` that of the comparison."""
+
+    recipe_file: Path
+    overrides: tuple[str, ...]
+    seeds: tuple[int, ...]
+    step: int
+    output: Path
+    ranks: int
+    identity: Mapping[str, Any]
+    module: str
+
+    def run(self, seed: int) -> Path:
+        return self.output / f"seed_{seed}"
+
+
+def make_plan(args: argparse.Namespace, settings: Sequence[str]) -> Plan:
+    """Everything that can be wrong is found here, before anything is written."""
+    if len(set(args.seeds)) < 2 or len(set(args.seeds)) < len(args.seeds) or min(args.seeds) < 0:
+        raise ConfigError(f"--seeds {args.seeds} must be two or more different numbers from 0")
+    if not 0 < args.share < 1:
+        raise ConfigError(f"--share {args.share} must lie between 0 and 1")
+    if args.ranks < 1:
+        raise ConfigError(f"--ranks {args.ranks} must be at least 1")
+    for text in settings:
+        if not (text.startswith("--") and "=" in text):
+            raise ConfigError(f"{text!r} is not understood; settings are given as --section.key=value")
+        if text[2:].partition("=")[0] in _OWN:
+            raise ConfigError(f"{text!r} is what this command decides itself; leave it out")
+    overrides = [text[2:] for text in settings]
+    for key in ("sts", "beir"):
+        if args.sts or args.beir:
+            overrides.append(f"evaluation.{key}={json.dumps(getattr(args, key))}")
+    overrides += [f"evaluation.split={args.split}"] if args.split else []
+    recipe = load_recipe(args.recipe, overrides)
+    if not recipe.evaluation.sts and not recipe.evaluation.beir:
+        raise ConfigError("nothing to compare seeds on; give a development set with --sts or --beir")
+    for path in recipe.evaluation.sts:
+        read_sts(path)
+    for folder in recipe.evaluation.beir:
+        load_beir(folder, split=recipe.evaluation.split)
+    steps = recipe.train.steps or total_steps(recipe, open_shards(recipe))
+    step = round(args.share * steps)
+    if not 1 <= step < steps:
+        raise ConfigError(
+            f"--share {args.share} of {steps} steps is step {step}, which leaves nothing to compare or "
+            "to go on with; give another share or more steps"
+        )
+    output = Path(args.output)
+    identity = {"recipe": as_toml(recipe), "seeds": args.seeds, "step": step, "ranks": args.ranks}
+    saved = output / SELECTION
+    if saved.is_file() and _read(saved)["identity"] != identity:
+        raise ConfigError(
+            f"{output} holds a selection by another recipe, other seeds or steps; choose another --output"
+        )
+    if not saved.is_file() and output.is_dir() and any(output.iterdir()):
+        raise ConfigError(f"--output {output} holds other files; choose a new or empty folder")
+    module = f"trainer.{COMMANDS[recipe.objective.name]}"
+    return Plan(
+        Path(args.recipe), tuple(overrides), tuple(args.seeds), step, output, args.ranks, identity, module
+    )  # fmt: skip
+
+
+def carry_out(plan: Plan, work: Work) -> dict[str, Any]:
+    """Train what is not trained yet; returns what selection.json holds."""
+    saved = plan.output / SELECTION
+    found: dict[str, Any] = {"identity": dict(plan.identity), "scores": {}}
+    if saved.is_file():
+        found = _read(saved)
+    else:
+        plan.output.mkdir(parents=True, exist_ok=True)
+        _write(saved, found)
+
+    def note_scores(seed: int) -> None:
+        found["scores"][str(seed)] = scores_at(plan.run(seed), plan.step)
+        _write(saved, found)
+
+    work.carry_out([_start(plan, seed, work, note_scores) for seed in plan.seeds if str(seed) not in found["scores"]])
+    if "best" not in found:
+        found |= select(found["scores"], plan.step)
+        _write(saved, found)
+        log.info("%s", found["why"])
+    if not (plan.run(found["best"]) / "DONE").is_file():
+        work.carry_out([_rest(plan, found["best"], work)])
+    for seed in plan.seeds:
+        shutil.rmtree(plan.run(seed) / "checkpoints", ignore_errors=True)
+    found["model"] = str(plan.run(found["best"]) / "model")
+    _write(saved, found)
+    return found
+
+
+def select(scores: Mapping[str, Mapping[str, float]], step: int) -> dict[str, Any]:
+    """The seed with the highest mean, the first of equals; seeds whose scores are not numbers come last."""
+    means = {seed: sum(values.values()) / len(values) for seed, values in scores.items()}
+    best = max(means, key=lambda seed: -math.inf if math.isnan(means[seed]) else means[seed])
+    others = ", ".join(f"{mean:.4f} with seed {seed}" for seed, mean in means.items() if seed != best)
+    why = f"seed {best} has the highest mean at step {step}: {means[best]:.4f}, against {others}"
+    return {"means": means, "best": int(best), "why": why}
+
+
+def scores_at(run: Path, step: int) -> dict[str, float]:
+    """task/metric/size -> score of the run's evaluation at a step; empty where there is none."""
+    path = run / "metrics.jsonl"
+    found: dict[str, float] = {}
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        entry: Any = None
+        with contextlib.suppress(DataError):  # a line that was cut off
+            entry = parse_json(line, where=str(path))
+        if isinstance(entry, dict) and entry.get("step") == step:
+            scores = {name.removeprefix("evaluation/"): value for name, value in entry.items() if "/" in name}
+            found |= {name: value for name, value in scores.items() if name.split("/")[-2] in _METRICS}
+    return found
+
+
+def selection_text(found: Mapping[str, Any]) -> str:
+    lines = [f"seed {seed}: {mean:.4f}" for seed, mean in found["means"].items()]
+    return "\n".join([*lines, found["why"], f"its model: {found['model']}"]) + "\n"
+
+
+def _start(plan: Plan, seed: int, work: Work, note_scores: Callable[[int], None]) -> Job:
+    more = (f"train.stop_at_step={plan.step}", f"evaluation.every_steps={plan.step}")
+    job = _training(plan, seed, work, f"seed_{seed}", more, done=lambda: _has_come_to(plan.run(seed), plan.step))
+    return dataclasses.replace(job, after=lambda: note_scores(seed))
+
+
+def _rest(plan: Plan, seed: int, work: Work) -> Job:
+    return _training(plan, seed, work, "the best", (), done=(plan.run(seed) / "DONE").is_file)
+
+
+def _training(plan: Plan, seed: int, work: Work, name: str, more: Sequence[str], *, done: Callable[[], bool]) -> Job:
+    run = plan.run(seed)
+    settings = [*plan.overrides, *more, f"run.seed={seed}", f"run.output={run}", "run.resume=auto"]
+    kind = "start" if more else "rest"
+    return training_job(name, kind, plan.module, plan.recipe_file, settings, run, work, ranks=plan.ranks, done=done)
+
+
+def _has_come_to(run: Path, step: int) -> bool:
+    saved = (run / "checkpoints" / f"step_{step:08d}").is_dir()
+    return saved and bool(scores_at(run, step)) and not (run / "STOPPED").is_file()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    mend = "restore it, or choose another --output"
+    return read_record(path, Selection, what="selection", mend=mend).model_dump(exclude_none=True)
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    write_atomically(path, json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,162 @@
+"""A study's runs and evaluations as jobs: what each needs, its command, and how it is known to be done."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from data.ground.errors import ConfigError
+from data.ground.files import sha256_of, write_atomically
+from data.ground.records import read_json
+from trainer.evaluation.results.raw import RAW_FILE
+from trainer.experiments.collected import LATENCY_FILE
+from trainer.experiments.jobs import Job, Work, training_job
+from trainer.experiments.plan import Result, Run, Study, results_of, runs_of
+
+_LATENCY_QUERIES = 100
+_WEIGHTS = ("*.safetensors", "*.bin")
+# What of a recipe may name a folder that somebody else has made.
+GIVEN = ("model.source", "teacher.model", "teacher.store", "guide.model")
+
+
+def chosen(study: Study, arms: Sequence[str] | None) -> tuple[list[Run], list[Result]]:
+    """The runs and results of these arms, and the backbones that their runs start from; None: of all."""
+    runs, results = runs_of(study), results_of(study)
+    if arms is None:
+        return runs, results
+    if unknown := [arm for arm in arms if arm not in study.arms]:
+        raise ConfigError(f"--arms names {unknown[0]!r}; the arms of {study.path} are {', '.join(study.arms)}")
+    results = [result for result in results if result.arm in arms]
+    makers = by_model(runs)
+    wanted, open_ends = set[str](), [result.run for result in results if result.run is not None]
+    while open_ends:
+        run = open_ends.pop()
+        if run.name not in wanted:
+            wanted.add(run.name)
+            open_ends += read_by(run, makers)
+    return [run for run in runs if run.name in wanted], results
+
+
+def by_model(runs: Sequence[Run]) -> dict[str, Run]:
+    """Runs by the model that they make, as other runs' recipes name it."""
+    return {str(run.folder / "model"): run for run in runs}
+
+
+def read_by(run: Run, makers: Mapping[str, Run]) -> list[Run]:
+    """The runs whose models this one reads: what it starts from, its teacher and its guide."""
+    recipe = run.recipe
+    named = dict.fromkeys((recipe.model.source, recipe.teacher.model, recipe.guide.model))
+    return [makers[name] for name in named if name in makers]
+
+
+def jobs_of(study: Study, runs: Sequence[Run], results: Sequence[Result], work: Work) -> list[Job]:
+    """What is left to do, in order: each run before its evaluation, a backbone before what starts from it."""
+    makers = by_model(runs)
+    given = [result for result in results if result.run is None]
+    jobs = [_evaluation(study, result) for result in given if not is_evaluated(study, result)]
+    for run in runs:
+        to_train = not is_done(run)
+        if to_train:
+            jobs.append(_training(study, run, work, needs=frozenset(each.name for each in read_by(run, makers))))
+        of_run = (result for result in results if result.run is not None and result.run.name == run.name)
+        jobs += [_evaluation(study, result) for result in of_run if to_train or not is_evaluated(study, result)]
+    latency = study.output / "results" / LATENCY_FILE
+    whole = next((result for result in results if not study.arms[result.arm].each_size), None)
+    if whole is not None and not latency.is_file():
+        sizes = ",".join(map(str, study.arms[whole.arm].ladder or study.ladder))
+        command = ["trainer.evaluate", "latency", "--model", whole.model, "--sizes", sizes, "--json", latency]
+        texts = ["--sts", study.evaluation.sts[0]] if study.evaluation.sts else ["--beir", study.evaluation.beir[0]]
+        command += [*texts, "--split", study.evaluation.split, "--queries", str(_LATENCY_QUERIES)]
+        # Last and alone, so that nothing else disturbs the clock.
+        jobs.append(Job("latency", "latency", lambda: command, frozenset(job.name for job in jobs)))
+    return jobs
+
+
+def is_done(run: Run) -> bool:
+    return (run.folder / "DONE").is_file()
+
+
+def finished_steps(run: Run) -> int:
+    return (run.folder / "DONE").stat().st_mtime_ns
+
+
+def is_evaluated(study: Study, result: Result) -> bool:
+    """Whether the raw results there are of this model, and of the command that would make them now."""
+    receipt = receipt_of(result)
+    if result.run is not None and not is_done(result.run):
+        return False
+    if not has_results(result) or not receipt.is_file():
+        return False
+    return read_json(receipt, mend="remove it; what it is of is then made again") == receipt_content(study, result)
+
+
+def evaluation_command(study: Study, result: Result) -> list[str]:
+    tests = study.evaluation
+    command = ["trainer.evaluate", "sizes", "--model", result.model, "--sizes", result.sizes]
+    command += ["--sts", *tests.sts] if tests.sts else []
+    command += ["--sts-subsets", tests.sts_subsets] if tests.sts_subsets else []
+    command += ["--beir", *tests.beir, "--split", tests.split] if tests.beir else []
+    command += ["--random-init"] if result.untrained else []
+    command += ["--dtype", tests.dtype] if tests.dtype else []
+    command += ["--max-length", str(tests.max_length)] if tests.max_length else []
+    command += ["--bm25"] if result.bm25 and tests.beir else []
+    return [*command, "--output", str(result.folder)]
+
+
+def _training(study: Study, run: Run, work: Work, *, needs: frozenset[str]) -> Job:
+    job = training_job(
+        run.name,
+        kind_of(run),
+        run.module,
+        run.recipe_file,
+        run.overrides,
+        run.folder,
+        work,
+        ranks=study.ranks,
+        done=lambda: is_done(run),
+    )
+    return dataclasses.replace(
+        job,
+        needs=needs,
+        # Only a stopped run needs them again.
+        after=lambda: shutil.rmtree(run.folder / "checkpoints", ignore_errors=True),
+    )
+
+
+def _evaluation(study: Study, result: Result) -> Job:
+    def write_receipt() -> None:
+        write_atomically(receipt_of(result), json.dumps(receipt_content(study, result), indent=1) + "\n")
+
+    return Job(
+        f"evaluate {result.name}",
+        f"evaluate {'grid' if study.grid and ',' in result.sizes else 'sizes'}",
+        lambda: evaluation_command(study, result),
+        frozenset() if result.run is None else frozenset({result.run.name}),
+        before=lambda: receipt_of(result).unlink(missing_ok=True),
+        after=write_receipt,
+    )
+
+
+def receipt_of(result: Result) -> Path:
+    return result.folder.with_name(f"{result.folder.name}.receipt.json")
+
+
+def receipt_content(study: Study, result: Result) -> dict[str, object]:
+    """The command, and a digest of the model's weights, in its folder or below it; of a hub name, of no weights."""
+    digest = hashlib.sha256()
+    for path in sorted(path for kind in _WEIGHTS for path in Path(result.model).rglob(kind)):
+        digest.update(bytes.fromhex(sha256_of(path)))
+    return {"command": evaluation_command(study, result), "weights_sha256": digest.hexdigest()}
+
+
+def kind_of(run: Run) -> str:
+    """Runs of one kind take about the same time: all but the seed are the same."""
+    return "/".join(part for part in run.name.split("/") if not part.startswith("seed_"))
+
+
+def has_results(result: Result) -> bool:
+    return (result.folder / RAW_FILE).is_file()

@@ -1,0 +1,212 @@
+"""What a model card tells of the run behind a model: data, recipe, commit, compute, energy, results, limits.
+
+Everything is read from the run folder (<run>/model's parent: recipe.toml, environment.json, metrics.jsonl) and, where
+they are given, an evaluation's results.json. What is not known there is said to be unknown, never guessed.
+Energy is an estimate: hours of training steps × ranks × an assumed power of one rank, which the card names.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pydantic
+
+from data.ground.files import reading
+from data.ground.records import Record, parse_record, read_record
+from data.ground.secrets import without_secrets
+from models.sizes import Size
+from trainer.config.load import as_toml, build_recipe, parse_json, read_toml
+from trainer.evaluation.results.report import METRIC_LABELS, markdown_table
+
+log = logging.getLogger(__name__)
+
+# One rank's share of a machine under load: a data-centre GPU with its host, or half of a small CPU server.
+WATTS_PER_RANK = {"cuda": 500.0, "cpu": 50.0}
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_SHOWN_METRICS = ("spearman", "ndcg_cut_10", "recip_rank_10", "recall_100")
+
+
+class Environment(Record):
+    """Of environment.json what a card tells."""
+
+    commit: str | None = None
+    versions: dict[str, str] = pydantic.Field(default_factory=dict)
+    device: str | None = None
+    world_size: int = pydantic.Field(default=1, ge=1)
+
+
+class _Step(Record):
+    """Of a line of metrics.jsonl what a card adds up; lines of other kinds have none of it."""
+
+    step: int | None = pydantic.Field(default=None, ge=0)
+    seconds: float | None = pydantic.Field(default=None, ge=0)
+    samples: int | None = pydantic.Field(default=None, ge=0)
+
+
+class Score(Record):
+    """Of a record of results.json what a card shows."""
+
+    method: str
+    task: str
+    kind: Literal["sts", "retrieval", "transfer"]
+    layers: int
+    dim: int
+    metric: str
+    value: float | None
+
+
+class _Results(Record):
+    """Of results.json what a card shows."""
+
+    format: Literal[1]
+    records: tuple[Score, ...]
+
+
+@dataclass(frozen=True)
+class Compute:
+    steps: int
+    samples: int
+    hours: float  # of the logged steps, their waiting for data included; not start-up, evaluation and saving
+    ranks: int
+    device: str
+    watts_per_rank: float
+
+    @property
+    def kilowatt_hours(self) -> float:
+        return self.hours * self.ranks * self.watts_per_rank / 1000
+
+
+def training_section(model_folder: Path, *, watts_per_rank: float | None = None) -> str:
+    """Markdown about the run that made a model; says so where the folder is not a run's."""
+    run = model_folder.resolve().parent
+    if not (run / "recipe.toml").is_file():
+        return "## Training\n\nUnknown: the model folder is not inside the folder of a run.\n"
+    recipe = build_recipe(read_toml(run / "recipe.toml"))
+    told = run / "environment.json"
+    environment = read_record(told, Environment, what="file") if told.is_file() else Environment()
+    rows = [
+        ["objective", f"{recipe.objective.name}, sizes: {recipe.objective.sizes}"],
+        ["started from", recipe.model.source or f"random weights ({recipe.model.config.get('model_type')})"],
+        ["data", "; ".join(_data(folder) for folder in recipe.data.shards)],
+        ["seed", str(recipe.run.seed)],
+        ["commit", str(environment.commit or "unknown")],
+    ]
+    if environment.versions:
+        rows.append(["software", ", ".join(f"{name} {version}" for name, version in environment.versions.items())])
+    compute = read_compute(run, environment, watts_per_rank=watts_per_rank)
+    if compute is None:
+        rows.append(["compute", "unknown: the run has no metrics.jsonl"])
+    else:
+        rows += [
+            ["compute", f"{compute.steps:,} steps, {compute.samples:,} samples, {compute.hours:.3g} h"],
+            ["device", f"{compute.ranks} × {compute.device}"],
+            [
+                "energy, estimated",
+                f"{compute.kilowatt_hours:.2g} kWh, on the assumption of {compute.watts_per_rank:g} W a rank",
+            ],
+        ]
+    table = markdown_table(["", ""], rows, text_columns=2)
+    return (
+        f"## Training\n\n{table}\n<details><summary>The resolved recipe</summary>\n\n"
+        f"```toml\n{as_toml(recipe).strip()}\n```\n\n</details>\n"
+    )
+
+
+def read_compute(run: Path, environment: Environment, *, watts_per_rank: float | None = None) -> Compute | None:
+    """From the metrics of a run: `seconds` is the mean of a step over the steps since the record before."""
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        return None
+    seconds, step, samples = 0.0, 0, 0
+    with reading(path, what="metrics"):
+        *lines, last = path.read_bytes().split(b"\n")
+    if last.strip():
+        log.warning("%s ends in half a line, as a killed run leaves it, which is passed over", path)
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        record = parse_record(line, _Step, where=f"metrics {path} line {number}", mend="remove that line")
+        if record.seconds is not None and record.step is not None:
+            seconds += record.seconds * (record.step - step)
+            step, samples = record.step, samples if record.samples is None else record.samples
+    device = environment.device or "unknown CPU"
+    # The name of a CUDA device; the CPU's is that of platform.processor().
+    kind = "cuda" if any(word in device for word in ("NVIDIA", "Tesla", "GeForce", "AMD Instinct")) else "cpu"
+    return Compute(
+        step, samples, seconds / 3600, environment.world_size, device,
+        watts_per_rank if watts_per_rank is not None else WATTS_PER_RANK[kind],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Results:
+    """The shown scores of a trained model, of all sizes. name: the file's, None where none was given."""
+
+    name: str | None = None
+    scores: tuple[Score, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path | None) -> Results:
+        """From the results.json of `trainer.evaluate sizes`."""
+        if path is None:
+            return cls()
+        mend = "give the results.json of `trainer.evaluate sizes`"
+        content = read_record(path, _Results, what="evaluation", mend=mend)
+        shown = (r for r in content.records if r.method == "trained" and r.metric in _SHOWN_METRICS)
+        return cls(path.name, tuple(shown))
+
+    def of(self, size: Size) -> list[Score]:
+        return [r for r in self.scores if (r.layers, r.dim) == (size.layers, size.dim)]
+
+
+def results_section(results: Results, size: Size) -> str:
+    """Markdown: the scores of one size, beside those of the largest."""
+    if results.name is None:
+        return "## Results\n\nNone given; `python -m trainer.export --results results.json` puts them here.\n"
+    mine = results.of(size)
+    if not mine:
+        return f"## Results\n\n{results.name} has none of the size {size}.\n"
+    full = max((r.layers, r.dim) for r in results.scores)
+    best = {(r.task, r.metric): r.value for r in results.scores if (r.layers, r.dim) == full}
+    rows = [[r.task, METRIC_LABELS[r.metric], _number(r.value), _number(best.get((r.task, r.metric)))] for r in mine]
+    return (
+        f"## Results\n\n{markdown_table(['task', 'metric', str(size), f'{full[0]}x{full[1]}'], rows, text_columns=2)}"
+    )
+
+
+def base_model_of(model_folder: Path) -> str | None:
+    """The hub's name of the model at which the chain of runs behind a model folder began; None where none is known."""
+    seen = set()
+    while (run := model_folder.resolve().parent) not in seen and (run / "recipe.toml").is_file():
+        seen.add(run)
+        source = build_recipe(read_toml(run / "recipe.toml")).model.source
+        if not source or not Path(source).exists():
+            return source if _HUB_NAME.fullmatch(source) else None
+        model_folder = Path(source)
+    return None
+
+
+LIMITS = """## Limits
+
+- Trained for the languages and kinds of text in its data; elsewhere it has not been measured.
+- Texts are cut at the length above; what follows is not seen.
+- Similar does not mean true or safe: embeddings carry the biases of their data.
+- Smaller sizes lose quality; compare them on your own data before choosing.
+"""
+
+
+def _data(folder: str) -> str:
+    manifest = Path(folder) / "manifest.json"
+    if "://" in folder or not manifest.is_file():
+        return f"{without_secrets(folder)} (not on this machine)"
+    totals = parse_json(manifest, "file", hint="make the shards again").get("totals", {})
+    counts = [f"{totals[key]:,} {key}" for key in ("samples", "tokens") if isinstance(totals.get(key), int)]
+    return f"{folder}" + (f" ({', '.join(counts)})" if counts else "")
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"

@@ -1,0 +1,135 @@
+"""What a finished run leaves: <run>/model, an ordinary Hugging Face folder with barista.json, and DONE."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from data.ground.files import first_line, write_atomically
+from data.ground.whole_folder import written_whole
+from data.tokens import tokenizer_fingerprint
+from models.adapters import merged_tensors, save_adapter
+from models.encoder import EmbeddingSettings
+from models.heads import save_heads
+from models.sizes import Ladder
+from trainer.build import ModelParts
+from trainer.config.schema import Recipe
+from trainer.distributed import Refused, gather_objects
+from trainer.engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:
+    """Write <run>/model and DONE, and <run>/adapter where adapters were trained; <run>/model then holds both merged.
+
+    All ranks call it: partitioned parameters are gathered one by one. Raises Refused, on all, where the disk is full or
+    cannot be written; what was there before is then untouched.
+    """
+    model = parts.saved
+    full: dict[int, torch.Tensor] = {}
+    for parameter in (*model.parameters(), *parts.encoder.heads.parameters()):
+        value = engine.full_parameter(parameter)
+        if engine.world.is_main:
+            full[id(parameter)] = value.cpu()
+    problem = None
+    if engine.world.is_main:
+        try:
+            _write(full, parts, recipe)
+        except Exception as error:
+            if not _is_the_disks(error):
+                raise
+            problem = (
+                f"{recipe.run.output}/model cannot be written ({first_line(error)}); training is done and its last "
+                "checkpoint is kept: free some space there and go on with --resume auto"
+            )
+    if (problem := gather_objects(problem)[0]) is not None:
+        raise Refused(problem)
+
+
+def _write(full: dict[int, torch.Tensor], parts: ModelParts, recipe: Recipe) -> None:
+    """Write the model folder and then DONE. An earlier DONE is removed only when the new folders are complete."""
+    output, model = Path(recipe.run.output), parts.saved
+    tensors = {name: full[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    expected = set(model.state_dict())
+    tensors |= {name: value for name, value in model.named_buffers() if name in expected}
+    new: dict[str, Path] = {}
+    try:
+        if parts.adapter is not None:
+            new["adapter"] = _empty(output / "tmp-adapter")
+            save_adapter(parts.adapter, tensors, new["adapter"])
+            tensors = merged_tensors(model, tensors)
+        new["model"] = tmp = _empty(output / "tmp-model")
+        model.save_pretrained(tmp, state_dict=tensors)
+        # It has just been set to the engine's precision, in which others would load these float32 weights.
+        model.config.dtype = torch.float32
+        model.config.save_pretrained(tmp)
+        heads = {name: full[id(p)] for name, p in parts.encoder.heads.named_parameters()}
+        _write_beside(tmp, parts.tokenizer, embedding_settings(recipe), heads)
+    except BaseException:
+        for tmp in new.values():
+            shutil.rmtree(tmp, ignore_errors=True)
+        raise
+    (output / "DONE").unlink(missing_ok=True)
+    for name, tmp in new.items():
+        shutil.rmtree(output / name, ignore_errors=True)
+        tmp.rename(output / name)
+    write_atomically(output / "DONE", "")
+    log.info("the model is in %s", output / "model")
+
+
+def write_model_folder(
+    folder: Path, backbone: PreTrainedModel, tokenizer: Any, settings: EmbeddingSettings, heads: nn.ModuleDict
+) -> None:
+    """A model that no run trained, in the layout of one that did, whole or not at all."""
+    with written_whole(folder) as partial:
+        backbone.save_pretrained(partial)
+        of_heads = {name: each.detach().float() for name, each in heads.named_parameters()}
+        _write_beside(partial, tokenizer, settings, of_heads)
+
+
+def _write_beside(folder: Path, tokenizer: Any, settings: EmbeddingSettings, heads: Mapping[str, torch.Tensor]) -> None:
+    """What a model folder holds beside the Hugging Face model: heads, tokenizer, and settings that name it."""
+    save_heads(heads, folder)
+    tokenizer.save_pretrained(folder)
+    dataclasses.replace(settings, tokenizer=tokenizer_fingerprint(tokenizer)).save(folder)
+
+
+def _empty(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+def _is_the_disks(error: Exception) -> bool:
+    """Libraries in Rust say so in the text of exceptions of their own."""
+    return isinstance(error, OSError) or "(os error" in str(error)
+
+
+def embedding_settings(recipe: Recipe) -> EmbeddingSettings:
+    """What goes into barista.json. A size trained on its own is a ladder of one."""
+    ladder = recipe.ladder if recipe.single_size is None else Ladder((recipe.single_size,))
+    alike = recipe.reads_documents or recipe.objective.name == "masked"  # queries and passages are cut alike
+    query_prompts, passage_prompts = recipe.prompts
+    return EmbeddingSettings(
+        pooling=recipe.model.pooling,
+        similarity=recipe.objective.similarity,
+        ladder=tuple((size.layers, size.dim) for size in ladder),
+        query_max_length=recipe.data.max_length if alike else recipe.data.query_max_length,
+        passage_max_length=recipe.data.max_length if alike else recipe.data.passage_max_length,
+        query_prompt=_common(query_prompts),
+        passage_prompt=_common(passage_prompts),
+        temperature=recipe.objective.temperature,
+    )
+
+
+def _common(prompts: Sequence[str]) -> str:
+    """The prompt that all folders share, or none."""
+    return prompts[0] if len(set(prompts)) == 1 else ""

@@ -1,0 +1,32 @@
+"""Losses of pairs with gold scores: CoSENT, and the divergence of coordinates of the released code."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def cosent(similarities: Tensor, gold: Tensor, *, temperature: float) -> Tensor:
+    """CoSENT: log(1 + Σ_{gold_i > gold_j} exp((sim_j − sim_i) / τ)), for graded pairs (SPEC, inner losses).
+
+    similarities, gold: float [n], one entry a pair of the GLOBAL batch. Returns a scalar. For each i the sum over j is
+    a prefix of the pairs sorted by grade, so no [n, n] matrix is needed.
+    """
+    gold, order = gold.sort()
+    # In float64, since one running sum passes through all n; n numbers cost nothing.
+    scaled = similarities[order].double() / temperature
+    prefixes = torch.cat([scaled.new_full((1,), -torch.inf), scaled.logcumsumexp(0)])
+    lower = torch.searchsorted(gold, gold)  # how many pairs have a lower grade
+    violations = prefixes[lower] - scaled
+    return torch.logsumexp(torch.cat([violations.new_zeros(1), violations]), dim=0).to(similarities.dtype)
+
+
+def coordinate_divergence(student: Tensor, teacher: Tensor, *, temperature: float) -> Tensor:
+    """τ · Σ_i KL(softmax(t_i / τ) || softmax(s_i / τ)) over embedding coordinates, summed over texts.
+
+    student: [n, d]; teacher: [n, D], of which the first d coordinates count (SPEC, released STS code).
+    """
+    reference = F.log_softmax(teacher[:, : student.shape[1]] / temperature, dim=1)
+    log_student = F.log_softmax(student / temperature, dim=1)
+    return temperature * F.kl_div(log_student, reference, reduction="sum", log_target=True)

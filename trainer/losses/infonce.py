@@ -1,0 +1,212 @@
+"""Contrastive losses of several sizes: tensors in, tensors out.
+
+InfoNCE and the KL to the full size (Starbucks §3.1, eq. 4 and 5; SPEC "SRL fine-tuning") are computed in tiles of
+queries by blocks of passages, with gradients in closed form, so that memory does not grow with the batch. With
+s = q·p/τ, p = softmax(s), T the full size:
+    d InfoNCE / d s = p − onehot(target)
+    KL(p_T || p) = Σ_j p_T,j (s_T,j − s_j) − lse_T + lse
+    d KL / d s = p − p_T;    d KL / d s_T = p_T (s_T − s − lse_T + lse − KL)   where the teacher is not detached.
+A block keeps the exponentials of s minus its own maximum, the maximum and the sum; the row's log-sum-exp follows from
+the blocks', and with it the factor that turns the block's exponentials into p. Where a tile's exponentials fit in
+memory for all passages, each score is computed once; where they do not, a second sweep computes them again.
+
+Which passages are no negatives: `false_negatives` finds what is known from the texts, the margin filter
+(GISTEmbed, arXiv:2402.16829; NV-Retriever, arXiv:2407.15831) what a judge's scores suggest: the full size's, or those
+of a guide, a frozen model whose vectors are given too. A guide can be the KL's teacher as well; every size is then its
+student. It has no loss of its own and gets no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.losses.contrastive_terms import FULL, ContrastiveTerms
+from trainer.losses.tiles import CPU_BLOCK_SCORES, GPU_BLOCK_SCORES, NATS_A_BIT, STATISTICS, Tile, Tiling, choose_tiling
+
+
+def multi_size_contrastive(
+    queries: Sequence[Tensor],
+    passages: Sequence[Tensor],
+    *,
+    targets: Tensor,
+    loss_weights: Sequence[float],
+    kl_weights: Sequence[float],
+    temperature: float,
+    num_queries: int | None = None,
+    excluded: Tensor | None = None,
+    false_negative_margin: float | None = None,
+    detach_teacher: bool = True,
+    score_memory_mib: float = 256.0,
+    guide: tuple[Tensor, Tensor] | None = None,
+    filter_by: str = FULL,
+    taught_by: str = FULL,
+    guide_temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Σ_k loss_weights[k] · InfoNCE_k + kl_weights[k] · KL(teacher || k), means over `num_queries` queries.
+
+    queries: K of [n, d_k]; passages: K of [m, d_k]; the last is the full size. Dot products are taken as they come:
+    normalise before for cosine. Half precision is computed in float32. targets: int64 [n], the column of each query's
+    positive. excluded: int64 [e, 2], (query, passage) pairs that are no negatives, in any order, never a target.
+    false_negative_margin: for each query, passages whose similarity at the full size exceeds the positive's minus the
+    margin are left out at every size, besides the positive; no gradient flows through the choice. num_queries: the
+    GLOBAL batch's number of queries where `queries` are one rank's share (default n). temperature divides the scores.
+    score_memory_mib bounds the scores held at once, whatever n and m are. The gradients can be asked for once.
+    guide: vectors [n, g] and [m, g] of another model, without gradient. filter_by, taught_by: "full" or "guide", whose
+    similarities filter and whose scores, divided by guide_temperature, teach; of a guide all K sizes learn.
+    Returns (loss, InfoNCE of each size [K], KL of each size [K]); the latter two are detached and unweighted.
+    """
+    terms = ContrastiveTerms(
+        tuple(loss_weights),
+        tuple(kl_weights),
+        temperature,
+        queries[0].shape[0] if num_queries is None else num_queries,
+        false_negative_margin,
+        detach_teacher,
+        score_memory_mib,
+        filter_by,
+        taught_by,
+        guide_temperature,
+    )
+    return _MultiSizeContrastive.apply(targets, excluded, terms, guide, *queries, *passages)
+
+
+class _MultiSizeContrastive(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        targets: Tensor,
+        excluded: Tensor | None,
+        terms: ContrastiveTerms,
+        guide: tuple[Tensor, Tensor] | None,
+        *vectors: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sides = vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :]
+        half = vectors[0].dtype in (torch.float16, torch.bfloat16)
+        dtype = torch.float32 if half else vectors[0].dtype
+        gradients = [
+            torch.zeros_like(each, dtype=dtype) if wanted else None
+            for each, wanted in zip(vectors, ctx.needs_input_grad[4:])
+        ]
+        loss, nce, divergence = add_contrastive_gradients(
+            *sides, terms=terms, targets=targets, excluded=excluded, gradients=gradients, guide=guide, dtype=dtype
+        )
+        ctx.gradients = [
+            None if gradient is None else gradient.to(each.dtype) for gradient, each in zip(gradients, vectors)
+        ]
+        ctx.mark_non_differentiable(nce, divergence)
+        return loss, nce, divergence
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("The contrastive loss hands its gradients out once: compute it again for a second.")
+        # Scaled where they lie and given away: a copy would double what the passages' gradients take.
+        gradients, ctx.gradients = ctx.gradients, None
+        return None, None, None, None, *(None if each is None else each.mul_(grads[0]) for each in gradients)
+
+
+def add_contrastive_gradients(
+    queries: Sequence[Tensor],
+    passages: Sequence[Tensor],
+    *,
+    terms: ContrastiveTerms,
+    targets: Tensor,
+    excluded: Tensor | None,
+    gradients: Sequence[Tensor | None],
+    guide: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`multi_size_contrastive` without a graph: its gradients are added to `gradients` where they shall lie.
+
+    gradients: 2K tensors shaped as the queries, then the passages, or None where not wanted. dtype: of the scores.
+    Returns (loss, InfoNCE [K], KL [K]).
+    """
+    num_queries, num_passages, num_sizes = queries[0].shape[0], passages[0].shape[0], len(queries)
+    query_grads, passage_grads = gradients[:num_sizes], gradients[num_sizes:]
+    assert guide is not None or not terms.needs_guide
+    if guide is not None:
+        queries, passages = [*queries, guide[0]], [*passages, guide[1]]
+        query_grads, passage_grads = [*query_grads, None], [*passage_grads, None]
+    tiling = choose_tiling(
+        num_queries,
+        num_passages,
+        matrices=terms.matrices,
+        statistics=STATISTICS * len(queries),
+        scores_in_memory=int(terms.score_memory_mib * 2**20) // dtype.itemsize,
+        block_scores=CPU_BLOCK_SCORES if targets.device.type == "cpu" else GPU_BLOCK_SCORES,
+    )
+    blocks = [
+        slice(start, min(start + tiling.passages, num_passages)) for start in range(0, num_passages, tiling.passages)
+    ]
+    pairs = _pairs_by_block(excluded, tiling, len(blocks), num_queries)
+    width = num_passages if tiling.keeps_rows else tiling.passages
+    rooms = torch.empty(terms.matrices, tiling.queries * width, dtype=dtype, device=targets.device)
+    scratch = torch.empty(tiling.queries * tiling.passages, dtype=dtype, device=targets.device)
+    totals = torch.zeros(2, len(queries), dtype=dtype, device=targets.device)
+    order = (terms.teacher, *terms.students)
+    for number, start in enumerate(range(0, num_queries, tiling.queries)):
+        part = slice(start, min(start + tiling.queries, num_queries))
+        tile = Tile(
+            [each[part].to(dtype) for each in queries],
+            passages,
+            [None if each is None else each[part] for each in query_grads],
+            passage_grads,
+            targets[part],
+            blocks,
+            pairs[number * len(blocks) : (number + 1) * len(blocks)],
+            terms,
+            rooms=rooms,
+            scratch=scratch,
+            keeps_rows=tiling.keeps_rows,
+        )
+        if tiling.keeps_rows:
+            for block in range(len(blocks) if terms.judges_apart else 0):
+                tile.judge(block)
+            for size in order:
+                for block in range(len(blocks)):
+                    tile.exponentials(size, block)
+                tile.sum_up(size)
+                for block in range(len(blocks) if size != terms.teacher else 0):
+                    tile.add_gradients(size, block)
+            for block in range(len(blocks)):
+                tile.add_gradients(terms.teacher, block)
+        else:
+            for block in range(len(blocks)):
+                if terms.judges_apart:
+                    tile.judge(block)
+                for size in order:
+                    tile.exponentials(size, block)
+            for size in order:
+                tile.sum_up(size)
+            for block in range(len(blocks) if any(each is not None for each in gradients) else 0):
+                if terms.judges_apart:
+                    tile.judge(block)
+                for size in order:
+                    tile.exponentials(size, block, again=True)
+                    if size != terms.teacher:
+                        tile.add_gradients(size, block)
+                tile.add_gradients(terms.teacher, block)
+        totals[0] += tile.nce.sum(1)
+        totals[1] += tile.divergence.sum(1)
+    nce, divergence = totals[:, :num_sizes] * (NATS_A_BIT / terms.num_queries)
+    weights = torch.tensor([terms.loss_weights, terms.kl_weights], dtype=nce.dtype, device=nce.device)
+    return (weights[0] * nce + weights[1] * divergence).sum(), nce, divergence
+
+
+def _pairs_by_block(
+    excluded: Tensor | None, tiling: Tiling, num_blocks: int, num_queries: int
+) -> list[tuple[Tensor, Tensor] | None]:
+    """The excluded pairs of each (tile, block), as rows and columns inside it; None where there are none."""
+    num_tiles = -(-num_queries // tiling.queries)
+    if excluded is None or not len(excluded):
+        return [None] * (num_tiles * num_blocks)
+    place = excluded[:, 0] // tiling.queries * num_blocks + excluded[:, 1] // tiling.passages
+    place, order = place.sort()
+    rows, columns = excluded[order, 0] % tiling.queries, excluded[order, 1] % tiling.passages
+    edges = torch.searchsorted(place, torch.arange(num_tiles * num_blocks + 1, device=place.device)).tolist()
+    return [(rows[a:b], columns[a:b]) if a < b else None for a, b in pairwise(edges)]

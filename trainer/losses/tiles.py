@@ -1,0 +1,218 @@
+"""The scores of some queries with some passages at a time: their exponentials, the rows' sums, and the gradients.
+
+The arithmetic of trainer/losses/infonce.py, within a bounded memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, isqrt, log
+
+import torch
+from torch import Tensor
+
+from trainer.losses.contrastive_terms import ContrastiveTerms
+
+# Finite, so that an excluded passage's score difference to the teacher's is 0 and not NaN.
+EXCLUDED_SCORE = -1e30
+# Scores are in bits inside the tiles, p = 2^(s − lse): on a CPU exp2 takes half of exp's time, and exp many times its
+# own where the result is nearly 0, as it is for most passages at a low temperature.
+NATS_A_BIT = log(2)
+# Scores in a block: on a CPU a few such blocks stay in the cache between passes; a GPU wants few, large launches.
+CPU_BLOCK_SCORES, GPU_BLOCK_SCORES = 2**19, 2**25
+# With fewer queries a tile spends more on reading passages and adding to their gradients than a second sweep costs.
+LEAST_QUERIES = 128
+MOST_QUERIES = 512
+STATISTICS = 4  # numbers for each query, block and size
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How many queries a tile has, how many passages a block, and whether a tile's exponentials are kept for all."""
+
+    queries: int
+    passages: int
+    keeps_rows: bool
+
+
+def choose_tiling(
+    num_queries: int,
+    num_passages: int,
+    *,
+    matrices: int,
+    statistics: int,
+    scores_in_memory: int,
+    block_scores: int,
+) -> Tiling:
+    """One sweep if a tile of enough queries fits beside all passages, else blocks of both.
+
+    matrices: how many a tile keeps, besides a block of scratch. statistics: numbers kept for each query and block.
+    """
+    block = min(block_scores, scores_in_memory // (matrices + 1))
+    narrow = max(1, min(num_passages, block // MOST_QUERIES))
+    fitting = (scores_in_memory - block) // (matrices * num_passages + statistics * ceil(num_passages / narrow))
+    if fitting >= max(1, min(num_queries, LEAST_QUERIES)):
+        queries = max(1, min(num_queries, MOST_QUERIES, fitting))
+        return Tiling(queries, max(1, min(num_passages, block // queries)), keeps_rows=True)
+    # Wide enough that the statistics take no more than the blocks.
+    wide = min(num_passages, max(narrow, isqrt(statistics * num_passages // (matrices + 1))))
+    fitting = scores_in_memory // ((matrices + 1) * wide + statistics * ceil(num_passages / wide))
+    return Tiling(max(1, min(num_queries, MOST_QUERIES, fitting)), wide, keeps_rows=False)
+
+
+class Tile:
+    """One tile of queries against all passages: a block's exponentials, the rows' sums, then a block's gradients."""
+
+    def __init__(
+        self,
+        queries: list[Tensor],
+        passages: Sequence[Tensor],
+        query_grads: list[Tensor | None],
+        passage_grads: Sequence[Tensor | None],
+        targets: Tensor,
+        blocks: list[slice],
+        pairs: list[tuple[Tensor, Tensor] | None],
+        terms: ContrastiveTerms,
+        *,
+        rooms: Tensor,
+        scratch: Tensor,
+        keeps_rows: bool,
+    ) -> None:
+        self.queries, self.passages = queries, passages
+        self.query_grads, self.passage_grads = query_grads, passage_grads
+        self.targets, self.blocks, self.pairs, self.terms = targets, blocks, pairs, terms
+        self.rooms, self.scratch, self.keeps_rows = rooms, scratch, keeps_rows
+        rows, sizes = len(targets), len(queries)
+        # Of a block's scores: the maximum, the sum of its exponentials, the sum of the teacher's times what the scores
+        # are below their maximum, and what makes its exponentials shares of the row.
+        self.peak, self.mass, self.cross, self.log_factor = rooms.new_zeros(STATISTICS, sizes, len(blocks), rows)
+        self.positive, self.lse, self.nce, self.divergence = rooms.new_zeros(4, sizes, rows)
+        if terms.margin is not None:
+            judge = terms.judge
+            positives = passages[judge][targets].to(rooms.dtype)
+            similarity = (queries[judge] * positives).sum(1, keepdim=True)
+            self.ceiling = (similarity - terms.margin) / (terms.temperature_of(judge) * NATS_A_BIT)
+
+    def judge(self, block: int) -> None:
+        """Find what the filter leaves out of a block, before any size's scores are wanted."""
+        self._find_penalty(self._products(self.terms.judge, block), block)
+
+    def exponentials(self, size: int, block: int, *, again: bool = False) -> None:
+        """2^(s − maximum) of a block, into the size's room; `again`: its maximum and sums are known already."""
+        terms, teacher = self.terms, self.terms.teacher
+        scores = self._scores(size, block)
+        if terms.moves_teacher and (size == teacher or terms.teaches[size]):
+            gap = self._room("gap", block)  # Σ_k kl_weights[k] (s_T − s_k), in nats
+            if size == teacher:
+                torch.mul(scores, NATS_A_BIT * sum(terms.teaches), out=gap)
+            else:
+                gap.sub_(scores, alpha=NATS_A_BIT * terms.teaches[size])
+        if not again:
+            column, inside = self._targets_in(block)
+            found = scores.gather(1, column[:, None])[:, 0]
+            self.positive[size] = torch.where(inside, found, self.positive[size])
+            torch.amax(scores, 1, out=self.peak[size, block])
+        scores -= self.peak[size, block, :, None]
+        room = torch.exp2(scores, out=self._room(size, block))
+        if not again:
+            torch.sum(room, 1, out=self.mass[size, block])
+            if any(terms.teaches) and (size == teacher or terms.teaches[size]):
+                scores *= self._room(teacher, block)
+                torch.sum(scores, 1, out=self.cross[size, block])
+
+    def sum_up(self, size: int) -> None:
+        """The rows' log-sum-exp and KL, in bits, from all blocks'; the teacher's before the others'."""
+        # Differences to the row's maximum first: beside large scores a log-sum-exp has lost what tells shares apart.
+        top = self.peak[size].amax(0)
+        spread = ((self.peak[size] - top).exp2() * self.mass[size]).sum(0).log2()
+        self.lse[size] = top + spread
+        self.nce[size] = (top - self.positive[size]) + spread
+        torch.sub(self.peak[size] - top, spread, out=self.log_factor[size])
+        if self.terms.teaches[size]:
+            self.divergence[size] = self._taught_mean(self.terms.teacher) - self._taught_mean(size)
+
+    def _taught_mean(self, size: int) -> Tensor:
+        """Σ_j p_T,j log p_j.  # [rows]"""
+        teacher = self.terms.teacher
+        blocks = self.cross[size] + self.log_factor[size] * self.mass[teacher]
+        return (self.log_factor[teacher].exp2() * blocks).sum(0)
+
+    def add_gradients(self, size: int, block: int) -> None:
+        """d loss / d s of a block, in the size's room, and through it to queries and passages."""
+        query_grad, passage_grad = self.query_grads[size], self.passage_grads[size]
+        if query_grad is None and passage_grad is None:
+            return
+        terms, teacher = self.terms, self.terms.teacher
+        grad, factor = self._room(size, block), self.log_factor[size, block, :, None].exp2()
+        if size == teacher and terms.moves_teacher:
+            gap = self._room("gap", block)
+            gap += self._teacher_offset()[:, None]
+            grad *= factor
+            grad *= gap
+        else:
+            weight = terms.loss_weights[size] + terms.teaches[size]
+            grad *= weight * factor
+            if terms.teaches[size]:
+                share = terms.teaches[size] * self.log_factor[teacher, block, :, None].exp2()
+                grad.addcmul_(self._room(teacher, block), share, value=-1)
+        column, inside = self._targets_in(block)
+        grad.scatter_add_(1, column[:, None], (-terms.loss_weights[size] * inside.to(grad.dtype))[:, None])
+        scale = 1.0 / (terms.temperature * terms.num_queries)
+        if query_grad is not None:
+            query_grad.addmm_(grad, self.passages[size][self.blocks[block]].to(grad.dtype), alpha=scale)
+        if passage_grad is not None:
+            passage_grad[self.blocks[block]].addmm_(grad.t(), self.queries[size], alpha=scale)
+
+    def _teacher_offset(self) -> Tensor:
+        """What the row adds to the gaps for the teacher's gradient over p_T.  # [rows]"""
+        offset = torch.full_like(self.lse[0], self.terms.loss_weights[self.terms.teacher])
+        for size in self.terms.students:
+            if weight := self.terms.teaches[size]:
+                bits = self.lse[size] - self.lse[self.terms.teacher] - self.divergence[size]
+                offset += NATS_A_BIT * weight * bits
+        return offset
+
+    def _scores(self, size: int, block: int) -> Tensor:
+        scores, terms = self._products(size, block), self.terms
+        if (pairs := self.pairs[block]) is not None:
+            scores[pairs] = EXCLUDED_SCORE
+        if terms.margin is not None:
+            if size == terms.teacher and not terms.judges_apart:
+                self._find_penalty(scores, block)
+            # Adding is many times faster than masked_fill_.
+            scores += self._room("penalty", block)
+        return scores
+
+    def _products(self, size: int, block: int) -> Tensor:
+        passages = self.passages[size][self.blocks[block]].to(self.rooms.dtype)
+        scores = self.scratch[: len(self.targets) * len(passages)].view(len(self.targets), len(passages))
+        scale = 1.0 / (self.terms.temperature_of(size) * NATS_A_BIT)
+        return torch.addmm(scores, self.queries[size], passages.t(), beta=0, alpha=scale, out=scores)
+
+    def _find_penalty(self, scores: Tensor, block: int) -> None:
+        """What is added to a block's scores at every size: a lot where the judge's `scores` are above the ceiling."""
+        penalty = self._room("penalty", block)
+        torch.gt(scores, self.ceiling, out=penalty)
+        column, inside = self._targets_in(block)
+        penalty.scatter_(1, column[:, None], penalty.gather(1, column[:, None]) * ~inside[:, None])
+        penalty *= EXCLUDED_SCORE
+
+    def _targets_in(self, block: int) -> tuple[Tensor, Tensor]:
+        """Each query's target as a column of the block, and whether it is one (else the column means nothing)."""
+        part = self.blocks[block]
+        column = (self.targets - part.start).clamp(0, part.stop - part.start - 1)
+        return column, column + part.start == self.targets
+
+    def _room(self, of: int | str, block: int) -> Tensor:
+        """Where a block's matrix is kept, contiguous: of the teacher or a student, the gaps or the penalties."""
+        terms, part = self.terms, self.blocks[block]
+        if of == "gap":
+            number = 2
+        elif of == "penalty":
+            number = terms.matrices - 1
+        else:
+            number = 0 if of == terms.teacher else 1
+        rows, columns = len(self.targets), part.stop - part.start
+        begin = rows * part.start if self.keeps_rows else 0
+        return self.rooms[number, begin : begin + rows * columns].view(rows, columns)

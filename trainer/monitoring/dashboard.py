@@ -1,0 +1,278 @@
+"""What a person sees of a run: which charts share a place, the heat map, the recipe, and what runs are compared by.
+
+Fed with the lines of metrics.jsonl, one by one, on rank 0. Where they go is trainer/monitoring/trackers.py's. A sink
+that fails in the middle of a run costs a warning, never the run: metrics.jsonl has every record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import methodcaller
+from pathlib import Path
+from typing import Any
+
+from models.sizes import Ladder, Size
+from trainer.config.load import as_tables
+from trainer.config.read_keys import is_read
+from trainer.config.schema import Recipe
+from trainer.evaluation.results.report import HEADLINE_METRICS, METRIC_LABELS, close_figure, draw_heat_map
+from trainer.monitoring.trackers import Layout, MLflow, Settings, Sink, TensorBoard, WeightsAndBiases
+
+log = logging.getLogger(__name__)
+
+# What tells one run from another; of the rest the text of the recipe tells.
+COMPARED = (
+    "model.source",
+    "model.pooling",
+    "model.frozen_layers",
+    "model.lora_rank",
+    "model.trains",
+    "objective.name",
+    "objective.sizes",
+    "objective.preset",
+    "objective.loss",
+    "objective.temperature",
+    "objective.kl",
+    "objective.kl_weight",
+    "objective.encoder_mask_ratio",
+    "objective.decoder_mask_ratio",
+    "objective.decoder",
+    "teacher.vector_weight",
+    "teacher.similarity_weight",
+    "teacher.gram_weight",
+    "teacher.order_weight",
+    "optim.lr",
+    "optim.weight_decay",
+    "optim.schedule",
+    "optim.warmup_ratio",
+    "train.steps",
+    "train.epochs",
+    "train.global_batch_size",
+    "data.num_negatives",
+    "run.seed",
+    "engine.ds_config",
+)
+
+
+@dataclass
+class Dashboard:
+    """All sinks of a run."""
+
+    sinks: Sequence[Sink]
+    ladder: Ladder
+    _newest: dict[str, float] = field(default_factory=dict)
+    _step: int = 0
+    _failed_before: set[str] = field(default_factory=set)  # sinks, in the record before
+    _failed_now: set[str] = field(default_factory=set)
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """One line of metrics.jsonl; what in it is no number is not shown."""
+        step = record["step"]
+        values = {
+            name: float(value)
+            for name, value in record.items()
+            if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
+        self._step = step
+        for name in self._failed_before - self._failed_now:
+            log.warning("%s takes records again, before step %d", name, step)
+        self._failed_before, self._failed_now = self._failed_now, set()
+        self._each(lambda sink: sink.scalars(step, values))
+        self._newest |= results_of(values, self.ladder)
+        scores = {name: value for name, value in values.items() if name.startswith("evaluation/")}
+        if not scores:
+            return
+        for (task, metric), grid in heat_maps(scores, self.ladder).items():
+            label = METRIC_LABELS[metric]
+            figure = draw_heat_map(grid, title=f"{task}, step {step}", label=label)
+            # Shown as small as a stamp: few inches, so that the numbers are large in them.
+            figure.set_size_inches(1.6 + 0.52 * len({size.dim for size in grid}), 2.6)
+            figure.set_dpi(180)
+            self._each(methodcaller("figure", f"{task}/{label}", figure, step=step))
+            close_figure(figure)
+        self._show_results()
+
+    def introduce(self, settings: Settings, texts: Mapping[str, str]) -> None:
+        """Say what the run is."""
+        self._each(lambda sink: sink.hparams(settings))
+        for name, markdown in texts.items():
+            self._each(methodcaller("text", name, markdown))
+
+    def _show_results(self) -> None:
+        if self._newest:
+            self._each(lambda sink: sink.results(self._step, self._newest))
+
+    def close(self) -> None:
+        self._show_results()
+        self._each(lambda sink: sink.close())
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for sink in self.sinks:
+            try:
+                call(sink)
+            except Exception as error:
+                if sink.name not in self._failed_before | self._failed_now:
+                    log.warning(
+                        "%s misses records from step %d on (%s: %s); metrics.jsonl has them",
+                        sink.name,
+                        self._step,
+                        type(error).__name__,
+                        error,
+                    )
+                self._failed_now.add(sink.name)
+
+
+def open_dashboard(recipe: Recipe, *, start_step: int) -> Dashboard:
+    """Open what the recipe's [log] names and tell it what the run is; rank 0 calls it."""
+    folder = Path(recipe.run.output)
+    about = folder / "environment.json"
+    environment = about.read_text(encoding="utf-8", errors="replace") if about.is_file() else ""
+    sinks: list[Sink] = []
+    if recipe.log.tensorboard:
+        try:
+            sinks.append(
+                TensorBoard(
+                    folder / "tensorboard",
+                    sizes=shown_sizes(recipe),
+                    start_step=start_step,
+                    layout=layout_of(recipe),
+                    trial=f"{folder.name} ({folder.parent})",
+                )
+            )
+        except OSError as error:
+            log.warning("TensorBoard misses this run (%s); metrics.jsonl has its records", error)
+    if recipe.log.wandb:
+        sinks.append(WeightsAndBiases(folder, resumed=start_step > 0))
+    if recipe.log.mlflow:
+        sinks.append(MLflow(folder, resumed=start_step > 0))
+    dashboard = Dashboard(sinks, recipe.ladder)
+    dashboard.introduce(settings_of(recipe), texts_of(recipe, environment))
+    return dashboard
+
+
+def shown_sizes(recipe: Recipe) -> list[str]:
+    """Names of the sizes that get a line of their own, smallest first: the ladder's and the fixed ones trained."""
+    ladder = recipe.ladder
+    sizes = set(ladder)
+    if recipe.objective.sizes == "grid":
+        sizes |= set(ladder.grid)
+    elif recipe.objective.sizes in ("mrl", "two_d_all_widths"):
+        sizes |= {Size(ladder.full.layers, size.dim) for size in ladder}
+    elif recipe.objective.sizes == "adaptive_layers":
+        sizes |= {Size(size.layers, ladder.full.dim) for size in ladder}
+    elif recipe.single_size is not None:
+        sizes.add(recipe.single_size)
+    return [ladder.name(size) for size in sorted(sizes)]
+
+
+def layout_of(recipe: Recipe) -> Layout:
+    """The Custom Scalars tab: categories of charts, each of the tags that its patterns match."""
+    objective, evaluation = recipe.objective, recipe.evaluation
+    # Runs of both objectives are often under one folder, and TensorBoard shows the charts of all: so a place for each.
+    if objective.name == "masked":
+        title, losses = "Losses by size, pre-training", {"encoder loss": ["^losses/encoder"]}
+        if objective.decoder:
+            losses["decoder loss"] = ["^losses/decoder"]
+    elif objective.name == "distill":
+        title, losses = "Losses by size, distillation", {"all terms of the teacher": ["^losses/distillation"]}
+    else:
+        title, losses = "Losses by size, fine-tuning", {"loss": ["^losses/contrastive"]}
+        if objective.kl != "none":
+            losses["KL to the full size"] = ["^losses/kl"]
+        if recipe.is_taught:
+            losses["all terms of the teacher"] = ["^losses/distillation"]
+    metrics = ["spearman"] * bool(evaluation.sts) + ["ndcg_cut_10", "recip_rank_10"] * bool(evaluation.beir)
+    scores = {METRIC_LABELS[metric]: [f"^evaluation/.*/{metric}$"] for metric in metrics}
+    return {
+        title: losses,
+        **({"Evaluation by size": scores} if scores else {}),
+        "Training": {
+            "loss, all sizes together": ["^train/loss$"],
+            "learning rate": ["^train/lr$"],
+            "gradient norm before clipping": ["^train/grad_norm$"],
+            "epoch": ["^train/epoch$"],
+            "skipped steps": ["^train/skipped"],
+        },
+        "Speed": {
+            "tokens a second, without padding": ["^speed/tokens_per_second$"],
+            "model FLOPs utilisation": ["^speed/mfu$"],
+            "shares: of tokens that are padding, of time waiting for data": [
+                "^speed/padding_share$",
+                "^speed/data_wait_share$",
+            ],
+            "memory, MiB": ["^speed/memory_mib$"],
+            "seconds a step": ["^speed/seconds$"],
+            "seconds a checkpoint, and of them standing still": ["^speed/checkpoint_(still_)?seconds$"],
+        },
+    }
+
+
+def settings_of(recipe: Recipe) -> Settings:
+    """The settings that runs are compared by, those left out that this one does not read."""
+    values = {f"{s}.{k}": v for s, table in as_tables(recipe).items() for k, v in table.items()}
+    ladder = " ".join(str(size) for size in recipe.ladder)
+    return {name: values[name] for name in COMPARED if is_read(recipe, name)} | {"model.ladder": ladder}
+
+
+def texts_of(recipe: Recipe, environment: str) -> dict[str, str]:
+    """Markdown by name: what the recipe sets, all of its keys, and where it runs."""
+    defaults = dataclasses.asdict(Recipe())
+    chosen = {
+        section: {key: value for key, value in table.items() if value != defaults[section][key]}
+        for section, table in as_tables(recipe).items()
+    }
+    texts = {
+        "recipe/1_changed_settings": _code(_short_toml({name: table for name, table in chosen.items() if table})),
+        "recipe/2_all_settings": _code(_short_toml(as_tables(recipe))),
+    }
+    return texts | ({"recipe/3_environment": _code(environment)} if environment else {})
+
+
+def results_of(values: Mapping[str, float], ladder: Ladder) -> dict[str, float]:
+    """Of a record's values those that runs are compared by: the loss, the ladder's headline scores, the speed."""
+    names = list(ladder.names.values())
+    chosen = {name: values[name] for name in ("loss", "tokens_per_second") if name in values}
+    for name, value in values.items():
+        if name.startswith("evaluation/"):
+            task, metric, size = _parts_of_score(name)
+            if metric in HEADLINE_METRICS.values() and size in names:
+                chosen[f"{task} {METRIC_LABELS[metric]} {names.index(size) + 1}_{size}"] = value
+    return chosen
+
+
+def heat_maps(scores: Mapping[str, float], ladder: Ladder) -> dict[tuple[str, str], dict[Size, float]]:
+    """(task, headline metric) -> size -> score, of a record's "evaluation/task/metric/size" entries."""
+    grids: dict[tuple[str, str], dict[Size, float]] = {}
+    for name, value in scores.items():
+        task, metric, size = _parts_of_score(name)
+        if metric in HEADLINE_METRICS.values() and math.isfinite(value):
+            grids.setdefault((task, metric), {})[ladder.find(size)] = value
+    return grids
+
+
+def _parts_of_score(name: str) -> tuple[str, str, str]:
+    """ "evaluation/task/metric/size"; a task's own name may have slashes."""
+    task, metric, size = name.removeprefix("evaluation/").rsplit("/", 2)
+    return task, metric, size
+
+
+def _short_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """A key a line, lists on one: shorter than recipe.toml, for reading."""
+    lines = []
+    for section, table in sections.items():
+        below = {key: value for key, value in table.items() if isinstance(value, dict) and value}
+        own = {key: value for key, value in table.items() if not isinstance(value, dict)}
+        if own:
+            lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in own.items()), ""]
+        if below:
+            lines.append(_short_toml({f"{section}.{key}": value for key, value in below.items()}) + "\n")
+    return "\n".join(lines).rstrip()
+
+
+def _code(text: str) -> str:
+    return "    " + text.rstrip().replace("\n", "\n    ")

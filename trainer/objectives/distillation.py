@@ -1,0 +1,114 @@
+"""The distillation objective: texts alone, a frozen teacher's vectors, and every size a student.
+
+A text's vector at (l, d) is pulled to the first d dimensions of the teacher's, so that queries of a small size search
+documents that a larger one has indexed. Where no term compares texts, the loss is a sum over them: micro-batches are
+embedded once, and no rank waits for another's vectors. Relational terms need the batch's vectors first, by gradient
+caching or, where one pass fits in memory, directly (trainer/objectives/backward.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data.collate import TextBatch
+from trainer.config.schema import Recipe
+from trainer.costs.flops import FORWARD_AND_BACKWARD, Shape, encoder_flops
+from trainer.distributed import derive_seed
+from trainer.losses.unit_vectors import normalize_, unnormalized_gradient_
+from trainer.objectives.backward import (
+    Passes,
+    StepReport,
+    accumulate,
+    embed_texts,
+    grad_cache,
+    hand_over,
+    in_one,
+    micro_batches,
+    padded_tokens,
+)
+from trainer.objectives.size_schedules import Schedule
+from trainer.objectives.teacher import Teaching, texts_of_all_ranks
+
+
+@dataclass(frozen=True)
+class DistillationObjective:
+    """Every size learns the teacher's vectors; `cached` says how, where terms compare texts."""
+
+    schedule: Schedule
+    shape: Shape
+    teaching: Teaching
+    token_budget: int
+    packed: bool
+    pad_id: int
+    cached: bool
+    seed: int
+
+    def forward_backward(self, engine: Passes, batch: TextBatch, step: int) -> StepReport:
+        plan, texts = self.schedule(step), batch.texts
+        lengths = texts.lengths
+        compares = self.teaching.weights.compares_texts
+        if self.cached or not compares:
+            chunks = micro_batches(lengths, token_budget=self.token_budget, packed=self.packed)
+        else:
+            chunks = in_one(lengths)
+        taught = self.teaching.teacher.vectors(batch, device=engine.device, beat=engine.beat)
+        num_texts = texts_of_all_ranks(len(texts), engine.device)
+
+        def embed(rows: Tensor) -> tuple[Tensor, ...]:
+            return embed_texts(engine, texts, rows, sizes=plan.sizes, pad_id=self.pad_id)
+
+        def learn(vectors: list[Tensor], rows: Tensor | None = None) -> tuple[dict[str, Tensor], list[Tensor]]:
+            target = taught if rows is None else taught[rows.to(engine.device)]
+            lengths_of = [normalize_(each) for each in vectors]
+            gradients = [torch.zeros_like(each) for each in vectors]
+            losses = self.teaching.add_gradients(vectors, target, gradients, plan, engine.world, num_texts=num_texts)
+            for gradient, unit, length in zip(gradients, vectors, lengths_of):
+                unnormalized_gradient_(gradient, unit, length)
+            return losses, gradients
+
+        if compares:
+            losses = grad_cache(
+                engine,
+                chunks,
+                embed=embed,
+                loss_and_gradients=learn,
+                seed=derive_seed(self.seed, step, engine.world.rank),
+                cached=self.cached,
+            )
+        else:
+            losses = {}
+
+            def loss_of(rows: Tensor) -> Tensor:
+                outputs = embed(rows)
+                if not len(rows):
+                    return torch.stack([output.float().sum() * 0.0 for output in outputs]).sum()
+                found, gradients = learn([output.detach().float().clone() for output in outputs], rows)
+                for name, value in found.items():
+                    losses[name] = losses.get(name, torch.zeros_like(value)) + value
+                flows = [hand_over(output, grad.to(output.dtype)) for output, grad in zip(outputs, gradients)]
+                return torch.stack([flow.float() for flow in flows]).sum()
+
+            accumulate(engine, chunks, loss_of=loss_of)
+            if not losses:  # of a rank without texts
+                zero = torch.zeros((), device=engine.device)
+                losses = {"loss": zero} | {f"distill/{name}": zero for name in plan.names}
+        flops = FORWARD_AND_BACKWARD * encoder_flops(self.shape, lengths)
+        return StepReport(losses, batch.num_tokens, padded_tokens(lengths, chunks, packed=self.packed), flops)
+
+
+def distillation(
+    recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int, packed: bool, teaching: Teaching
+) -> DistillationObjective:
+    return DistillationObjective(
+        schedule,
+        shape,
+        teaching,
+        token_budget=recipe.train.micro_batch_size * recipe.data.max_length,
+        packed=packed,
+        pad_id=pad_id,
+        cached=recipe.objective.backward == "grad_cache",
+        seed=recipe.run.seed,
+    )

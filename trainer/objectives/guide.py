@@ -1,0 +1,192 @@
+"""A guide: a frozen model whose scores say what is no negative, or are learnt by every size.
+
+False negatives by a guide are GISTEmbed's (Solatorio 2024, arXiv:2402.16829). What is decided here:
+- The guide reads the batch's own ids, so its tokenizer must be the shards'. Texts have the recipe's prompts.
+- It reads a text as it would be served, cut to its own lengths with the last token, [SEP], kept, and judges by its own
+  similarity. A static guide leaves special tokens out itself, as it always does; an encoder gets them from the batch,
+  whatever the student makes of them.
+- It stands outside of the engine: each rank holds it whole and embeds its own texts, in micro-batches that need not
+  match other ranks'. No dropout, no draw, no gradient, and nothing of it in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data.collate import Texts
+from data.ground.errors import ConfigError, DataError
+from data.model_folders import SETTINGS_FILE
+from data.shards.reader import ShardFolder
+from data.tokens import load_tokenizer, tokenizer_fingerprint
+from models.encoder import EmbeddingSettings, Encoder, load_encoder, longest_input, truncate_layers
+from models.packed_attention import packs
+from models.sizes import ModelError, Size
+from trainer.config.schema import Recipe
+from trainer.losses.unit_vectors import normalize_
+from trainer.objectives.backward import micro_batches
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Guide:
+    """temperature: divides its scores where it teaches. Lengths and budget in tokens, special ones included."""
+
+    encoder: Encoder
+    size: Size
+    similarity: str
+    temperature: float
+    query_max_length: int
+    passage_max_length: int
+    token_budget: int
+    pad_id: int
+
+    def vectors(
+        self, queries: Texts, passages: Texts, *, device: torch.device, beat: Callable[[str], None]
+    ) -> tuple[Tensor, Tensor]:
+        """float32 [n, g] and [m, g] of these texts, of unit length for cosine."""
+        limits = self.query_max_length, self.passage_max_length
+        first, second = (
+            self.embed(cut(texts, limit), device=device, beat=beat) for texts, limit in zip((queries, passages), limits)
+        )
+        return first, second
+
+    @torch.no_grad()
+    def embed(self, texts: Texts, *, device: torch.device, beat: Callable[[str], None]) -> Tensor:
+        """float32 [n, g] of these texts as they are, of unit length for cosine."""
+        self.encoder.to(device)
+        vectors = torch.empty(len(texts), self.size.dim, device=device)
+        if self.encoder.is_static and len(texts):
+            beat("guide")
+            tokens, offsets = texts.tokens.to(device), texts.offsets.to(device)
+            (vectors,) = self.encoder(tokens, None, (self.size,), offsets=offsets)
+        elif len(texts):
+            packed = packs(self.encoder.backbone)
+            for rows in micro_batches(texts.lengths, token_budget=self.token_budget, packed=packed):
+                beat("guide")
+                input_ids, attention_mask = texts.pad(rows, pad_id=self.pad_id)
+                (part,) = self.encoder(input_ids.to(device), attention_mask.to(device), (self.size,))
+                vectors[rows.to(device)] = part.float()
+        if self.similarity == "cosine":
+            normalize_(vectors)
+        return vectors
+
+
+def cut(texts: Texts, longest: int) -> Texts:
+    """Texts of at most `longest` tokens: of longer ones the first, and the last, which ends them."""
+    lengths = texts.lengths
+    if not len(texts) or int(lengths.max()) <= longest:
+        return texts
+    ends = torch.arange(len(texts.tokens)) - texts.offsets[:-1].repeat_interleave(lengths)  # place within the text
+    left = lengths.repeat_interleave(lengths)
+    kept = (ends < longest - 1) | (ends == left - 1)
+    offsets = torch.cat([lengths.new_zeros(1), lengths.clamp(max=longest).cumsum(0)])
+    return Texts(texts.tokens[kept], offsets)
+
+
+def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | None:
+    """The recipe's guide, in eval mode without gradients, or None. Whatever is wrong with it is a ConfigError."""
+    chosen = recipe.guide
+    if not recipe.uses_guide:
+        return None
+    return load_frozen(
+        recipe,
+        sources,
+        section="guide",
+        source=chosen.model,
+        pooling=chosen.pooling,
+        temperature=chosen.temperature,
+        needs_temperature=recipe.guide_teaches,
+    )
+
+
+def load_frozen(
+    recipe: Recipe,
+    sources: Sequence[ShardFolder],
+    *,
+    section: str,
+    source: str,
+    pooling: str,
+    temperature: float,
+    needs_temperature: bool = False,
+) -> Guide:
+    """A frozen model that reads the batch's own ids, in eval mode. Whatever is wrong with it is a ConfigError.
+
+    section: of the recipe, which names it: "guide". temperature: 0 for its own.
+    """
+    named = f"{section}.model = {source!r}"
+    try:
+        tokenizer = load_tokenizer(source)
+        settings = EmbeddingSettings.load(source)
+    except (DataError, ModelError) as error:
+        raise ConfigError(f"{named}: {error}") from None
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    for folder in sources:
+        if fingerprint != folder.manifest.tokenizer["fingerprint"]:
+            raise ConfigError(
+                f"{named} has another tokenizer than the shards in {folder.path}, whose ids it would read; choose a "
+                f"{section} with theirs, or make the shards again with its own"
+            )
+    if settings is not None and settings.tokenizer not in (None, fingerprint):
+        raise ConfigError(
+            f"{named} was trained with another tokenizer than the one in its folder, as its barista.json says; copy "
+            "the model folder again"
+        )
+    if settings is None and not pooling:
+        raise ConfigError(f"{named} has no barista.json to say how it pools; set {section}.pooling")
+    if needs_temperature and not temperature and not (Path(source) / SETTINGS_FILE).is_file():
+        raise ConfigError(f"{named} has no barista.json with a temperature; set {section}.temperature")
+    try:
+        encoder = load_encoder(source, pooling=pooling or None).requires_grad_(False).eval()
+    except ModelError as error:
+        raise ConfigError(f"{named}: {error}") from None
+    if (rows := encoder.word_embeddings.weight.shape[0]) < sources[0].vocabulary.size:
+        raise ConfigError(
+            f"{named} has {rows} token embeddings for the {sources[0].vocabulary.size} ids of the shards' tokenizer; "
+            "choose another"
+        )
+    size = settings.sizes.full if settings and settings.ladder else Size(encoder.num_layers, encoder.embedding_size)
+    if not encoder.is_static:
+        truncate_layers(encoder.backbone, size.layers)
+    data = recipe.data
+    if settings is None:
+        settings = EmbeddingSettings(query_max_length=2**31, passage_max_length=2**31)
+    else:
+        _say_if_prompts_differ(recipe, settings, section)
+    positions = longest_input(encoder.backbone) or getattr(encoder.config, "max_position_embeddings", None) or 2**31
+    used = data.max_length if recipe.reads_documents else max(data.query_max_length, data.passage_max_length)
+    longest = min(used, max(settings.query_max_length, settings.passage_max_length), positions)
+    return Guide(
+        encoder,
+        size,
+        settings.similarity,
+        temperature or settings.temperature,
+        query_max_length=min(settings.query_max_length, positions),
+        passage_max_length=min(settings.passage_max_length, positions),
+        token_budget=recipe.train.micro_batch_size * longest,
+        pad_id=sources[0].vocabulary.pad_id,
+    )
+
+
+def _say_if_prompts_differ(recipe: Recipe, settings: EmbeddingSettings, section: str) -> None:
+    query_prompts, passage_prompts = recipe.prompts
+    for name, own, given in (
+        ("query", settings.query_prompt, query_prompts),
+        ("passage", settings.passage_prompt, passage_prompts),
+    ):
+        if recipe.reads_documents and name == "query":
+            continue
+        if set(given or [""]) != {own}:
+            log.warning(
+                "the %s was trained with the %s prompt %r, and reads this recipe's texts with %s",
+                section,
+                name,
+                own,
+                " or ".join(map(repr, sorted(set(given or [""])))),
+            )

@@ -1,0 +1,192 @@
+"""A teacher: a frozen model whose vectors every size learns, and what that adds to a step's gradient.
+
+Its vectors come from a forward pass a step (`live`: the teacher reads the batch's own ids, so its tokenizer must be the
+shards'), or from a store (`stored`: of any tokenizer and width, trainer/objectives/vector_store.py). Nothing of it
+trains and nothing of it is in a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from data.collate import PairBatch, TextBatch
+from data.shards.reader import ShardFolder
+from trainer.config.schema import Recipe, TeacherConfig
+from trainer.distributed import World, gather_counts, gather_rows, scatter_gradients, sum_over_ranks
+from trainer.losses.distillation import (
+    add_gram_gradients,
+    add_order_gradients,
+    add_similarity_gradients,
+    add_vector_gradients,
+    gram_products,
+)
+from trainer.losses.unit_vectors import normalize_
+from trainer.objectives.guide import Guide, cut, load_frozen
+from trainer.objectives.size_schedules import SizePlan
+from trainer.objectives.vector_store import VectorStore
+
+
+class Teacher(Protocol):
+    """Whose vectors are learnt."""
+
+    @property
+    def width(self) -> int: ...
+    def vectors(self, batch: TextBatch | PairBatch, *, device: torch.device, beat: Callable[[str], None]) -> Tensor:
+        """float32 [n, D] of a batch's texts, of unit length; of pairs the queries' first."""
+        ...
+
+
+@dataclass(frozen=True)
+class LiveTeacher:
+    """A forward pass of the frozen model a step."""
+
+    frozen: Guide
+
+    @property
+    def width(self) -> int:
+        return self.frozen.size.dim
+
+    def vectors(self, batch: TextBatch | PairBatch, *, device: torch.device, beat: Callable[[str], None]) -> Tensor:
+        if isinstance(batch, PairBatch):
+            vectors = torch.cat(self.frozen.vectors(batch.queries, batch.passages, device=device, beat=beat))
+        else:
+            texts = cut(batch.texts, self.frozen.passage_max_length)
+            vectors = self.frozen.embed(texts, device=device, beat=beat)
+        if self.frozen.similarity != "cosine":
+            normalize_(vectors)
+        return vectors
+
+
+@dataclass(frozen=True)
+class StoredTeacher:
+    """Vectors that were computed once, found by the hash of a text."""
+
+    store: VectorStore
+
+    @property
+    def width(self) -> int:
+        return self.store.width
+
+    def vectors(self, batch: TextBatch | PairBatch, *, device: torch.device, beat: Callable[[str], None]) -> Tensor:
+        if isinstance(batch, PairBatch):
+            hashes = torch.cat([batch.query_hashes, batch.passage_hashes])
+        else:
+            hashes = batch.hashes
+        vectors = self.store.find(hashes).to(device)
+        normalize_(vectors)
+        return vectors
+
+
+def load_teacher(recipe: Recipe, sources: Sequence[ShardFolder]) -> Teacher | None:
+    """The recipe's teacher, or None. Whatever is wrong with it is a ConfigError."""
+    chosen = recipe.teacher
+    if not recipe.is_taught:
+        return None
+    if chosen.vectors == "stored":
+        return StoredTeacher(VectorStore.open(chosen.store, tokenizer=sources[0].manifest.tokenizer["fingerprint"]))
+    source = chosen.model or recipe.model.source
+    return LiveTeacher(
+        load_frozen(recipe, sources, section="teacher", source=source, pooling=chosen.pooling, temperature=1.0)
+    )
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """The terms of trainer/losses/distillation.py over a global batch's texts, whichever rank has them."""
+
+    teacher: Teacher
+    weights: TeacherConfig
+    score_memory_mib: float
+
+    def add_gradients(
+        self,
+        units: Sequence[Tensor],
+        taught: Tensor,
+        gradients: Sequence[Tensor],
+        plan: SizePlan,
+        world: World,
+        *,
+        num_texts: int,
+    ) -> dict[str, Tensor]:
+        """This rank's part of the losses; their gradients by unit vectors are added.
+
+        units: a size's unit vectors [n, d_k]; taught: the teacher's [n, D]; num_texts: of the global batch. Ranks call
+        it together where terms compare texts. "loss" among the results is the weighted sum, "distill/SIZE" a size's
+        part of it without the size's weight; several terms are told one by one as well.
+        """
+        weights, device = self.weights.terms, taught.device
+        by_size = torch.zeros(len(units), device=device)
+        found: dict[str, Tensor] = {}
+
+        def add(name: str, values: Tensor) -> None:
+            nonlocal by_size
+            by_size = by_size + weights[name] * values
+            found.update({f"{name}/{size}": value for size, value in zip(plan.names, values)})
+
+        if weights["vector"]:
+            values = [
+                add_vector_gradients(unit, taught, gradient, weight=weights["vector"] * share, num_texts=num_texts)
+                for unit, gradient, share in zip(units, gradients, plan.loss_weights)
+            ]
+            add("vector", torch.stack(values))
+        if weights["gram"]:
+            values = []
+            for unit, gradient, share in zip(units, gradients, plan.loss_weights):
+                products = gram_products(unit, taught)
+                own, between, theirs = (sum_over_ranks(each, device) for each in products)
+                value = add_gram_gradients(
+                    unit,
+                    taught,
+                    gradient,
+                    products=(own, between, theirs),
+                    weight=weights["gram"] * share,
+                    num_texts=num_texts,
+                )
+                values.append(value / world.size)  # the same on every rank
+            add("gram", torch.stack(values))
+        if self.weights.gathers:
+            self._add_compared(units, taught, gradients, plan, world, add)
+        total = (by_size * by_size.new_tensor(plan.loss_weights)).sum()
+        losses = {"loss": total} | {f"distill/{size}": value for size, value in zip(plan.names, by_size)}
+        return losses | found if sum(map(bool, weights.values())) > 1 else losses
+
+    def _add_compared(
+        self,
+        units: Sequence[Tensor],
+        taught: Tensor,
+        gradients: Sequence[Tensor],
+        plan: SizePlan,
+        world: World,
+        add: Callable[[str, Tensor], None],
+    ) -> None:
+        """The terms that need all texts' vectors here: one gather of all widths side by side, and one way home."""
+        device = taught.device
+        counts = gather_counts(len(taught), device)
+        widths = [unit.shape[1] for unit in units]
+        rows = gather_rows(torch.cat([*units, taught], dim=1), counts)  # [N, sum of widths + D]
+        *everyone, all_taught = rows.split([*widths, taught.shape[1]], dim=1)
+        everyone = [each.contiguous() for each in everyone]
+        home = [torch.zeros_like(each) for each in everyone]
+        teacher = (taught, all_taught.contiguous())
+        both = [*gradients, *home]
+        start = sum(counts[: world.rank])
+        similarity = partial(add_similarity_gradients, temperature=self.weights.temperature, start=start)
+        for name, add_term in (("similarity", similarity), ("order", add_order_gradients)):
+            if weight := self.weights.terms[name]:
+                shares = [weight * share for share in plan.loss_weights]
+                memory = self.score_memory_mib
+                add(name, add_term(units, everyone, teacher, both, weights=shares, score_memory_mib=memory))
+        returned = scatter_gradients(torch.cat(home, dim=1), counts)
+        for gradient, part in zip(gradients, returned.split(widths, dim=1)):
+            gradient += part
+
+
+def texts_of_all_ranks(count: int, device: torch.device) -> int:
+    """How many texts the ranks have together, or 1 where they have none. count: the number that this rank has."""
+    return max(1, int(sum_over_ranks([float(count)], device)[0]))

@@ -1,0 +1,196 @@
+"""When a run should stop early: signals, a wall-clock limit, a stop file, or a launcher that is gone.
+
+Whatever asks, the step in hand is finished, a checkpoint is saved, STOPPED is written into the run folder, and every
+rank exits with STOPPED_CODE, which job scripts turn into a requeue. Ranks are asked at different times, so the loop
+agrees on a reason by the small sum over ranks that it takes in every step anyway.
+
+- SIGTERM and SIGUSR1 are what schedulers send. Python runs its handlers between bytecodes of the main thread, which
+  may sit in a collective; so a thread of its own reads the interpreter's wakeup file. A second signal ends the process
+  at once. Launchers and schedulers may both pass a signal on, so what comes within SAME_SIGNAL_SECONDS is one.
+- Time is counted from the process' start, by clocks that nobody sets.
+- Where only the job's direct task gets signals (Slurm with proctrack/cgroup), a wrapper makes the file that the
+  environment variable BARISTA_STOP_FILE names.
+- A launcher that is killed leaves its ranks behind, and the next start would find them still training. The kernel
+  tells of a parent's death; of the `deepspeed` command above `deepspeed.launcher.launch` only its absence tells. Either
+  may have died before a rank has come far enough to look. A study or a selection of seeds, which may start training
+  without a launcher, names itself in the environment variable BARISTA_STARTED_BY.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from data.ground.errors import CommandEnd
+from data.ground.parent_death import signal_at_parents_death
+from trainer.resilience.processes import Process, seconds_since_start
+
+STOPPED_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
+STOP_FILE_VARIABLE = "BARISTA_STOP_FILE"
+STARTER_VARIABLE = "BARISTA_STARTED_BY"  # a process that runs are to end with, launchers between them or not
+SAME_SIGNAL_SECONDS = 3.0
+# In the order in which they win where ranks have several.
+REASONS = ("SIGTERM", "SIGUSR1", "stop file", "clock", "launcher gone")
+_SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
+_PARENT_DIED = signal.SIGUSR2
+_LOOK_SECONDS = 0.5
+_GONE = Process(os.getpid(), -1.0)  # none started then
+
+
+class Stopped(CommandEnd):
+    """The run was asked to stop, and did so with a checkpoint; not an error."""
+
+    exit_code = STOPPED_CODE
+    prefix = ""
+
+
+class StopRequests:
+    """Listens while it is entered; `wanted` is what this rank has been asked."""
+
+    def __init__(
+        self,
+        *,
+        after_minutes: float = 0.0,
+        stop_file: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """after_minutes: of this process' life, its start included; 0: no limit."""
+        self._clock = clock
+        self._deadline = clock() - seconds_since_start() + 60 * after_minutes if after_minutes else float("inf")
+        self._file = Path(stop_file) if stop_file else None
+        self._asked: set[str] = set()
+        self._first_signal: float | None = None
+        self._closed = threading.Event()
+
+    def __enter__(self) -> Self:
+        """Must be called by the main thread, as signal handlers must."""
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        self._wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        # The handlers do nothing; that there are some makes the interpreter write each signal's number.
+        handled = [*_SIGNALS, _PARENT_DIED]
+        self._handlers = {number: signal.signal(number, lambda *_: None) for number in handled}
+        self._launchers = _launchers()
+        # The kernel speaks of the thread that started this process, which in a study is not the main one.
+        self._told_by_kernel = bool(self._launchers) and "RANK" in os.environ
+        if self._told_by_kernel:
+            signal_at_parents_death(_PARENT_DIED)
+        threads = [self._read_signals, self._watch_launchers]
+        self._threads = [threading.Thread(target=target, daemon=True) for target in threads]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._closed.set()
+        signal.set_wakeup_fd(self._wakeup)
+        if self._told_by_kernel:
+            signal_at_parents_death(0)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        with contextlib.suppress(OSError):
+            self._write.send(b"\0")
+        for thread in self._threads:
+            thread.join()
+        self._read.close()
+        self._write.close()
+
+    def wanted(self) -> str | None:
+        """Why this rank was asked to stop, or None."""
+        if self._file is not None and self._file.exists():
+            self._asked.add("stop file")
+        if self._clock() >= self._deadline:
+            self._asked.add("clock")
+        return next((reason for reason in REASONS if reason in self._asked), None)
+
+    def _read_signals(self) -> None:
+        while not self._closed.is_set():
+            for number in self._read.recv(64):
+                if number in _SIGNALS:
+                    self._signalled(number)
+                elif number == _PARENT_DIED:
+                    self._asked.add("launcher gone")
+
+    def _signalled(self, number: int) -> None:
+        now, name = time.monotonic(), _SIGNALS[signal.Signals(number)]
+        if self._first_signal is None:
+            self._first_signal = now
+        elif now - self._first_signal > SAME_SIGNAL_SECONDS:
+            os.write(2, f"a second signal ({name}): leaving without a checkpoint\n".encode())
+            os._exit(128 + number)
+        self._asked.add(name)
+
+    def _watch_launchers(self) -> None:
+        while not self._closed.wait(_LOOK_SECONDS):
+            if not all(launcher.lives for launcher in self._launchers):
+                self._asked.add("launcher gone")
+                return
+
+
+def started_by_me() -> dict[str, str]:
+    """What to add to the environment of training that must not outlive this process."""
+    me = Process.me()
+    return {STARTER_VARIABLE: f"{me.pid} {me.started}"}
+
+
+def _starter() -> list[Process]:
+    pid, _, started = os.environ.get(STARTER_VARIABLE, "").partition(" ")
+    try:
+        return [Process(int(pid), float(started))]
+    except ValueError:
+        return []
+
+
+def _launchers() -> list[Process]:
+    """This rank's launcher processes: none where no launcher started it."""
+    found = _starter()
+    if "RANK" not in os.environ:
+        return found
+    with contextlib.suppress(psutil.Error, OSError):
+        parents = _above(os.getpid())
+        found += [_as_now(process) for process in parents[:1]]
+        launch = next((each for each in parents if "deepspeed.launcher.launch" in each.cmdline()), None)
+        # A shell above a launcher may go, as after nohup; the `deepspeed` command does not while its launch.py runs.
+        above = parents[1:2] if launch in parents[:1] else []
+        found += [_as_now(each) for each in above if any("deepspeed" in Path(w).name for w in each.cmdline()[:2])]
+        if _died_before(launch):
+            found.append(_GONE)
+    return found
+
+
+def _above(pid: int) -> list[psutil.Process]:
+    """A process' parent, its parent's parent and so on. psutil's own `parents` compares times of the wall clock."""
+    found: list[psutil.Process] = []
+    while pid := psutil.Process(pid).ppid():
+        found.append(psutil.Process(pid))
+    return found
+
+
+def _as_now(process: psutil.Process) -> Process:
+    try:
+        return Process.of(process.pid)
+    except psutil.NoSuchProcess:
+        return _GONE
+
+
+def _died_before(launch: psutil.Process | None) -> bool:
+    """Whether a launcher was killed while this rank was still starting: what it should be below is not above it."""
+    if launch is None:
+        # That argument is the `deepspeed` launcher's.
+        return any(word.startswith("--local_rank=") for word in sys.argv)
+    above = launch.ppid()
+    # A process lives in its parent's session unless it began one, or its parent died and another took it in.
+    return above != 0 and os.getsid(launch.pid) not in (launch.pid, os.getsid(above))

@@ -1,0 +1,257 @@
+"""One rank that dies or hangs ends the job, named and with what was seen of it, instead of a collective without end.
+
+Each rank has a thread that writes its main thread's progress into the key-value store at the process group's address
+once a second, and reads what others wrote. A verdict is given on
+- a process of this machine that is gone (every rank looks, at once);
+- a rank whose thread is silent for SILENT_SECONDS: its process or its machine is gone or stands still (rank 0 looks at
+  all, the others at rank 0);
+- no progress of any rank for `hang_seconds`, or three times the longest pause of this run's steps: a collective that
+  some rank has not joined (rank 0 looks). First steps, evaluations and saves may take PATIENCE_SECONDS.
+Alone, a rank watches itself: no progress within a step for as long, by its own clock, ends it. Evaluations, saves and
+the run's beginning and end have no limit then, as nobody waits for them.
+The first verdict counts. It goes into the store; each rank says it and leaves by `os._exit`, for its main thread may
+never return from a collective. An exception that ends one rank is a verdict, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+import torch.distributed as dist
+
+from data.ground.secrets import without_secrets
+from trainer.distributed import World, named_ranks
+from trainer.resilience.processes import Process
+
+DIED_CODE = 1
+SILENT_SECONDS = 30.0
+PATIENCE_SECONDS = 900.0
+_BEAT_SECONDS = 1.0
+_PAUSES = 3.0
+NEXT_BATCH = "next batch"  # the phase in which the loop waits for data
+_LITTLE_SHARED_MEMORY = 2**20
+_FINISHED = "finished"
+_VERDICT = "verdict"
+
+
+@dataclass
+class _Seen:
+    """What was seen of a rank, by this process' clock: those of machines differ."""
+
+    beat: str
+    beat_at: float
+    progress: int
+    progress_at: float
+
+
+class Watchdog:
+    """Entered for as long as ranks depend on each other; `beat` says that the main thread has got on."""
+
+    def __init__(self, world: World, *, hang_seconds: float) -> None:
+        """hang_seconds: 0 for never; dead and silent ranks are noticed all the same."""
+        self._world = world
+        self._hang_seconds = hang_seconds
+        self._progress, self._phase, self._step, self._patient = 0, "start", 0, True
+        self._beat_at, self._longest_pause = time.monotonic(), 0.0
+        self._seen: dict[int, _Seen] = {}
+        self._neighbours: dict[int, Process] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._world.size == 1:
+            if self._hang_seconds:
+                self._thread.start()
+            return self
+        # A connection of its own: the process group's is the main thread's.
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            timeout=timedelta(seconds=SILENT_SECONDS),
+        )
+        # torchrun's store outlives its ranks.
+        self._store = dist.PrefixStore(f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        me = Process.me()
+        self._put(f"process/{self._world.rank}", [socket.gethostname(), me.pid, me.started])
+        self._put(f"beat/{self._world.rank}", self._state(0))
+        everyone = range(self._world.size)
+        known = [json.loads(each) for each in self._store.multi_get([f"process/{rank}" for rank in everyone])]
+        for rank, (host, pid, started) in zip(everyone, known):
+            if host == socket.gethostname() and rank != self._world.rank:
+                self._neighbours[rank] = Process(pid, started)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._world.size == 1:
+            self._closed.set()
+            if self._hang_seconds:
+                self._thread.join()
+            return
+        if error is not None and _is_a_consequence(error):
+            # The thread will see the cause, say it, and leave.
+            self._thread.join(SILENT_SECONDS + 5.0)
+        self._closed.set()
+        self._thread.join()
+        self._phase = _FINISHED
+        self._put(f"beat/{self._world.rank}", self._state(0))
+
+    def report(self, error: Exception, code: int) -> None:
+        """This rank ends by `error`; unless another ended first, that is what all will say, and leave with `code`."""
+        if self._world.size > 1 and not _is_a_consequence(error):
+            sentence = " ".join(f"{type(error).__name__}: {error}".split())
+            self._decide(f"rank {self._world.rank} on {socket.gethostname()} failed: {sentence}", code)
+            self._let_others_read()
+
+    def beat(self, phase: str, *, step: int | None = None, patient: bool | None = None) -> None:
+        """The main thread has got as far as `phase`. `patient`: what now follows may take long; None: as before."""
+        now = time.monotonic()
+        if not self._patient:
+            self._longest_pause = max(self._longest_pause, now - self._beat_at)
+        self._progress, self._phase, self._beat_at = self._progress + 1, phase, now
+        self._step = self._step if step is None else step
+        self._patient = self._patient if patient is None else patient
+
+    def _state(self, count: int) -> list[Any]:
+        return [count, self._progress, self._phase, self._step, self._patient]
+
+    def _put(self, key: str, value: Any) -> None:
+        self._store.set(key, json.dumps(value))
+
+    def _watch(self) -> None:
+        if self._world.size == 1:
+            self._watch_alone()
+            return
+        count = 0
+        while not self._closed.wait(_BEAT_SECONDS):
+            count += 1
+            try:
+                self._put(f"beat/{self._world.rank}", self._state(count))
+                if (verdict := self._look()) is not None and not self._closed.is_set():
+                    self._leave(*verdict)
+            except (RuntimeError, OSError):
+                if not self._closed.is_set():
+                    self._leave(f"{self._dead_neighbour() or 'rank 0'} is gone: its store answers no more", DIED_CODE)
+
+    def _watch_alone(self) -> None:
+        while not self._closed.wait(_BEAT_SECONDS):
+            if (reason := self.stuck(time.monotonic())) is not None and not self._closed.is_set():
+                self._leave(reason, DIED_CODE)
+
+    def stuck(self, now: float) -> str | None:
+        """Why a rank that is alone should end, or None."""
+        phase, still = self._phase, now - self._beat_at
+        limit = max(self._hang_seconds, _PAUSES * self._longest_pause)
+        if self._patient:
+            # Of what may take long, loader workers alone can keep a rank waiting for ever.
+            limit = max(limit, PATIENCE_SECONDS) if phase == NEXT_BATCH else math.inf
+        if still <= limit:
+            return None
+        return f"it has not got on for {still:.0f} s: at {phase!r} of step {self._step}{_about_loaders(phase)}"
+
+    def _look(self) -> tuple[str, int] | None:
+        """(Why the job must end, with what code), or None."""
+        if self._store.check([_VERDICT]):
+            reason, code = json.loads(self._store.get(_VERDICT))
+            return reason, code
+        if (dead := self._dead_neighbour()) is not None:
+            return self._decide(f"{dead} is gone: the process ended without a word", DIED_CODE)
+        watched = range(self._world.size) if self._world.is_main else [0]
+        now = time.monotonic()
+        states = {}
+        for rank, beat in zip(watched, self._store.multi_get([f"beat/{rank}" for rank in watched])):
+            text = beat.decode()
+            states[rank] = state = json.loads(text)
+            seen = self._seen.setdefault(rank, _Seen(text, now, state[1], now))
+            if text != seen.beat:
+                seen.beat, seen.beat_at = text, now
+            if state[1] != seen.progress:
+                seen.progress, seen.progress_at = state[1], now
+            silent = now - seen.beat_at
+            if silent > SILENT_SECONDS and state[2] != _FINISHED:
+                where = f"at {state[2]!r} of step {state[3]}"
+                return self._decide(f"rank {rank} gave no sign of life for {silent:.0f} s, last {where}", DIED_CODE)
+        if self._world.is_main and self._hang_seconds:
+            return self._hung(states, now)
+        return None
+
+    def _hung(self, states: dict[int, list[Any]], now: float) -> tuple[str, int] | None:
+        still = now - max(seen.progress_at for seen in self._seen.values())
+        limit = max(self._hang_seconds, _PAUSES * self._longest_pause)
+        if any(patient for *_, patient in states.values()):
+            limit = max(limit, PATIENCE_SECONDS)
+        if still <= limit:
+            return None
+        places: dict[str, list[int]] = {}
+        for rank, (_, _, phase, step, _) in states.items():
+            places.setdefault(f"{phase!r} of step {step}", []).append(rank)
+        # The rank that all wait for is most often where fewest are.
+        rarest_first = sorted(places.items(), key=lambda item: len(item[1]))
+        where = "; ".join(f"{named_ranks(ranks)} at {place}" for place, ranks in rarest_first) + _about_loaders(
+            self._phase
+        )
+        return self._decide(f"no rank has got on for {still:.0f} s: {where}", DIED_CODE)
+
+    def _dead_neighbour(self) -> str | None:
+        for rank, process in self._neighbours.items():
+            if not process.lives:
+                try:
+                    *_, phase, step, _ = json.loads(self._store.get(f"beat/{rank}"))
+                except (RuntimeError, OSError):
+                    phase, step = "an unknown place", self._step
+                if phase != _FINISHED:
+                    where = f"process {process.pid} on {socket.gethostname()}, last at {phase!r} of step {step}"
+                    return f"rank {rank} ({where})"
+        return None
+
+    def _decide(self, reason: str, code: int) -> tuple[str, int]:
+        """The verdict that counts: this one, or another's that came first."""
+        reason, code = json.loads(self._store.compare_set(_VERDICT, "", json.dumps([reason, code])))
+        return reason, code
+
+    def _leave(self, reason: str, code: int) -> None:
+        # On a line of its own, where a progress bar stands.
+        whose = "the run ends" if self._world.size == 1 else f"rank {self._world.rank} ends with the job"
+        os.write(2, f"\nerror: {whose}: {without_secrets(reason)}\n".encode())
+        self._let_others_read()
+        os._exit(code)
+
+    def _let_others_read(self) -> None:
+        """The store most often lives in rank 0, and the verdict would go with it."""
+        if self._world.is_main and self._world.size > 1:
+            time.sleep(2.5 * _BEAT_SECONDS)
+
+
+def _about_loaders(phase: str) -> str:
+    """What is amiss with this rank's loader workers, where it waits for them."""
+    if phase != NEXT_BATCH:
+        return ""
+    found = []
+    with contextlib.suppress(psutil.Error, OSError):
+        stopped = [each.pid for each in psutil.Process().children() if each.status() == psutil.STATUS_STOPPED]
+        if stopped:
+            found.append(f"process {stopped[0]}, a loader worker, is stopped (SIGSTOP)")
+    with contextlib.suppress(OSError):
+        if (free := shutil.disk_usage("/dev/shm").free) < _LITTLE_SHARED_MEMORY:
+            found.append(f"/dev/shm, through which loader workers hand over batches, has {free // 1024} KiB left")
+    return "".join(f"; {each}" for each in found)
+
+
+def _is_a_consequence(error: BaseException) -> bool:
+    """Whether a collective failed, as it does where another rank is gone."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

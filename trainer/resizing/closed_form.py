@@ -1,0 +1,85 @@
+"""Heads without training: each depth's pooled states mapped into the teacher's space by ridge regression.
+
+The shallow layers of a finished model know much of what the whole one says; a linear map makes them say it. For a depth
+with standardised pooled states Z [n, h], a column of ones beside them, and the teacher's unit vectors Y [n, D]:
+    W = (ZᵀZ + λ I)⁻¹ ZᵀY
+λ is chosen among RIDGES by the mean cosine on texts held out. Every prefix of dimensions shares one W, because the
+columns of Y are fitted one by one. It costs one pass over some thousand texts, no labels and no gradient, and is the
+baseline that training has to beat, and its start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from models.encoder import Encoder
+from models.heads import linear_head
+from models.sizes import Size
+from trainer.evaluation.encoding.encode import encoding_of
+
+RIDGES = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
+FITTED_TEXTS, HELD_OUT_TEXTS = 6_500, 1_000
+
+
+@dataclass(frozen=True)
+class ClosedForm:
+    """A head and how it was found: λ, and the mean cosine to the teacher on the texts held out."""
+
+    head: nn.Linear
+    ridge: float
+    cosine: float
+
+
+def fit_heads(states: Mapping[int, Tensor], targets: Tensor, *, held_out: int) -> dict[int, ClosedForm]:
+    """Depth -> its head.
+
+    states: depth -> float32 [n, h]; targets: unit vectors [n, D]. The last `held_out` texts choose λ.
+    """
+    return {depth: _fit(each, targets, held_out=held_out) for depth, each in states.items()}
+
+
+def _fit(states: Tensor, targets: Tensor, *, held_out: int) -> ClosedForm:
+    count = len(states) - held_out
+    assert count > 0 < held_out, "texts to fit and texts to choose by"
+    fitted, wanted = states[:count].double(), targets[:count].double()
+    mean, deviation = fitted.mean(0), fitted.std(0, correction=0).clamp(min=1e-8)
+    # Where Z has mean 0, the column of ones takes the mean of Y; it is not shrunk.
+    scaled, middle = (fitted - mean) / deviation, wanted.mean(0)
+    values, vectors = torch.linalg.eigh(scaled.T @ scaled)
+    rotated = vectors.T @ (scaled.T @ (wanted - middle))  # [h, D]
+    others = (states[count:].double() - mean) / deviation
+    best: tuple[float, float, Tensor] | None = None
+    for ridge in RIDGES:
+        solution = vectors @ (rotated / (values + ridge)[:, None])  # [h, D]
+        predicted = others @ solution + middle
+        cosine = float(torch.cosine_similarity(predicted, targets[count:].double(), dim=1).mean())
+        if best is None or cosine > best[0]:
+            best = cosine, ridge, solution
+    assert best is not None
+    cosine, ridge, solution = best
+    weight = (solution / deviation[:, None]).T  # [D, h]
+    return ClosedForm(linear_head(weight.float(), (middle - weight @ mean).float()), ridge, cosine)
+
+
+def depth_states(
+    encoder: Encoder,
+    tokenizer: PreTrainedTokenizerFast,
+    texts: Sequence[str],
+    depths: Sequence[int],
+    *,
+    max_length: int,
+    prompt: str,
+    device: torch.device,
+) -> dict[int, Tensor]:
+    """Depth -> float32 [n, h]: the pooled states of texts, before any head."""
+    bare = Encoder(encoder.backbone, encoder.pooling)
+    sizes = [Size(depth, encoder.hidden_size) for depth in depths]
+    found = encoding_of(bare, tokenizer, sizes, device=device)(
+        texts, similarity="dot", max_length=max_length, prompt=prompt
+    )
+    return {size.layers: torch.from_numpy(vectors) for size, vectors in found.items()}

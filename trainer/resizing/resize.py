@@ -1,0 +1,443 @@
+"""The steps of `trainer.resize`: each leaves a folder that says it is done, so that a killed command goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import tomli_w
+import torch
+from torch import nn
+from transformers.utils import logging as transformers_logging
+
+from data import prepare
+from data.corpora.plan import plan_documents, plan_tuples
+from data.corpora.read import read_unit
+from data.corpora.units import Document, Unit
+from data.ground.errors import ConfigError
+from data.ground.files import read_text, write_atomically
+from data.ground.records import read_record
+from data.ground.whole_folder import check_place
+from data.shards.format import MANIFEST
+from models.encoder import EmbeddingSettings, Encoder, longest_input
+from models.sizes import STARBUCKS_LADDER, Ladder, Size
+from trainer.config.load import load_recipe
+from trainer.distributed import gather_objects, join
+from trainer.evaluation.encoding.across import Searched, SizePair, encoded_sizes
+from trainer.evaluation.encoding.encode import encoder_forward, encoding_of
+from trainer.evaluation.latency import measure_costs
+from trainer.evaluation.results.output import results_content, write_json
+from trainer.evaluation.results.report import HEADLINE_METRICS, Record
+from trainer.evaluation.run import evaluate_tasks
+from trainer.evaluation.subject import choose_device, load_model
+from trainer.evaluation.tasks.retrieval import RetrievalData, load_beir
+from trainer.evaluation.tasks.sts import STSTask, read_sts
+from trainer.exporting.folders import weights_megabytes
+from trainer.exporting.model_folder import write_model_folder
+from trainer.exporting.sizes import export_sizes
+from trainer.resizing.closed_form import FITTED_TEXTS, HELD_OUT_TEXTS, depth_states, fit_heads
+from trainer.resizing.table import AS_IT_IS, CLOSED_FORM, RESIZED, TO_WHOLE, Row, Table, as_markdown
+from trainer.run import execute
+from trainer.teacher_vectors import store_vectors
+
+log = logging.getLogger(__name__)
+
+# Folders of a RUN, beside closed_form/.
+START, SHARDS, TRAINING, EVALUATION, EXPORT = "start", "shards", "training", "evaluation", "export"
+TEACHER, PAIR_SHARDS, PAIR_TRAINING, PAIR_TEACHER = "teacher", "pair_shards", "pair_training", "pair_teacher"
+AGREEMENT = "agreement"  # the task that needs no labels
+# Texts that are left out of training and compared with each other: a tenth, up to so many.
+_HELD_OUT = 1_000
+_HELD_OUT_SHARE = 10
+_TIMED_TEXTS = 50
+_DS_CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"  # for whoever works in another folder
+_SHARES = (1 / 12, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 1)  # of the width, for each of six sizes
+
+
+@dataclass(frozen=True)
+class Resize:
+    """What was asked for."""
+
+    model: str
+    texts: tuple[str, ...]
+    output: Path
+    sizes: str = ""
+    trains: str = "all"
+    heads: bool = True
+    teacher: str = ""
+    pairs: tuple[str, ...] = ()
+    sts: tuple[str, ...] = ()
+    beir: tuple[str, ...] = ()
+    text_column: str = "text"
+    text_split: str = "blank-lines"
+    limit: int | None = None
+    max_length: int | None = None
+    processes: int | None = None
+    overrides: tuple[str, ...] = ()
+
+    @cached_property
+    def held_out(self) -> list[str]:
+        """The first texts of the first file, a tenth of it at most; training does not see them."""
+        most = _HELD_OUT_SHARE * _HELD_OUT
+        first = list(itertools.islice(_texts_of(self._plan()[0]), min(most, self.limit or most)))
+        return first[: max(2, len(first) // _HELD_OUT_SHARE)]
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """The texts that are trained on: those of the shards."""
+        return self._plan(skip=len(self.held_out), limit=self.limit)
+
+    def _plan(self, *, skip: int = 0, limit: int | None = None) -> list[Unit]:
+        return plan_documents(
+            self.texts,
+            text_column=self.text_column,
+            text_split=self.text_split,
+            skip_empty=True,
+            skip=skip,
+            limit=limit,
+        )
+
+
+def propose_ladder(num_layers: int, width: int) -> Ladder:
+    """Up to six sizes: depths at even steps, widths of 1/12 to the whole; the paper's for 12 layers of 768."""
+    if (num_layers, width) == (STARBUCKS_LADDER.full.layers, STARBUCKS_LADDER.full.dim):
+        return STARBUCKS_LADDER
+    steps = min(len(_SHARES), num_layers)
+    sizes = []
+    for step in range(1, steps + 1):
+        share = _SHARES[round(step * len(_SHARES) / steps) - 1]
+        least = step * min(8, width // steps)
+        dim = width if share == 1 else max(least, round(width * share / 8) * 8)
+        sizes.append(Size(round(num_layers * step / steps), dim))
+    return Ladder(tuple(sizes))
+
+
+def resize(asked: Resize, *, prepare_only: bool = False) -> str:
+    """Run what is not done yet; the table as Markdown. Every rank calls it; rank 0 does what is not training.
+
+    prepare_only: ends before training, with nothing to tell.
+    """
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    tasks = _read_tasks(asked)
+    world = join(_device())
+    if world.is_main:
+        _begin(asked)
+        _write_start(asked)
+        # Overrides are refused before the minutes that follow.
+        _write_recipes(asked, asked.output / START, ranks=world.size)
+        load_recipe(asked.output / f"{TRAINING}.toml", asked.overrides)
+        _write_shards(asked)
+        if asked.heads:
+            _write_closed_form(asked)
+            _write_recipes(asked, asked.output / CLOSED_FORM, ranks=world.size)
+    gather_objects(None)
+    if prepare_only:
+        return ""
+    stages = [(TRAINING, asked.units)]
+    with tempfile.TemporaryDirectory() as scratch:
+        if asked.pairs:
+            stages.append((PAIR_TRAINING, plan_tuples(asked.pairs, scratch=Path(scratch), skip_empty=True)))
+        for name, units in stages:
+            recipe = load_recipe(asked.output / f"{name}.toml", asked.overrides if name == TRAINING else ())
+            if (asked.output / name / "DONE").exists():
+                continue
+            if asked.teacher:
+                store_vectors(recipe, units, world)
+            execute(recipe, last=name == stages[-1][0])
+    return _report(asked, tasks) if world.is_main else ""
+
+
+def _begin(asked: Resize) -> None:
+    """Refuse the folder of another command; what decides the result is kept beside it."""
+    check_place(asked.output)
+    known = {key: value for key, value in dataclasses.asdict(asked).items() if key not in ("output", "processes")}
+    text = json.dumps(known, indent=2) + "\n"
+    path = asked.output / "command.json"
+    if path.exists() and read_text(path, mend="give a new --output") != text:
+        raise ConfigError(f"{asked.output} is of another command ({path}); give a new --output, or the same arguments")
+    if asked.output.is_dir() and not path.exists() and any(asked.output.iterdir()):
+        raise ConfigError(f"--output {asked.output} holds something else; give a new folder")
+    asked.output.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text)
+
+
+def _write_start(asked: Resize) -> None:
+    """start/: the model as it is, with the ladder that was asked for or proposed."""
+    folder = asked.output / START
+    if folder.exists():
+        return
+    encoder, tokenizer, settings = _load(asked.model)
+    if encoder.is_static:
+        raise ConfigError(f"{asked.model} is a token table without layers; train it with trainer.finetune")
+    if settings.similarity != "cosine":
+        raise ConfigError(
+            f"{asked.model} is compared by dot product; its vectors' lengths, which are not taught, would be lost"
+        )
+    full = Size(encoder.num_layers, encoder.embedding_size)
+    ladder = _ladder(asked, full)
+    settings = dataclasses.replace(settings, ladder=tuple((size.layers, size.dim) for size in ladder))
+    if asked.max_length:
+        settings = _cut_at(asked.max_length, encoder, tokenizer, settings)
+    write_model_folder(folder, encoder.backbone.float(), tokenizer, settings, encoder.heads)
+
+
+def _cut_at(tokens: int, encoder: Encoder, tokenizer: Any, settings: EmbeddingSettings) -> EmbeddingSettings:
+    """Of every text no more tokens are read, here and wherever the result is used."""
+    least, most = tokenizer.num_special_tokens_to_add() + 1, longest_input(encoder.backbone)
+    if tokens < least or (most is not None and tokens > most):
+        room = f"{least} to {most} tokens" if most is not None else f"at least {least} tokens"
+        raise ConfigError(f"--max-length {tokens}: the model takes {room}; give a length that it can take")
+    return dataclasses.replace(settings, query_max_length=tokens, passage_max_length=tokens)
+
+
+def _ladder(asked: Resize, full: Size) -> Ladder:
+    """The sizes that were asked for, or proposed; they end with the whole model."""
+    ladder = propose_ladder(full.layers, full.dim)
+    if asked.sizes:
+        ladder = Ladder(tuple(Size.parse(each) for each in asked.sizes.split(",")))
+    ladder.check_against(num_layers=full.layers, hidden_size=full.dim)
+    return ladder
+
+
+def _texts_of(unit: Unit) -> Iterator[str]:
+    return (cast(Document, record)["text"] for _, record in read_unit(unit))
+
+
+def _write_shards(asked: Resize) -> None:
+    """The texts but those held out, and the pairs. Finished shards are left as they are."""
+    folder, pairs = asked.output / SHARDS, asked.output / PAIR_SHARDS
+    tokenizer = ["--tokenizer", str(asked.output / START)]
+    if asked.pairs and not (pairs / MANIFEST).is_file():
+        prepare.run(["tuples", *asked.pairs, "--output", str(pairs), *tokenizer, "--skip-empty"])
+    if (folder / MANIFEST).is_file():
+        return
+    command = ["documents", *asked.texts, "--output", str(folder), *tokenizer]
+    command += ["--text-column", asked.text_column, "--text-split", asked.text_split, "--skip-empty"]
+    command += ["--skip-first", str(len(asked.held_out))]
+    if asked.limit:
+        command += ["--limit", str(asked.limit)]
+    if asked.processes:
+        command += ["--processes", str(asked.processes)]
+    prepare.run(command)
+
+
+def _sampled(asked: Resize, number: int) -> list[str]:
+    """About so many of the texts that are trained on, of all units alike."""
+    share = -(-number // len(asked.units))
+    found = [text for unit in asked.units for text in itertools.islice(_texts_of(unit), share)]
+    return found[:number]
+
+
+def _write_closed_form(asked: Resize) -> None:
+    """closed_form/: the same weights with a linear map for each depth but the last."""
+    folder = asked.output / CLOSED_FORM
+    if folder.exists():
+        return
+    encoder, tokenizer, settings = _load(asked.output / START)
+    texts = _sampled(asked, FITTED_TEXTS + HELD_OUT_TEXTS)
+    if len(texts) < 8:
+        raise ConfigError(f"--texts hold {len(texts)} texts beside those held out; give more")
+    held_out = min(HELD_OUT_TEXTS, len(texts) // 4)
+    log.info("closed form: linear maps from %s texts", f"{len(texts):,}")
+    depths = [size.layers for size in settings.sizes]
+    states = depth_states(
+        encoder,
+        tokenizer,
+        texts,
+        depths,
+        max_length=settings.passage_max_length,
+        prompt=settings.passage_prompt,
+        device=_device(),
+    )
+    heads = encoder.heads
+    if asked.teacher:
+        teacher = _load(asked.teacher)
+        targets = torch.from_numpy(_whole_vectors(*teacher, texts, prompt=teacher[2].passage_prompt))
+        full = Size(encoder.num_layers, targets.shape[1])
+        ladder = _ladder(asked, full)
+        settings = dataclasses.replace(settings, ladder=tuple((size.layers, size.dim) for size in ladder))
+    else:
+        deepest = depths[-1]
+        with torch.no_grad():
+            targets = nn.functional.normalize(encoder.cpu().head(states.pop(deepest), deepest), dim=1)
+    for depth, found in fit_heads(states, targets, held_out=held_out).items():
+        log.info("%d layers: cosine %.3f to the whole model (ridge %g)", depth, found.cosine, found.ridge)
+        heads[str(depth)] = found.head
+    write_model_folder(folder, encoder.backbone, tokenizer, settings, heads)
+
+
+def _whole_vectors(
+    encoder: Encoder, tokenizer: Any, settings: EmbeddingSettings, texts: Sequence[str], *, prompt: str
+) -> np.ndarray:
+    """The whole model's unit vectors of texts, float32 [n, D]."""
+    full = settings.sizes.full
+    vectors_of = encoding_of(encoder, tokenizer, [full], device=_device())
+    return vectors_of(texts, similarity="cosine", max_length=settings.passage_max_length, prompt=prompt)[full]
+
+
+def _write_recipes(asked: Resize, source: Path, *, ranks: int) -> None:
+    """training.toml and, where there are pairs, pair_training.toml: what the two stages train, for people too.
+
+    source: the model folder that training starts from.
+    """
+    settings = EmbeddingSettings.load(source)
+    assert settings is not None
+    precision = "zero1.json" if torch.cuda.is_available() else "zero1_float32.json"
+    teacher: dict[str, Any] = {"model": str(asked.output / START)}
+    if asked.teacher:
+        teacher = {"model": asked.teacher, "vectors": "stored", "store": str(asked.output / TEACHER)}
+    values: dict[str, Any] = {
+        "run": {"output": str(asked.output / TRAINING), "resume": "auto"},
+        "model": {
+            "source": str(source),
+            "pooling": settings.pooling,
+            "ladder": [list(pair) for pair in settings.ladder],
+            "trains": asked.trains,
+            "dropout": 0.0,
+        },
+        "data": {
+            "shards": [str(asked.output / SHARDS)],
+            "max_length": settings.passage_max_length,
+            "passage_prompts": [settings.passage_prompt] if settings.passage_prompt else [],
+        },
+        "objective": {"name": "distill", "sizes": "grid"},
+        "teacher": teacher,
+        "optim": {"lr": 3e-4, "warmup_ratio": 0.1, "weight_decay": 0.01},
+        "train": {"global_batch_size": 64, "micro_batch_size": max(1, min(32, 64 // ranks))},
+        "engine": {"ds_config": str(_DS_CONFIGS / precision)},
+        "checkpoint": {"every_steps": 200},
+    }
+    write_atomically(asked.output / f"{TRAINING}.toml", tomli_w.dumps(values))
+    if not asked.pairs:
+        return
+    prompts = {"query_prompts": settings.query_prompt, "passage_prompts": settings.passage_prompt}
+    paired = {
+        **values,
+        "run": {"output": str(asked.output / PAIR_TRAINING), "resume": "auto"},
+        "model": {**values["model"], "source": str(asked.output / TRAINING / "model")},
+        "data": {
+            "shards": [str(asked.output / PAIR_SHARDS)],
+            "query_max_length": settings.query_max_length,
+            "passage_max_length": settings.passage_max_length,
+            **{key: [prompt] for key, prompt in prompts.items() if prompt},
+        },
+        "objective": {"name": "contrastive"},
+        "teacher": {**teacher, "store": str(asked.output / PAIR_TEACHER)} if asked.teacher else teacher,
+        "optim": {**values["optim"], "lr": 5e-5},
+    }
+    write_atomically(asked.output / f"{PAIR_TRAINING}.toml", tomli_w.dumps(paired))
+
+
+def _load(folder: str | Path) -> tuple[Encoder, Any, EmbeddingSettings]:
+    encoder, tokenizer, settings = load_model(folder)
+    if settings is None:
+        raise ConfigError(f"{folder} does not say how it pools; give a folder of sentence-transformers")
+    return encoder, tokenizer, settings
+
+
+def _device() -> torch.device:
+    return choose_device("auto")
+
+
+def _read_tasks(asked: Resize) -> tuple[list[STSTask], list[RetrievalData]]:
+    """Before anything is computed, so that a wrong path is told at once."""
+    return [read_sts(path) for path in asked.sts], [load_beir(path) for path in asked.beir]
+
+
+def agreement(encoder: Encoder, tokenizer: Any, settings: EmbeddingSettings, texts: Sequence[str]) -> STSTask:
+    """Texts held out, paired with their nearest neighbour and with another; the score is the whole model's cosine.
+
+    What a size scores on it is how well it orders pairs as the whole model does, without any label.
+    """
+    vectors = _whole_vectors(encoder, tokenizer, settings, texts, prompt=settings.query_prompt)
+    similarities = vectors @ vectors.T
+    np.fill_diagonal(similarities, -1.0)
+    rows = np.arange(len(texts))
+    partners = [similarities.argmax(1), np.roll(rows, 1)]
+    pairs = [(texts[row], texts[other]) for of in partners for row, other in zip(rows.tolist(), of.tolist())]
+    scores = [float(similarities[row, other]) for of in partners for row, other in zip(rows, of)]
+    return STSTask(AGREEMENT, tuple(pairs), tuple(scores))
+
+
+def _report(asked: Resize, tasks: tuple[list[STSTask], list[RetrievalData]]) -> str:
+    """Evaluate, export, and print the table; once it is there, it is only printed."""
+    path = asked.output / "resize.json"
+    if not path.exists():
+        write_atomically(path, _measured(asked, *tasks).model_dump_json(indent=2) + "\n")
+    text = as_markdown(read_record(path, Table, mend="delete it, and the same command evaluates again").records)
+    write_atomically(asked.output / "table.md", text)
+    return text
+
+
+def _measured(asked: Resize, sts: Sequence[STSTask], beir: Sequence[RetrievalData]) -> Table:
+    """A row a task and size."""
+    trained = asked.output / (PAIR_TRAINING if asked.pairs else TRAINING) / "model"
+    folders = {AS_IT_IS: asked.output / START, RESIZED: trained}
+    if asked.heads:
+        folders[CLOSED_FORM] = asked.output / CLOSED_FORM
+    sts = [agreement(*_load(asked.teacher or folders[AS_IT_IS]), asked.held_out), *sts]
+    scores: dict[tuple[str, Size, str], float] = {}
+    for method, folder in folders.items():
+        log.info("evaluating %s", method.replace("_", " "))
+        records = _evaluate(folder, sts, beir)
+        for record in records:
+            if record.metric == HEADLINE_METRICS[record.kind]:
+                column = method if record.document_layers == 0 else f"{method}{TO_WHOLE}"
+                scores[record.task, Size(record.layers, record.dim), column] = record.value
+        if method == RESIZED:
+            _write_results(asked, trained, records)
+    exported = asked.output / EXPORT
+    if not exported.exists():
+        export_sizes(trained, exported, results=asked.output / EVALUATION / "results.json")
+    encoder, tokenizer, settings = _load(trained)
+    costs = measure_costs(encoder, tokenizer, list(settings.sizes), settings, asked.held_out[:_TIMED_TEXTS])
+    columns = [*(f"{method}{to}" for method in (AS_IT_IS, CLOSED_FORM, RESIZED) for to in ("", TO_WHOLE))]
+    rows = [
+        Row(
+            task=task,
+            layers=size.layers,
+            dim=size.dim,
+            **{column: scores.get((task, size, column)) for column in columns},
+            milliseconds=costs[size].milliseconds,
+            megabytes=weights_megabytes(exported / settings.sizes.name(size)),
+        )
+        for task in (*(task.name for task in sts), *(data.name for data in beir))
+        for size in settings.sizes
+    ]
+    return Table(records=tuple(rows))
+
+
+def _evaluate(folder: Path, sts: Sequence[STSTask], beir: Sequence[RetrievalData]) -> list[Record]:
+    """Every size against itself, and its queries against documents of the whole model, cut to the query's width."""
+    encoder, tokenizer, settings = _load(folder)
+    sizes = list(settings.sizes)
+    searched: list[Searched] = [*sizes, *(SizePair(size, Size(sizes[-1].layers, size.dim)) for size in sizes[:-1])]
+    return evaluate_tasks(
+        encoder_forward(encoder.to(_device()).eval(), encoded_sizes(searched)),
+        tokenizer,
+        searched,
+        settings,
+        sts=sts,
+        retrieval=beir,
+        device=_device(),
+        method="trained",
+    )
+
+
+def _write_results(asked: Resize, model: Path, records: Sequence[Record]) -> None:
+    """results.json, from which the exported model cards take their scores."""
+    settings = EmbeddingSettings.load(model)
+    assert settings is not None
+    own = [record for record in records if record.document_layers == 0]
+    content = results_content(model, list(settings.sizes), settings, own, [])
+    write_json(asked.output / EVALUATION / "results.json", content)

@@ -1,0 +1,56 @@
+"""What `trainer.resize` found, as numbers (resize.json) and as a table for people (table.md)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Literal
+
+from data.ground.records import Record
+from trainer.evaluation.results.report import markdown_table
+
+# Methods, each a column.
+AS_IT_IS, CLOSED_FORM, RESIZED = "as_it_is", "closed_form", "resized"
+TO_WHOLE = "_to_whole"  # ends a column of queries at the size and documents of the whole model
+
+
+class Row(Record):
+    """What a size scores on a task by each method, what it costs and what it weighs. None: that was not done."""
+
+    task: str
+    layers: int
+    dim: int
+    as_it_is: float | None
+    as_it_is_to_whole: float | None
+    closed_form: float | None
+    closed_form_to_whole: float | None
+    resized: float | None
+    resized_to_whole: float | None
+    milliseconds: float  # a query
+    megabytes: float
+
+
+class Table(Record):
+    """resize.json."""
+
+    format: Literal[1] = 1
+    records: tuple[Row, ...]
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """A table a task."""
+    headings = {
+        "as it is": AS_IT_IS,
+        "closed form": CLOSED_FORM,
+        "resized": RESIZED,
+        "resized, documents whole": f"{RESIZED}{TO_WHOLE}",
+    }
+    text = ""
+    for task, of_task in itertools.groupby(rows, key=lambda row: row.task):
+        lines = []
+        for row in of_task:
+            scores = (getattr(row, column) for column in headings.values())
+            cells = ("–" if score is None else f"{score:.4f}" for score in scores)
+            lines.append([f"{row.layers}x{row.dim}", *cells, f"{row.milliseconds:.1f}", f"{row.megabytes:.1f}"])
+        text += f"## {task}\n\n{markdown_table(['size', *headings, 'ms a query', 'MB'], lines)}\n"
+    return text
