@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Literal
 
 from data.ground.errors import DataError
-from data.ground.files import is_unicode
+from data.ground.files import first_line, is_unicode
+from data.ground.secrets import without_secrets
 from data.lines import COMPRESSIONS
 
 logger = logging.getLogger(__name__)
 
-FileKind = Literal["jsonl", "tsv", "txt", "parquet", "hub", "ids"]
+FileKind = Literal["jsonl", "tsv", "txt", "parquet", "tar", "hub", "ids"]
 SUFFIXES: dict[str, FileKind] = {
     ".jsonl": "jsonl",
     ".json": "jsonl",
@@ -36,6 +37,7 @@ SUFFIXES: dict[str, FileKind] = {
     ".tsv": "tsv",
     ".txt": "txt",
     ".parquet": "parquet",
+    ".tar": "tar",
 }
 # What data.prepare writes first into each folder that it makes.
 PREPARATION, SCRATCH = "preparation.json", ".plan"
@@ -43,20 +45,19 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def find_inputs(names: Sequence[str], *, output: Path | None = None) -> list[Path | str]:
-    """Files of paths, globs and folders, in a fixed order; names that can only be the hub's stay text.
+    """Files of paths, globs and folders, in a fixed order; addresses, and names that can only be the hub's, stay text.
 
     What lies in `output` is left out of folders and globs.
     """
     found: list[Path | str] = []
     named: dict[object, Path | str] = {}
-    for name in names:
-        for one in _find(name, output):
-            key = one if isinstance(one, str) else _identity(one)
-            if key in named:
-                other = "" if str(named[key]) == str(one) else f", also as {named[key]}"
-                raise DataError(f"{one} is given twice{other}; name each file once")
-            named[key] = one
-            found.append(one)
+    for one in (one for name in names for each in _expanded(name) for one in _find(each, output)):
+        key = one if isinstance(one, str) else _identity(one)
+        if key in named:
+            other = "" if str(named[key]) == str(one) else f", also as {named[key]}"
+            raise DataError(f"{one} is given twice{other}; name each file once")
+        named[key] = one
+        found.append(one)
     return found
 
 
@@ -67,6 +68,8 @@ def kind_of(path: Path) -> FileKind:
         raise DataError(f"{path} is of an unknown format; give {_known_suffixes()}")
     if kind == "parquet" and path.suffix.lower() in COMPRESSIONS:
         raise DataError(f"{path} is a compressed parquet file; decompress it, for parquet needs random access")
+    if kind == "tar" and path.suffix.lower() in COMPRESSIONS:
+        raise DataError(f"{path} is a compressed tar; decompress it")
     return kind
 
 
@@ -78,10 +81,27 @@ def check_name(name: str, what: str) -> None:
         raise DataError(f"the name of {what} {name!a} is not UTF-8; rename it")
 
 
+def _expanded(name: str) -> list[str]:
+    """The names that a pattern with braces stands for, as WebDataset's users write them: shard-{000..127}.tar."""
+    check_name(name, "input")
+    if "{" not in name or _status(Path(name)) is not None:
+        return [name]
+    from braceexpand import braceexpand
+
+    try:
+        return list(braceexpand(name))
+    except ValueError as error:
+        raise DataError(f"the pattern {name} cannot be expanded ({first_line(error)}); mend its braces") from error
+
+
 def _find(name: str, output: Path | None) -> list[Path | str]:
     check_name(name, "input")
     if not name:
         raise DataError("an input is an empty text; name a file, a folder or a data set")
+    if "://" in name:
+        if _kind(Path(name.partition("?")[0])) != "tar":
+            raise DataError(f"{without_secrets(name)} is no .tar, which is all that is read from elsewhere; fetch it")
+        return [name]
     path = Path(name).expanduser()
     status = _status(path)
     if status is None:

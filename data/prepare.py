@@ -41,13 +41,13 @@ from data.tokens import LARGEST_ID
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m data.prepare", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    inputs_help = "files, folders, quoted globs, or the name of a Hugging Face data set"
+    inputs_help = "files, folders, quoted globs, addresses of tars, or the name of a Hugging Face data set"
 
     documents = commands.add_parser(
         "documents",
         help="text -> shards of documents, for pre-training",
-        description="Tokenize documents from .parquet, .jsonl, .tsv and .txt files (.gz and .zst of the text formats) "
-        "or a Hugging Face data set, without truncation, into shards. Run the same command again after a kill.",
+        description="Tokenize documents from .parquet, .jsonl, .tsv and .txt files (.gz and .zst of the text formats), "
+        "WebDataset .tar files or a Hugging Face data set, without truncation, into shards. Run the same command again after a kill.",
     )
     documents.add_argument("inputs", nargs="+", metavar="INPUT", help=inputs_help)
     _shard_options(documents)

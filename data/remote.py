@@ -79,10 +79,18 @@ def joined(address: str, name: str) -> str:
 
 def read_bytes(address: str, *, limit: int) -> bytes:
     """All of a file of at most `limit` bytes. FileNotFoundError where there is none."""
+    content = io.BytesIO()
+    fetch_into(content, address, limit=limit)
+    return content.getvalue()
+
+
+def fetch_into(file: BinaryIO, address: str, *, limit: int) -> None:
+    """Write all of a remote file, of at most `limit` bytes, into `file`. FileNotFoundError where there is none."""
     for attempt in range(1, ATTEMPTS + 1):
-        content = io.BytesIO()
+        file.seek(0)
+        file.truncate()
         try:
-            _download(address, _Transfer(content, limit))
+            _download(address, _Transfer(file, limit))
         except FileNotFoundError:
             raise
         except _TooLong as error:
@@ -93,7 +101,7 @@ def read_bytes(address: str, *, limit: int) -> bytes:
         except Exception as error:
             _try_again(address, error, attempt)
             continue
-        return content.getvalue()
+        return
     raise AssertionError
 
 

@@ -146,7 +146,7 @@ def _begin(folder: Path, record: StoreRecord) -> None:
 
 def _texts_digest(units: Sequence[Unit]) -> str:
     """Of the files, each hashed once, and of the records that are read of them."""
-    files = {path: sha256_of(path) for path in {unit.path for unit in units if unit.kind != "hub"}}
+    files = {path: sha256_of(path) for path in {unit.path for unit in units if unit.is_file}}
     return digest_of([[unit.source, unit.skip, unit.limit, files.get(unit.path)] for unit in units])
 
 

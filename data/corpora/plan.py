@@ -39,8 +39,10 @@ from data.corpora.units import (
 )
 from data.ground.errors import DataError
 from data.ground.files import first_line, read_text
+from data.ground.secrets import without_secrets
 from data.inputs import FileKind, check_name, find_inputs, kind_of
 from data.lines import LONGEST_LINE, Tally, is_compressed, lines
+from data.remote import is_remote
 
 logger = logging.getLogger(__name__)
 SMALLEST_UNIT_BYTES = 4 * 2**20
@@ -84,8 +86,10 @@ def plan_documents(
     paths = find_inputs(inputs, output=output)
     unit_bytes = _unit_bytes(paths)
     for path in paths:
-        if isinstance(path, str):
+        if isinstance(path, str) and not is_remote(path):
             units += _hub_units(path, layout, subset=subset, split=split)
+        elif isinstance(path, str) or kind_of(path) == "tar":
+            units.append(_tar_unit(path, layout))
         elif (kind := kind_of(path)) == "tsv":
             columns, header_size = _header(path, longest_line)
             require_columns(path, columns, [text_column])
@@ -164,10 +168,21 @@ def plan_tuples(
     if skipped and len(paths) > 1:
         raise DataError("rows to skip are counted within one file; prepare one input at a time")
     said: set[tuple[str, ...]] = set()
+    remote_names: tuple[str, ...] = ()
     for path in paths:
-        if isinstance(path, str):
+        if isinstance(path, str) and not is_remote(path):
             # Rows to skip are counted over the whole data set, so one process reads it.
             units += _hub_units(path, wanted, subset=subset, split=split, whole=bool(skipped))
+            continue
+        if isinstance(path, str) or kind_of(path) == "tar":
+            if not isinstance(path, str) or not remote_names:
+                names = _first_keys(path, "tar", longest_line)
+                remote_names = names if isinstance(path, str) else remote_names
+            else:
+                names = remote_names  # the others' are not fetched for a look alone
+            layout = _tuple_layout(path, names, wanted, by_row=True)
+            _say_unread(path, names, layout, said)
+            units.append(_tar_unit(path, layout))
             continue
         kind = kind_of(path)
         names, start, asked = _columns_of(path, kind, wanted, format=format, given=tuple(columns), longest=longest_line)
@@ -196,7 +211,7 @@ def _columns_of(
     if kind == "parquet":
         return _parquet_columns(path), 0, wanted
     if kind == "jsonl":
-        return _first_keys(path, longest), 0, wanted
+        return _first_keys(path, kind, longest), 0, wanted
     if kind != "tsv":
         raise DataError(f"{path} is plain text, which has no queries; give jsonl, TSV or parquet")
     if format == "sts":
@@ -239,6 +254,12 @@ def _line_units(
         replace(unit, source=f"{unit.source}[{low}:{high}]", start=low, stop=high, size=high - low)
         for low, high in itertools.pairwise(cuts)
     ]
+
+
+def _tar_unit(path: Path | str, layout: DocumentLayout | TupleLayout) -> Unit:
+    """A tar whole, here or elsewhere."""
+    size = path.stat().st_size if isinstance(path, Path) else 0
+    return Unit(without_secrets(path), str(path), "tar", layout, size=size)
 
 
 def _parquet_units(path: Path, layout: DocumentLayout | TupleLayout, *, unit_bytes: int | None) -> list[Unit]:
@@ -338,8 +359,8 @@ def _refuse_header(path: Path, names: tuple[str, ...], longest: int) -> None:
         raise DataError(f"{path}:1 is a header of the columns that --columns names; leave --columns out")
 
 
-def _first_keys(path: Path, longest: int) -> tuple[str, ...]:
-    unit = Unit(str(path), str(path), "jsonl", DocumentLayout(), size=0, longest_line=longest)
+def _first_keys(path: Path | str, kind: FileKind, longest: int) -> tuple[str, ...]:
+    unit = Unit(str(path), str(path), kind, DocumentLayout(), size=0, longest_line=longest)
     row = next((row for _, row in rows_of(unit, Tally())), None)
     if row is None:
         raise DataError(f"{path} is empty; leave it out or fill it")
@@ -382,7 +403,7 @@ def _tuple_layout(
     return TupleLayout(query, positives, negatives, score, by_row=by_row and not asked)
 
 
-def _say_unread(path: Path, present: Sequence[str], layout: TupleLayout, said: set[tuple[str, ...]]) -> None:
+def _say_unread(path: Path | str, present: Sequence[str], layout: TupleLayout, said: set[tuple[str, ...]]) -> None:
     """Of columns with customary names, one is taken for each purpose: the others are named, once for all files."""
     read = (layout.query, *layout.positives, *layout.negatives, layout.score)
     customary = dict.fromkeys((*_QUERY_NAMES, *_POSITIVE_NAMES, *SCORE_NAMES))

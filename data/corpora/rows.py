@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from data.corpora.tars import tar_rows
 from data.corpora.units import DocumentLayout, TupleLayout, Unit, place
 from data.ground.errors import DataError
 from data.ground.files import first_line, reading
@@ -68,6 +69,8 @@ def rows_of(unit: Unit, tally: Tally) -> Iterator[tuple[int, Mapping[str, Any]]]
         yield from _parquet_rows(unit, tally)
     elif unit.kind == "hub":
         yield from enumerate(_hub_rows(unit))
+    elif unit.kind == "tar":
+        yield from tar_rows(unit, tally)
     else:
         for position, line in unit_lines(unit, tally):
             text = decoded(line, lambda at=position: place(unit, at)).rstrip("\r\n")

@@ -9,6 +9,7 @@ from typing import TypedDict
 
 from data.inputs import FileKind
 from data.lines import LONGEST_LINE, is_compressed
+from data.remote import is_remote
 
 NEGATIVE_NAME = re.compile(r"(hard_?)?neg(ative)?s?(_passages)?(_?\d+)?|contradicted")
 SCORE_NAMES = ("score",)
@@ -73,6 +74,11 @@ class Unit:
     longest_line: int = LONGEST_LINE  # bytes
 
     @property
+    def is_file(self) -> bool:
+        """Whether it lies on this machine, so that its bytes can be hashed."""
+        return self.kind != "hub" and not is_remote(self.path)
+
+    @property
     def graded(self) -> bool:
         return isinstance(self.layout, TupleLayout) and self.layout.score is not None
 
@@ -83,6 +89,8 @@ def place(unit: Unit, position: int) -> str:
         return f"{unit.path} row {position}"
     if unit.kind == "hub":
         return f"{unit.source} row {position}"
+    if unit.kind == "tar":
+        return f"{unit.source} sample {position}"
     if is_compressed(unit.path):
         return f"{unit.path}:{position}"
     lines = 1

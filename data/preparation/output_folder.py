@@ -137,8 +137,8 @@ class Inputs:
             if isinstance(unit.layout, IdLayout):
                 self._joined[f"{unit.source.rpartition('[')[0]} joined"] = unit.path
                 paths[str(TextIndex.path_in(Path(unit.layout.index)))] = None
-            elif unit.kind == "hub":
-                self._others.append(unit.source.rpartition("[")[0])
+            elif not unit.is_file:
+                self._others.append(unit.source.rpartition("[")[0] or unit.source)
             else:
                 paths[unit.path] = None
         before = self._read()

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
-from tarfile import BLOCKSIZE, NUL, RECORDSIZE, USTAR_FORMAT, TarInfo
+from tarfile import BLOCKSIZE, RECORDSIZE
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal
 
@@ -181,7 +181,7 @@ class UnitWriter:
         if self._tar is not None:
             # On a full disk, what is still buffered cannot be written here either, and is not wanted.
             with suppress(OSError):
-                self._tar.file.close()
+                self._tar.sink.file.close()
             self._tar = None
         self._remove_leftovers()
 
@@ -238,7 +238,7 @@ class UnitWriter:
             name = f"shard-{self.unit:05d}-{len(self._shards):03d}.tar"
             self._tar = _TarFile(self.folder / f"{name}.tmp")
         key = f"{self.unit:05d}-{self._num_chunks:06d}"
-        members = {column: self._tar.add(f"{key}.{column}.npy", payload) for column, payload in payloads.items()}
+        members = {column: self._tar.add(key, f"{column}.npy", payload) for column, payload in payloads.items()}
         self._chunks.append(Chunk(key, len(self._texts), members))
         self._num_chunks += 1
         self._shard_tokens += self._pending_tokens
@@ -258,7 +258,7 @@ class UnitWriter:
     def _finish_shard(self) -> None:
         if self._tar is None:
             return
-        temporary = self._tar.path
+        temporary = self._tar.sink.path
         size, digest = self._tar.close()
         final = temporary.with_suffix("")
         temporary.replace(final)
@@ -367,45 +367,59 @@ def npy_bytes(array: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-class _TarFile:
-    """A USTAR file whose bytes depend on its members only, and whose member offsets are known as it grows."""
+class _HashedFile:
+    """A file being written, with its sha256; what the system refuses is told with the file's name."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file: BinaryIO = path.open("wb")
+        self.sha256 = hashlib.sha256()
         self.bytes = 0
-        self._sha256 = hashlib.sha256()
 
-    def add(self, name: str, payload: bytes) -> tuple[int, int]:
-        """Append a member; returns (offset, length) of its payload."""
-        info = TarInfo(name)
-        info.size = len(payload)
-        info.mode = 0o444
-        self._write(info.tobuf(USTAR_FORMAT))
-        offset = self.bytes
-        self._write(payload)
-        self._write(NUL * (-len(payload) % BLOCKSIZE))
-        return offset, len(payload)
+    def write(self, content: bytes) -> int:
+        with _naming_the_file(self.path):
+            self.file.write(content)
+        self.sha256.update(content)
+        self.bytes += len(content)
+        return len(content)
 
-    def close(self) -> tuple[int, str]:
-        """End the archive and make it durable; returns (bytes, sha256)."""
-        self._write(NUL * (2 * BLOCKSIZE))
-        self._write(NUL * (-self.bytes % RECORDSIZE))
+    def close(self) -> None:
+        """Make what was written durable."""
         with _naming_the_file(self.path):
             self.file.flush()
             os.fsync(self.file.fileno())
             self.file.close()
-        return self.bytes, self._sha256.hexdigest()
+
+
+class _TarFile:
+    """A WebDataset tar whose bytes depend on its members only, and whose member offsets are known as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        # It brings torch, which takes seconds, and which readers of this module's other parts need not have.
+        from webdataset import TarWriter
+
+        self.sink = _HashedFile(path)
+        self._writer = TarWriter(self.sink, user="", group="", mode=0o444, mtime=0, encoder=False)
+
+    @property
+    def bytes(self) -> int:
+        return int(self._writer.tarstream.offset)
+
+    def add(self, key: str, column: str, payload: bytes) -> tuple[int, int]:
+        """Append a member; returns (offset, length) of its payload. One at a time, for TarWriter sorts them by name."""
+        offset = self.bytes + BLOCKSIZE
+        self._writer.write({"__key__": key, column: payload})
+        return offset, len(payload)
+
+    def close(self) -> tuple[int, str]:
+        """End the archive and make it durable; returns (bytes, sha256)."""
+        self._writer.close()
+        self.sink.close()
+        return self.sink.bytes, self.sink.sha256.hexdigest()
 
     @staticmethod
     def size_of(payload: bytes) -> int:
         return BLOCKSIZE + len(payload) + -len(payload) % BLOCKSIZE
-
-    def _write(self, content: bytes) -> None:
-        with _naming_the_file(self.path):
-            self.file.write(content)
-        self._sha256.update(content)
-        self.bytes += len(content)
 
 
 @contextmanager

@@ -532,13 +532,13 @@ def test_samples_that_cannot_be_written(tmp_path, texts):
 
 
 def test_a_full_disk_and_an_unwritable_folder_are_named(tmp_path, monkeypatch):
-    def on_full_disk(writer: writing._TarFile, path: Path) -> None:
+    def on_full_disk(writer: writing._HashedFile, path: Path) -> None:
         original(writer, path)
         writer.file.close()
         writer.file = Path("/dev/full").open("wb")  # noqa: SIM115
 
-    original = writing._TarFile.__init__
-    monkeypatch.setattr(writing._TarFile, "__init__", on_full_disk)
+    original = writing._HashedFile.__init__
+    monkeypatch.setattr(writing._HashedFile, "__init__", on_full_disk)
 
     def write() -> None:
         with UnitWriter(tmp_path / "full", 0, kind="documents", vocabulary_size=9) as writer:
@@ -628,7 +628,7 @@ def test_a_lost_shard_is_mended_by_writing_its_unit_again(copy, texts, tiny_toke
 
 def write_all_units(folder: Path, texts: list[list[int]], tokenizer, *, after_event: Callable[[], None]) -> None:
     """What a prepare command does: skip what is finished, write the rest, assemble. Every durable act is an event."""
-    acts = {"fsync": os.fsync, "replace": Path.replace, "unlink": Path.unlink, "write": writing._TarFile._write}
+    acts = {"fsync": os.fsync, "replace": Path.replace, "unlink": Path.unlink, "write": writing._HashedFile.write}
 
     def counted(act: Callable) -> Callable:
         def acting(*args, **kwargs):
@@ -642,7 +642,7 @@ def write_all_units(folder: Path, texts: list[list[int]], tokenizer, *, after_ev
         patch.setattr(os, "fsync", counted(acts["fsync"]))
         patch.setattr(Path, "replace", counted(acts["replace"]))
         patch.setattr(Path, "unlink", counted(acts["unlink"]))
-        patch.setattr(writing._TarFile, "_write", counted(acts["write"]))
+        patch.setattr(writing._HashedFile, "write", counted(acts["write"]))
         for unit in range(3):
             settings = {"rows": [unit * 60, unit * 60 + 60]}
             if finished_unit(folder, unit, settings=settings):

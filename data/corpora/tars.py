@@ -1,0 +1,107 @@
+"""Rows of WebDataset tars: a sample is the members of one key, wherever the tar lies.
+
+    000017.txt           its column "text"
+    000017.json          an object: its fields are columns
+    000017.query.txt     its column "query", and so for any name
+    000017.pos.json      its column "pos", of any JSON value
+
+Members of other endings, such as pictures, are passed over. The tar is read from start to end, never into memory.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from data.corpora.units import Unit, place
+from data.ground.errors import DataError
+from data.ground.files import first_line, open_regular, reading
+from data.ground.secrets import without_secrets
+from data.lines import Tally, too_long
+from data.remote import fetch_into, is_remote
+
+# Of a remote tar, which is fetched to this machine's disk before it is read.
+LARGEST_REMOTE_BYTES = 2**38
+_ENDINGS = (".txt", ".json")
+
+
+def tar_rows(unit: Unit, tally: Tally) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, columns) of each sample of a tar."""
+    # It brings torch, which takes seconds, and which other inputs do not need.
+    from webdataset.tariterators import base_plus_ext, group_by_keys
+
+    with _opened(unit) as file, reading(unit.path, what="tar", mend="fetch it again"):
+        try:
+            samples = group_by_keys(_members(unit, file, tally), keys=base_plus_ext)
+            number = -1
+            for number, sample in enumerate(samples):
+                yield number, _row(unit, number, sample)
+            if number < 0:
+                raise DataError(f"tar {unit.source} holds no .txt or .json member; leave it out")
+        except tarfile.TarError as error:
+            raise DataError(f"tar {unit.path} is damaged ({first_line(error)}); fetch it again") from error
+        except ValueError as error:
+            if isinstance(error, DataError) or "duplicate file name" not in str(error):
+                raise
+            name = str(error.args[0]).partition(":")[0]
+            raise DataError(f"tar {unit.path} holds {name} twice in one sample; drop one of the two") from error
+
+
+def _members(unit: Unit, file: BinaryIO, tally: Tally) -> Iterator[dict[str, Any]]:
+    """The text members, as WebDataset's grouping takes them."""
+    with tarfile.open(fileobj=file, mode="r|") as tar:
+        for member in tar:
+            tally.bytes_read = member.offset_data + member.size
+            if member.isfile() and member.name.lower().endswith(_ENDINGS):
+                if member.size > unit.longest_line:
+                    raise DataError(too_long(f"{unit.path}, {member.name}", unit.longest_line))
+                content = tar.extractfile(member)
+                assert content is not None
+                yield {"fname": member.name, "data": content.read(), "__url__": unit.path}
+
+
+def _row(unit: Unit, number: int, sample: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for ending, content in sample.items():
+        if ending.startswith("__"):
+            continue
+        column, _, kind = ending.rpartition(".")
+        where = f"{place(unit, number)}, {sample['__key__']}.{ending},"
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{where} is not UTF-8; convert it") from error
+        if kind == "txt":
+            row[column or "text"] = text
+            continue
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where} is no JSON ({first_line(error)})") from error
+        if column:
+            row[column] = value
+        elif isinstance(value, dict):
+            row |= value
+        else:
+            raise DataError(f"{where} holds a {type(value).__name__}, not an object with named fields")
+    return row
+
+
+@contextmanager
+def _opened(unit: Unit) -> Iterator[BinaryIO]:
+    if not is_remote(unit.path):
+        with reading(unit.path), open_regular(Path(unit.path)) as file:
+            yield file
+        return
+    with tempfile.TemporaryFile(prefix="barista-") as file:
+        try:
+            fetch_into(file, unit.path, limit=LARGEST_REMOTE_BYTES)
+        except FileNotFoundError:
+            raise DataError(f"{without_secrets(unit.path)} does not exist; check the address") from None
+        file.seek(0)
+        yield file  # type: ignore[misc]
