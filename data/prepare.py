@@ -47,7 +47,8 @@ def _parser() -> argparse.ArgumentParser:
         "documents",
         help="text -> shards of documents, for pre-training",
         description="Tokenize documents from .parquet, .jsonl, .tsv and .txt files (.gz and .zst of the text formats), "
-        "WebDataset .tar files or a Hugging Face data set, without truncation, into shards. Run the same command again after a kill.",
+        "WebDataset .tar files or a Hugging Face data set, without truncation, into shards. Run the same "
+        "command again after a kill.",
     )
     documents.add_argument("inputs", nargs="+", metavar="INPUT", help=inputs_help)
     _shard_options(documents)

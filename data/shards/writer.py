@@ -232,7 +232,7 @@ class UnitWriter:
         payloads = {column: npy_bytes(columns[column]) for column in self.columns}
 
         size = sum(_TarFile.size_of(payload) for payload in payloads.values())
-        if self._tar is not None and self._tar.bytes + size + RECORDSIZE > self.shard_bytes:
+        if self._tar is not None and self._tar.length + size + RECORDSIZE > self.shard_bytes:
             self._finish_shard()
         if self._tar is None:
             name = f"shard-{self.unit:05d}-{len(self._shards):03d}.tar"
@@ -402,12 +402,12 @@ class _TarFile:
         self._writer = TarWriter(self.sink, user="", group="", mode=0o444, mtime=0, encoder=False)
 
     @property
-    def bytes(self) -> int:
+    def length(self) -> int:
         return int(self._writer.tarstream.offset)
 
     def add(self, key: str, column: str, payload: bytes) -> tuple[int, int]:
         """Append a member; returns (offset, length) of its payload. One at a time, for TarWriter sorts them by name."""
-        offset = self.bytes + BLOCKSIZE
+        offset = self.length + BLOCKSIZE
         self._writer.write({"__key__": key, column: payload})
         return offset, len(payload)
 

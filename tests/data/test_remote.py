@@ -355,7 +355,7 @@ def test_no_more_is_read_than_there_may_be(server, cache, monkeypatch, packed):
         source.document(0)
     assert max(largest, default=0) <= source.manifest.shards[0].bytes
     assert not list((cache.folder / "shards").iterdir())
-    monkeypatch.setattr("data.shards.MANIFEST_BYTES", 1000)
+    monkeypatch.setattr("data.shards.format.MANIFEST_BYTES", 1000)
     with pytest.raises(DataError, match=r"manifest\.json has more than the 1000 bytes that such a file may have"):
         ShardFolder(server.address, cache=cache)
     with pytest.raises(DataError, match="more than the 1000 bytes"):

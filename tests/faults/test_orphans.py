@@ -19,7 +19,7 @@ pytestmark = pytest.mark.processes
 # Waits for its stdin, which the test's end closes.
 RANK = """
 import os, sys, time, psutil
-from trainer.stopping import StopRequests
+from trainer.resilience.stopping import StopRequests
 os.environ["RANK"] = "0"
 def line(): return [process.pid for process in psutil.Process().parents()]
 before = line()
@@ -89,7 +89,7 @@ def test_a_shell_that_goes_is_no_launcher() -> None:
 
 STARTED = """
 import os, subprocess, sys
-from trainer.stopping import started_by_me
+from trainer.resilience.stopping import started_by_me
 print("study", os.getpid(), flush=True)
 os.environ.pop("RANK", None)
 subprocess.run([sys.executable, "-c", {rank!r}], env=os.environ | started_by_me())

@@ -28,7 +28,7 @@ time.sleep(600)
 CALLS = """
 import sys
 from launch import calls
-from data.command import exit_code_of
+from data.ground.command import exit_code_of
 
 depth, more, kind, patience = sys.argv[2:]
 calls.PATIENCE_SECONDS = float(patience)

@@ -63,12 +63,6 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
         help="keep the documents' vectors here, in float16, and take them from here: for corpora of hours",
     )
     add(
-        "--search",
-        choices=("torch", "faiss"),
-        default="torch",
-        help="both are exact; faiss needs the package faiss-cpu (%(default)s)",
-    )
-    add(
         "--against",
         type=Path,
         metavar="FOLDER",

@@ -44,7 +44,6 @@ def evaluate_tasks(
     passages_per_block: int = DEFAULT_PASSAGES_PER_BLOCK,
     blocks_of: Callable[[RetrievalData], Iterable[Block]] | None = None,
     merge: MergeKeys | None = None,
-    faiss: bool = False,
     ignore_identical_ids: bool = False,
     rank: int = 0,
     world_size: int = 1,
@@ -118,7 +117,6 @@ def evaluate_tasks(
             ignore_identical_ids=ignore_identical_ids,
             primary=rank == 0,
             merge=merge,
-            faiss=faiss,
             on_run=partial(on_run, data.name) if on_run else None,
         )
         for size, of_size in scores.items():

@@ -1,7 +1,7 @@
 """SentEval transfer: how well a linear classifier does on frozen embeddings (Conneau & Kiela, 2018, arXiv:1803.05449).
 
-The classifier is L2-regularised logistic regression, solved to convergence by L-BFGS (scipy), its strength chosen from
-`STRENGTHS` without sight of the test data:
+The classifier is scikit-learn's L2-regularised logistic regression, its strength chosen from `STRENGTHS` without sight
+of the test data:
 - MR, CR, SUBJ, MPQA have no split: 10-fold cross-validation, in each fold the strength by 5-fold cross-validation on
   its training part. The score is the mean accuracy of the folds.
 - SST2 has a development set, TREC and MRPC choose by 5-fold cross-validation on their training data.
@@ -16,10 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from scipy.optimize import minimize
-from scipy.special import logsumexp
 
 from data.ground.errors import ConfigError
 from data.ground.files import reading
@@ -27,7 +26,7 @@ from models.sizes import Size
 from trainer.evaluation.encoding.encode import EncodeTexts
 from trainer.evaluation.results.report import Record
 
-STRENGTHS = (0.001, 0.01, 0.1, 1.0)  # C: the inverse of the penalty, as in scikit-learn
+STRENGTHS = (0.001, 0.01, 0.1, 1.0)  # scikit-learn's C, the inverse of the penalty
 _BINARY = {
     "MR": ("MR", "rt-polarity.neg", "rt-polarity.pos"),
     "CR": ("CR", "custrev.neg", "custrev.pos"),
@@ -120,77 +119,54 @@ def evaluate_transfer(
 
 def score_task(task: TransferTask, features: dict[int, np.ndarray], *, seed: int = 0) -> dict[str, float]:
     """`features`: id of a part -> [texts, width]."""
+    from sklearn.metrics import f1_score
+
     x, y = features[id(task.train)], np.array(task.train.labels)
     if task.test is None:
         scores = []
-        for fold, held_out in enumerate(folds(y, 10, seed=seed)):
-            inside = ~held_out
-            strength = _best_strength(x[inside], y[inside], inner=5, seed=seed + fold + 1)
-            scores.append(float(np.mean(_fit_and_predict(x[inside], y[inside], x[held_out], strength) == y[held_out])))
+        for fold, (inside, held) in enumerate(folds(y, 10, seed=seed)):
+            strength = _best_strength(x[inside], y[inside], seed=seed + fold + 1)
+            scores.append(_fitted(x[inside], y[inside], strength).score(x[held], y[held]))
         return {"accuracy": float(np.mean(scores))}
     if task.dev is not None:
         dev_x, dev_y = features[id(task.dev)], np.array(task.dev.labels)
-        accuracies = [float(np.mean(_fit_and_predict(x, y, dev_x, strength) == dev_y)) for strength in STRENGTHS]
-        strength = STRENGTHS[int(np.argmax(accuracies))]
+        strength = STRENGTHS[int(np.argmax([_fitted(x, y, each).score(dev_x, dev_y) for each in STRENGTHS]))]
     else:
-        strength = _best_strength(x, y, inner=5, seed=seed)
+        strength = _best_strength(x, y, seed=seed)
     test_y = np.array(task.test.labels)
-    predicted = _fit_and_predict(x, y, features[id(task.test)], strength)
+    predicted = _fitted(x, y, strength).predict(features[id(task.test)])
     metrics = {"accuracy": float(np.mean(predicted == test_y))}
     if task.train.second:
-        hits = int(np.sum((predicted == 1) & (test_y == 1)))
-        metrics["f1"] = 2 * hits / max(1, int(np.sum(predicted == 1)) + int(np.sum(test_y == 1)))
+        metrics["f1"] = float(f1_score(test_y, predicted, zero_division=0.0))
     return metrics
 
 
-def logistic_regression(x: np.ndarray, y: np.ndarray, *, strength: float) -> tuple[np.ndarray, np.ndarray]:
-    """Weights [classes, width] and biases [classes] that minimise C Σ cross-entropy + ½ |W|².
+def folds(labels: np.ndarray, count: int, *, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Stratified folds: (rows to train on, rows held out), each class dealt out evenly."""
+    from sklearn.model_selection import StratifiedKFold
 
-    x: [n, width]; y: class numbers from 0. The bias is not penalised, as in scikit-learn.
-    """
-    classes, width = int(y.max()) + 1, x.shape[1]
-    targets = np.eye(classes)[y]
-
-    def loss(flat: np.ndarray) -> tuple[float, np.ndarray]:
-        weights = flat.reshape(classes, width + 1)
-        logits = x @ weights[:, :-1].T + weights[:, -1]
-        total = logsumexp(logits, axis=1)
-        value = strength * float(np.sum(total - np.sum(logits * targets, axis=1)))
-        error = strength * (np.exp(logits - total[:, None]) - targets)
-        gradient = np.concatenate([error.T @ x + weights[:, :-1], error.sum(0)[:, None]], axis=1)
-        return value + 0.5 * float(np.sum(weights[:, :-1] ** 2)), gradient.ravel()
-
-    found = minimize(loss, np.zeros(classes * (width + 1)), jac=True, method="L-BFGS-B", options={"maxiter": 1000})
-    weights = found.x.reshape(classes, width + 1)
-    return weights[:, :-1], weights[:, -1]
-
-
-def folds(labels: np.ndarray, count: int, *, seed: int) -> list[np.ndarray]:
-    """Stratified folds as masks of the held-out rows: each class is dealt out evenly."""
     if min(np.bincount(labels)[np.unique(labels)]) < count:
         raise ConfigError(f"a class has fewer than {count} texts, too few for {count}-fold cross-validation")
-    rng = np.random.default_rng(seed)
-    places = np.empty(len(labels), np.int64)
-    for label in np.unique(labels):
-        rows = rng.permutation(np.flatnonzero(labels == label))
-        places[rows] = np.arange(len(rows)) % count
-    return [places == fold for fold in range(count)]
+    return list(StratifiedKFold(count, shuffle=True, random_state=seed).split(labels, labels))
 
 
-def _best_strength(x: np.ndarray, y: np.ndarray, *, inner: int, seed: int) -> float:
-    held_outs = folds(y, inner, seed=seed)
+def _best_strength(x: np.ndarray, y: np.ndarray, *, seed: int) -> float:
+    """By 5-fold cross-validation; of equal ones the weakest classifier."""
+    parts = folds(y, 5, seed=seed)
     accuracies = [
-        np.mean([np.mean(_fit_and_predict(x[~held], y[~held], x[held], strength) == y[held]) for held in held_outs])
+        np.mean([_fitted(x[inside], y[inside], strength).score(x[held], y[held]) for inside, held in parts])
         for strength in STRENGTHS
     ]
     return STRENGTHS[int(np.argmax(accuracies))]
 
 
-def _fit_and_predict(x: np.ndarray, y: np.ndarray, new: np.ndarray, strength: float) -> np.ndarray:
-    mean, deviation = x.mean(0), x.std(0)
-    deviation = np.where(deviation > 0, deviation, 1.0)
-    weights, biases = logistic_regression((x - mean) / deviation, y, strength=strength)
-    return np.argmax((new - mean) / deviation @ weights.T + biases, axis=1)
+def _fitted(x: np.ndarray, y: np.ndarray, strength: float) -> Any:
+    """scikit-learn's classifier of standardised features, fitted."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    return make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=1000)).fit(x, y)
 
 
 def _lines(path: Path) -> list[str]:

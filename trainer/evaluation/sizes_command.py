@@ -44,7 +44,6 @@ from trainer.evaluation.results.report import (
     results_markdown,
 )
 from trainer.evaluation.run import evaluate_tasks, known_metrics
-from trainer.evaluation.search.faiss_search import load_faiss
 from trainer.evaluation.search.vectors import VectorStore, open_store, read_store, texts_digest, weights_digest, widest
 from trainer.evaluation.subject import choose_device, load_subject, untrained_encoder
 from trainer.evaluation.tasks.corpus import Progress, counted, encoded_blocks, merge_keys, stored_blocks, watched
@@ -73,8 +72,6 @@ def evaluate_sizes(args: argparse.Namespace) -> int:
         logging.getLogger(chatty).setLevel(logging.ERROR)
     if not args.sts and not args.beir:
         raise ConfigError("there is nothing to evaluate on; give --sts FILE or --beir FOLDER")
-    if args.search == "faiss":
-        load_faiss()
     device = choose_device(args.device)
     main_rank = os.environ.get("RANK", "0") == "0"
     output = output_folder(args.output) if main_rank else None
@@ -181,7 +178,6 @@ class _Subject:
             batch_tokens=args.batch_tokens,
             blocks_of=self._blocks_of,
             merge=partial(merge_keys, world=world) if world.size > 1 else None,
-            faiss=args.search == "faiss",
             ignore_identical_ids=args.ignore_identical_ids,
             rank=world.rank,
             world_size=world.size,
@@ -268,7 +264,7 @@ class _Subject:
 
     def _decided_by(self, task: STSTask | RetrievalData) -> dict[str, Any]:
         args = self.args
-        names = ("top_k", "dtype", "ignore_identical_ids", "save_runs", "search")
+        names = ("top_k", "dtype", "ignore_identical_ids", "save_runs")
         return {
             "weights": self._weights,
             "tokenizer": self._tokenizer,

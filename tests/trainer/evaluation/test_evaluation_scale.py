@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.ground.errors import ConfigError, DataError, OtherFormat
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
-from models.sizes import ModelError, Size
+from models.sizes import Size
 from tests import ROOT
 from tests.launcher import launch, run_process
 from tests.trainer.support import write_beir
@@ -33,7 +33,7 @@ from trainer.evaluation.encoding.encode import encode, encoder_forward
 from trainer.evaluation.results.comparison import verdicts_of
 from trainer.evaluation.results.raw import BM25, read_raw
 from trainer.evaluation.results.significance import holm, paired_t_test
-from trainer.evaluation.search import faiss_search, vectors
+from trainer.evaluation.search import vectors
 from trainer.evaluation.search.vectors import cut, open_store, read_store, texts_digest, weights_digest, widest
 from trainer.evaluation.subject import untrained_encoder
 from trainer.evaluation.tasks.retrieval import Run, TopK, as_run, load_beir, read_run, score_run, search
@@ -476,51 +476,6 @@ def test_one_rank_is_asked_to_stop_and_all_do(
     assert evaluate.main(run("ranks")) == 0
     assert evaluate.main(run("alone")) == 0
     assert files_of(tmp_path / "ranks") == files_of(tmp_path / "alone")
-
-
-# FAISS
-
-
-def test_faiss_ranks_as_we_do(model_folder: Path, tasks: list[str], tmp_path: Path) -> None:
-    pytest.importorskip("faiss", reason="needs the package faiss-cpu")
-    rng = np.random.default_rng(5)
-    # Small whole numbers: every score is exact, and ties are everywhere, at the cut too.
-    queries = rng.integers(-2, 3, (30, 6)).astype(np.float32)
-    documents = rng.integers(-2, 3, (500, 6)).astype(np.float32)
-    with pytest.raises(ModelError, match="NaN"):
-        lost = torch.full((3, 6), torch.nan)
-        faiss_search.faiss_candidates(torch.from_numpy(queries), lost, top_k=2, start=0)
-    for top_k in (1, 10, 499, 500, 800):
-        found = TopK(len(queries), top_k)
-        for start in (200, 0):  # whatever the order
-            rows = torch.from_numpy(documents[start : start + (300 if start else 200)])
-            found.add_candidates(
-                *faiss_search.faiss_candidates(torch.from_numpy(queries), rows, top_k=top_k, start=start)
-            )
-        expected = search(queries, documents, top_k=top_k)
-        for mine, theirs in zip(expected, found.result()):
-            np.testing.assert_array_equal(theirs, mine)
-    # Negative control: FAISS' own k miss documents that tie at the cut.
-    index = faiss_search.load_faiss().IndexFlatIP(6)
-    index.add(documents)
-    assert (np.sort(index.search(queries, 10)[1]) != np.sort(search(queries, documents, top_k=10)[1])).any()
-
-    run = partial(command, model_folder, [*tasks[:3], "--across-depths"])
-    assert evaluate.main(run("--output", tmp_path / "ours")) == 0
-    assert evaluate.main(run("--output", tmp_path / "theirs", "--search", "faiss")) == 0
-    ours, theirs = values_of(tmp_path / "ours"), values_of(tmp_path / "theirs")
-    for key, value in ours.items():
-        assert theirs[key] == pytest.approx(value, abs=1e-6), key
-
-
-def test_without_faiss_one_sentence(
-    model_folder: Path, tasks: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "faiss", None)
-    assert evaluate.main(command(model_folder, tasks, "--search", "faiss")) == 2
-    assert capsys.readouterr().err == (
-        "error: --search faiss needs the package faiss; install it with: pip install faiss-cpu\n"
-    )
 
 
 # Marks

@@ -78,7 +78,7 @@ def test_it_says_what_is_amiss_with_loader_workers(monkeypatch: pytest.MonkeyPat
 
 STUCK = """
 import threading, torch
-from trainer import watchdog
+from trainer.resilience import watchdog
 from trainer.distributed import World
 watchdog._BEAT_SECONDS = 0.01
 with watchdog.Watchdog(World(0, 0, 1, torch.device("cpu")), hang_seconds={hang_seconds}) as dog:

@@ -28,8 +28,7 @@ from data.ground.files import reading, write_atomically
 from data.ground.records import Record, parse_record
 from models.sizes import ModelError
 from trainer.evaluation.encoding.across import Searched, SizePair, sides
-from trainer.evaluation.search.faiss_search import NOT_A_NUMBER
-from trainer.evaluation.tasks.retrieval import RunScores
+from trainer.evaluation.tasks.retrieval import NOT_A_NUMBER, RunScores
 from trainer.evaluation.tasks.sts import STSTask, Subset, score_sts
 
 RAW_FILE = "raw.jsonl.gz"

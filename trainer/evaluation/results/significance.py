@@ -58,8 +58,8 @@ def paired_t_test(first: Sequence[float] | np.ndarray, second: Sequence[float] |
     mean = float(differences.mean())
     if np.ptp(differences) == 0:
         return TestResult(mean, math.copysign(math.inf, mean) if mean else 0.0, 0.0 if mean else 1.0, len(a))
-    t = mean / (float(differences.std(ddof=1)) / math.sqrt(len(a)))
-    return TestResult(mean, t, float(2 * stats.t.sf(abs(t), len(a) - 1)), len(a))
+    found = stats.ttest_rel(a, b)
+    return TestResult(mean, float(found.statistic), float(found.pvalue), len(a))
 
 
 def fisher_z_test(first: float, second: float, *, n: int) -> TestResult:

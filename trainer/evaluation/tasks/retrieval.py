@@ -31,7 +31,6 @@ from data.ground.errors import ConfigError
 from models.sizes import ModelError, Size
 from trainer.evaluation.encoding.across import Searched, sides
 from trainer.evaluation.encoding.encode import EncodeTexts
-from trainer.evaluation.search.faiss_search import NOT_A_NUMBER, faiss_candidates
 from trainer.evaluation.tasks.inputs import id_of, json_lines, text_lines, text_of, whole_number
 
 log = logging.getLogger(__name__)
@@ -46,6 +45,7 @@ MergeKeys = Callable[[Tensor, int], Tensor]
 """(this rank's best keys [queries, ≤ k], k) to all ranks' best on rank 0; every rank calls it."""
 
 METRICS = ("ndcg_cut_10", "recip_rank", "recip_rank_10", "map", "recall_100", "recall_1000")
+NOT_A_NUMBER = "a score is not a number: the model's embeddings hold NaN or infinity; evaluate another checkpoint"
 DEFAULT_TOP_K = 1_000
 DEFAULT_PASSAGES_PER_BLOCK = 50_000
 _MAX_SCORES_PER_BLOCK = 1 << 22
@@ -309,11 +309,6 @@ class TopK:
                 [self._merged(queries[top : top + rows] @ block.T, top, start + left) for top in tops]
             )
 
-    def add_candidates(self, scores: Tensor, positions: Tensor) -> None:
-        """Every query's own documents, both [n, c]: what another search found in a block."""
-        keys = torch.cat([self.keys, _sort_keys(scores, positions).to(self.keys.device)], dim=1)
-        self.keys = torch.topk(keys, min(self.k, keys.shape[1]), dim=1).values
-
     def _merged(self, scores: Tensor, top: int, start: int) -> Tensor:
         """Best keys of the queries from `top` on, after their scores [rows, m] for the m documents from `start` on."""
         held = self.keys[top : top + len(scores)]
@@ -422,7 +417,6 @@ def retrieve(
     device: torch.device | str = "cpu",
     primary: bool = True,
     merge: MergeKeys | None = None,
-    faiss: bool = False,
 ) -> Iterator[tuple[Searched, dict[str, dict[str, float]]]]:
     """Size by size, the run of every judged query; the corpus passes once, in blocks, for all sizes.
 
@@ -430,7 +424,6 @@ def retrieve(
     Memory: one block's vectors at every size, and `top_k` keys a query and size. Under several ranks every rank runs
     this; only the `primary` one yields. Either all pass the same blocks, which they encode together, and the primary
     searches; or each passes blocks of its own, searches those, and `merge` brings the best to the primary.
-    `faiss`: by FAISS' flat index in place of our products.
     """
     query_vectors = encode_queries(data.queries)
     searches = primary or merge is not None
@@ -445,11 +438,7 @@ def retrieve(
         for size, searching in by_documents.items():
             documents = vectors_of(size)
             for each in searching:
-                queries = on_device[sides(each).query]
-                if faiss:
-                    found[each].add_candidates(*faiss_candidates(queries, documents, top_k=top_k, start=start))
-                else:
-                    found[each].add_block(queries, documents, start=start)
+                found[each].add_block(on_device[sides(each).query], documents, start=start)
     for each in list(found):
         best = found.pop(each)
         if merge is not None:
@@ -510,7 +499,6 @@ def evaluate_retrieval(
     relevance_level: int = 1,
     primary: bool = True,
     merge: MergeKeys | None = None,
-    faiss: bool = False,
     on_run: Callable[[Searched, Run], None] | None = None,
 ) -> dict[Searched, RunScores]:
     """Size -> scores over all judged queries; empty on ranks that are not `primary`. What else: see `retrieve`.
@@ -527,7 +515,6 @@ def evaluate_retrieval(
         device=device,
         primary=primary,
         merge=merge,
-        faiss=faiss,
     )
     for size, run in runs:
         if ignore_identical_ids:
