@@ -684,7 +684,7 @@ def test_a_killed_writer_goes_on_to_the_same_bytes(tmp_path, tiny_tokenizer, tex
     assert len([name for name in expected if name.endswith(".tar")]) > 3
 
     rng = np.random.default_rng(11)
-    kills_in_a_row = [[int(k)] for k in rng.integers(1, len(events), size=12)] + [rng.integers(1, 40, size=6).tolist()]
+    kills_in_a_row = [[int(k)] for k in rng.integers(1, len(events), size=12)] + [rng.integers(1, 8, size=6).tolist()]
     kills_in_a_row += [[len(events) - late] for late in (1, 2, 4)]
     states_seen = set()
     for number, kills in enumerate(kills_in_a_row):

@@ -59,7 +59,7 @@ AGREEMENT = "agreement"  # the task that needs no labels
 _HELD_OUT = 1_000
 _HELD_OUT_SHARE = 10
 _TIMED_TEXTS = 50
-_DS_CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"  # for whoever works in another folder
+_DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"  # for whoever works in another folder
 _SHARES = (1 / 12, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 1)  # of the width, for each of six sizes
 
 
