@@ -39,8 +39,9 @@ test-fast: setup
 test: test-fast
 	$(PYTEST) -m launch --dist loadfile $(CHOSEN)
 
+# The longest files begin first (tests/conftest.py); pytest-xdist would begin with those of the most tests.
 test-all: test
-	$(PYTEST) -m full --dist loadfile $(CHOSEN)
+	$(PYTEST) -m full --dist loadfile --no-loadscope-reorder $(CHOSEN)
 
 check: setup
 	$(BIN)/ruff format --check .

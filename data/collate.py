@@ -317,7 +317,7 @@ class PairCollator:
     def drawn_texts(self, samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
         """Hashes of all that each sample brings to its batch, whichever that is: (int64 [t], offsets int64 [n + 1]).
 
-        Where the position decides how many negatives are drawn, of as many as there may be: fewer are some of them.
+        With a curriculum of negatives these are the hashes of the largest draw, of which every smaller one is a subset.
         """
         drawn = self._draw(samples, at_most=np.full(len(samples), self.num_negatives))
         hashes = text_hashes([text for item in drawn for text in (item.query, *item.passages)])
@@ -352,7 +352,7 @@ class PairCollator:
     def _draw_negatives(self, keys: np.ndarray, num_available: np.ndarray, at_most: np.ndarray) -> list[list[int]]:
         """Which of each query's negatives are taken, without replacement: those with the smallest draws.
 
-        So the fewer are among the more.
+        A smaller draw is therefore a subset of a larger one, on which `drawn_texts` relies.
         """
         streams = purpose_keys(keys, Purpose.NEGATIVES)
         chosen = []

@@ -4,7 +4,7 @@ In-batch negatives are wrong where two samples of a batch share a text: a query'
 query, is pushed away from a text that it answers. `separate` moves such samples into another batch of the same window
 by swapping two samples, so that batches keep their sizes and every sample of the window still comes exactly once. It is
 greedy and draws nothing: the same window gives the same batches on every rank and in every loader process.
-Texts are compared by hash, over queries and passages alike. A sample may hold one text twice; that is its own affair.
+Texts are compared by hash, over queries and passages alike. Repeats within one sample are allowed.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def _expanded(name: str) -> list[str]:
     try:
         return list(braceexpand(name))
     except ValueError as error:
-        raise DataError(f"the pattern {name} cannot be expanded ({first_line(error)}); mend its braces") from error
+        raise DataError(f"the pattern {name} cannot be expanded ({first_line(error)}); fix its braces") from error
 
 
 def _find(name: str, output: Path | None) -> list[Path | str]:
@@ -256,7 +256,7 @@ def _checked(files: Iterable[Path]) -> list[Path]:
 
 
 def _broken(path: Path) -> DataError:
-    return DataError(f"{path} is a link that leads to no file; mend or remove it")
+    return DataError(f"{path} is a link that leads to no file; fix or remove it")
 
 
 def _is_within(path: Path, folder: Path | None) -> bool:

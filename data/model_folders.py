@@ -18,7 +18,7 @@ from data.ground.records import Record, read_json
 
 MODULES_FILE = "modules.json"
 SETTINGS_FILE = "barista.json"
-_MEND = "save the model again"
+_HINT = "save the model again"
 
 
 class Module(Record):
@@ -49,17 +49,17 @@ def read_modules(folder: Path) -> Modules | None:
     path = folder / MODULES_FILE
     if not path.is_file() or os.path.lexists(folder / SETTINGS_FILE):
         return None
-    values = read_json(path, what="list of modules", mend=_MEND)
+    values = read_json(path, what="list of modules", hint=_HINT)
     try:
         listed = tuple(Module.model_validate(each) for each in values) if isinstance(values, list) else ()
     except pydantic.ValidationError as error:
-        raise DataError(f"list of modules {path} is damaged ({first_line(error)}); {_MEND}") from error
+        raise DataError(f"list of modules {path} is damaged ({first_line(error)}); {_HINT}") from error
     if not listed:
-        raise DataError(f"list of modules {path} lists no module; {_MEND}")
+        raise DataError(f"list of modules {path} lists no module; {_HINT}")
     for module in listed:
         inside = PurePosixPath(module.path)
         if inside.is_absolute() or ".." in inside.parts:
-            raise DataError(f"list of modules {path} names {module.path!r}, outside of its folder; {_MEND}")
+            raise DataError(f"list of modules {path} names {module.path!r}, outside of its folder; {_HINT}")
     return Modules(folder, listed)
 
 

@@ -367,13 +367,13 @@ def _what_is_wrong_with_tokenizer(folder: Path, fingerprint: str) -> str:
 
 def _check_private(folder: Path) -> None:
     """The temporary folder is everybody's: whoever else may write into ours could put any bytes there."""
-    mend = "remove it, or set data.cache_dir to a folder of yours"
+    hint = "remove it, or set data.cache_dir to a folder of yours"
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
-        raise DataError(f"the cache {folder} is no folder of its own, but a link or a file; {mend}") from error
+        raise DataError(f"the cache {folder} is no folder of its own, but a link or a file; {hint}") from error
     try:
         status = os.fstat(descriptor)
     finally:
@@ -381,11 +381,11 @@ def _check_private(folder: Path) -> None:
     if status.st_uid != os.getuid():
         raise DataError(f"the cache {folder} belongs to another user; set data.cache_dir to a folder of yours")
     if stat.S_IMODE(status.st_mode) & 0o077:
-        raise DataError(f"the cache {folder} is open to other users (mode {stat.S_IMODE(status.st_mode):o}); {mend}")
+        raise DataError(f"the cache {folder} is open to other users (mode {stat.S_IMODE(status.st_mode):o}); {hint}")
     # Who may rename it could put another folder there; a sticky folder, as temporary folders are, prevents that.
     parent = folder.parent.stat().st_mode
     if parent & stat.S_IWOTH and not parent & stat.S_ISVTX:
-        raise DataError(f"the cache {folder} can be replaced by every user; {mend}")
+        raise DataError(f"the cache {folder} can be replaced by every user; {hint}")
 
 
 # ----------------------------------------------------------------------------------------------------------- transfers

@@ -117,7 +117,7 @@ class Stream(Iterator[Batch], Generic[Batch]):
         self.samples_per_epoch = sum(source.num_samples for source in sources)
         self.global_batch_size = global_batch_size
         self.total_samples = total_samples
-        self.stand_ins = 0  # samples delivered to this rank since then in the place of others, of skipped shards
+        self.stand_ins = 0  # replacement samples, of skipped shards' ones, delivered since the last checkpoint
         self.repeats = 0  # samples delivered since the start of this process that share a text with another of theirs
         sizes = [source.num_samples for source in sources]
         self.weights = integer_weights(weights or tempered_weights(sizes, mixture_temperature))
@@ -209,7 +209,7 @@ class Stream(Iterator[Batch], Generic[Batch]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Stand where `state` was taken, whatever the number of ranks and workers was and is."""
         mine = self.state_dict()
-        mends = {
+        hints = {
             "seed": "use the seed of the run that is resumed",
             "fingerprints": "resume with the very shard folders of the run, in their order",
             "weights": "resume with the weights of the run",
@@ -219,11 +219,11 @@ class Stream(Iterator[Batch], Generic[Batch]):
             "total_samples": "resume with the length of the run",
         }
         if self._source.order_needs_batch_size:
-            mends["global_batch_size"] = "where batches decide the order, resume with the batch size of the run"
-        for key, mend in mends.items():
+            hints["global_batch_size"] = "where batches decide the order, resume with the batch size of the run"
+        for key, hint in hints.items():
             if state.get(key) != mine[key]:
                 raise DataError(
-                    f"the stream's {key} {mine[key]} is not that of the saved state, {state.get(key)}; {mend}"
+                    f"the stream's {key} {mine[key]} is not that of the saved state, {state.get(key)}; {hint}"
                 )
         if state.get("global_batch_size") != self.global_batch_size:
             logger.warning(

@@ -91,7 +91,7 @@ def load_tokenizer(name_or_folder: str | Path) -> PreTrainedTokenizerFast:
     """Load a fast tokenizer from a folder or by its name on the hub."""
     name = str(name_or_folder)
     folder = Path(name).expanduser()
-    with reading(folder, what="tokenizer folder", mend=_SAVE_AGAIN):
+    with reading(folder, what="tokenizer folder", hint=_SAVE_AGAIN):
         is_folder = folder.is_dir()
         if folder.is_file():
             raise DataError(f"tokenizer {name} is a file; give the folder that holds its tokenizer.json")
@@ -132,7 +132,7 @@ def load_tokenizer(name_or_folder: str | Path) -> PreTrainedTokenizerFast:
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write a tokenizer's files. The library tells what the system refused by its words alone."""
-    with refused_by("the tokenizers library", f"writing {folder}", mend="free some space there, or name another place"):
+    with refused_by("the tokenizers library", f"writing {folder}", hint="free some space there, or name another place"):
         tokenizer.save_pretrained(str(folder))
 
 

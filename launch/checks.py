@@ -1,4 +1,4 @@
-"""What `launch.doctor` looks at on a node, one function a check: what was seen, and the mend where it is wrong.
+"""What `launch.doctor` looks at on a node, one function a check: what was seen, and what to do where it is wrong.
 
 A check never raises for what it looks for. Judgements take plain values, so that each can be shown the fault it is
 for. torch and deepspeed are imported inside, since their absence is one of the things to find.
@@ -33,12 +33,12 @@ MOST_BF16_SLOWDOWN = 2.0
 
 @dataclass(frozen=True)
 class Finding:
-    """`mend` is empty where nothing is wrong."""
+    """`hint` is empty where nothing is wrong."""
 
     check: str
     status: str
     seen: str
-    mend: str = ""
+    hint: str = ""
 
 
 def guarded(name: str, check: Callable[[], Finding]) -> Finding:
@@ -68,7 +68,7 @@ def gpus(wanted: int | None) -> Finding:
     """The driver's GPUs, torch's, and how many there should be (None: whatever the driver has)."""
     listed, complaint = _listed_gpus()
     if complaint:
-        return Finding("gpu", BAD, complaint, "mend or reload the NVIDIA driver; nvidia-smi must work first")
+        return Finding("gpu", BAD, complaint, "fix or reload the NVIDIA driver; nvidia-smi must work first")
     import torch
 
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -79,15 +79,15 @@ def judge_gpus(listed: Sequence[str], seen: int, wanted: int | None, *, built_fo
     """listed: the driver's names. seen: by torch. built_for: torch's CUDA version."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is not None and seen < wanted and len(listed) < wanted:
-        mend = f"expected {wanted}: ask the scheduler for them, or look for GPUs that fell off the bus in dmesg"
-        return Finding("gpu", BAD, f"{len(listed)} GPUs", mend)
+        hint = f"expected {wanted}: ask the scheduler for them, or look for GPUs that fell off the bus in dmesg"
+        return Finding("gpu", BAD, f"{len(listed)} GPUs", hint)
     if listed and not seen and hidden != "":
         build = f"torch is built for CUDA {built_for}" if built_for else "torch is a CPU build"
-        mend = "install the torch build that fits the driver (README, Two commands)"
-        return Finding("gpu", BAD, f"the driver lists {len(listed)} GPUs and torch sees none; {build}", mend)
+        hint = "install the torch build that fits the driver (README, Two commands)"
+        return Finding("gpu", BAD, f"the driver lists {len(listed)} GPUs and torch sees none; {build}", hint)
     if wanted is not None and seen < wanted:
-        mend = f"unset CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else f"expected {wanted}"
-        return Finding("gpu", BAD, f"torch sees {seen} of {len(listed)} GPUs", mend)
+        hint = f"unset CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else f"expected {wanted}"
+        return Finding("gpu", BAD, f"torch sees {seen} of {len(listed)} GPUs", hint)
     if len(set(listed)) > 1:
         return Finding("gpu", WARN, ", ".join(sorted(set(listed))), "unlike GPUs: all wait for the slowest")
     return Finding("gpu", OK, f"{seen} × {listed[0]}" if seen else "none; training runs on the CPU")
@@ -175,8 +175,8 @@ def disk(folder: Path, rank: int, *, size_mib: int, least_mib_a_second: float) -
                     )
         read = time.perf_counter() - begin
     except OSError as error:
-        mend = "choose a folder you may write to: --folder, and run.output in the recipe"
-        return Finding("disk", BAD, f"cannot write to {folder}: {error.strerror}", mend)
+        hint = "choose a folder you may write to: --folder, and run.output in the recipe"
+        return Finding("disk", BAD, f"cannot write to {folder}: {error.strerror}", hint)
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
@@ -204,11 +204,11 @@ def judge_limits(files: int, locked: int, *, infiniband: bool) -> Finding:
     amount = "unlimited" if locked == unlimited else f"{locked // 1024} KiB"
     seen = f"{'unlimited' if files == unlimited else files} open files, {amount} of locked memory"
     if files != unlimited and files < LEAST_OPEN_FILES:
-        mend = f"ulimit -n {LEAST_OPEN_FILES} before the launcher, or in limits.conf or the scheduler's unit"
-        return Finding("limits", WARN if files >= 1024 else BAD, seen, mend)
+        hint = f"ulimit -n {LEAST_OPEN_FILES} before the launcher, or in limits.conf or the scheduler's unit"
+        return Finding("limits", WARN if files >= 1024 else BAD, seen, hint)
     if infiniband and locked != unlimited:
-        mend = "InfiniBand needs ulimit -l unlimited: limits.conf, or LimitMEMLOCK=infinity for slurmd"
-        return Finding("limits", BAD, seen, mend)
+        hint = "InfiniBand needs ulimit -l unlimited: limits.conf, or LimitMEMLOCK=infinity for slurmd"
+        return Finding("limits", BAD, seen, hint)
     return Finding("limits", OK, seen)
 
 
@@ -222,34 +222,34 @@ def shared_memory() -> Finding:
 def judge_shared_memory(total: int) -> Finding:
     seen = f"/dev/shm holds {total / MIB:.0f} MiB"
     if total < LEAST_SHARED_MEMORY:
-        mend = "loader processes hand batches over there: docker run --shm-size=8g (or --ipc=host)"
-        return Finding("shared memory", BAD, seen, mend)
+        hint = "loader processes hand batches over there: docker run --shm-size=8g (or --ipc=host)"
+        return Finding("shared memory", BAD, seen, hint)
     return Finding("shared memory", OK, seen)
 
 
 def hostfile(path: Path) -> Finding:
     """What DeepSpeed will make of it: its own complaints are tracebacks, and of no slots it complains not at all."""
-    mend = "write a host a line, each once, with at least one slot: node1 slots=8"
+    hint = "write a host a line, each once, with at least one slot: node1 slots=8"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         # Where it is absent, DeepSpeed trains on this host alone.
         seen = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        return Finding("hostfile", BAD, f"{path} cannot be read: {seen}", mend)
+        return Finding("hostfile", BAD, f"{path} cannot be read: {seen}", hint)
     slots: dict[str, int] = {}
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line.startswith("#"):
             continue
         match = re.fullmatch(r"(\S+)\s+slots=([0-9]{1,6})", line)
         if match is None:
-            return Finding("hostfile", BAD, f"{path}:{number}: {line!r} is no host with its slots", mend)
+            return Finding("hostfile", BAD, f"{path}:{number}: {line!r} is no host with its slots", hint)
         if match[1] in slots:
-            return Finding("hostfile", BAD, f"{path}:{number}: {match[1]} is there twice", mend)
+            return Finding("hostfile", BAD, f"{path}:{number}: {match[1]} is there twice", hint)
         if int(match[2]) == 0:
-            return Finding("hostfile", BAD, f"{path}:{number}: {match[1]} has no slots", mend)
+            return Finding("hostfile", BAD, f"{path}:{number}: {match[1]} has no slots", hint)
         slots[match[1]] = int(match[2])
     if not slots:
-        return Finding("hostfile", BAD, f"{path} names no host", mend)
+        return Finding("hostfile", BAD, f"{path} names no host", hint)
     return Finding("hostfile", OK, f"{len(slots)} hosts, {sum(slots.values())} ranks")
 
 
@@ -267,15 +267,15 @@ def judge_name(name: str, address: str, *, alone: bool, interface: str) -> Findi
     seen = f"{name} is {address}" if address else f"{name} has no address"
     if alone or interface or (address and not address.startswith("127.")):
         return Finding("host name", OK, seen + (f"; gloo uses {interface}" if interface else ""))
-    mend = "export GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) with the device of the cluster's network, such as eth0"
-    return Finding("host name", BAD, seen, mend)
+    hint = "export GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) with the device of the cluster's network, such as eth0"
+    return Finding("host name", BAD, seen, hint)
 
 
 def judge_ports(unreached: Sequence[str]) -> Finding:
     """unreached: host:port of ranks that did not answer."""
     if unreached:
-        mend = "open the ports between the nodes (all above 1023), or choose the network: GLOO_SOCKET_IFNAME"
-        return Finding("ports", BAD, f"no answer from {', '.join(unreached)}", mend)
+        hint = "open the ports between the nodes (all above 1023), or choose the network: GLOO_SOCKET_IFNAME"
+        return Finding("ports", BAD, f"no answer from {', '.join(unreached)}", hint)
     return Finding("ports", OK, "every rank's is reached")
 
 
@@ -303,8 +303,8 @@ def judge_clocks(clocks: Sequence[float], hosts: Sequence[str]) -> Finding:
 def judge_shared_folder(folder: Path, missing: Sequence[str], *, alone: bool) -> Finding:
     """missing: hosts whose file this rank does not see."""
     if missing:
-        mend = "run.output and data.shards must be on a file system that all nodes mount at the same path"
-        return Finding("shared folder", BAD, f"{folder} here lacks what {', '.join(missing)} wrote", mend)
+        hint = "run.output and data.shards must be on a file system that all nodes mount at the same path"
+        return Finding("shared folder", BAD, f"{folder} here lacks what {', '.join(missing)} wrote", hint)
     return Finding("shared folder", OK, "one rank" if alone else f"every rank sees every rank's file in {folder}")
 
 

@@ -1,4 +1,4 @@
-"""`python -m launch.doctor`: is this node, or every rank of this job, fit to train? What is wrong, and the mend.
+"""`python -m launch.doctor`: is this node, or every rank of this job, fit to train? What is wrong, and what to do.
 
     python -m launch.doctor                                            # one node, alone
     python -m launch.doctor --hostfile hosts                           # and what DeepSpeed will make of that file
@@ -85,17 +85,17 @@ def _diagnose(args: argparse.Namespace) -> int:
         peers = _meet(rank, size, args.timeout_seconds)
     except Exception as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        mend = "start all ranks; let every node reach the first one at that address and port"
+        hint = "start all ranks; let every node reach the first one at that address and port"
         seen = f"rank {rank} of {size} did not meet the others at {address} ({first_line(error)})"
-        findings.append(Finding("meeting", BAD, seen, mend))
+        findings.append(Finding("meeting", BAD, seen, hint))
         return _report([(socket.gethostname(), findings)], args.json)
     try:
         findings += _joint_checks(args, peers)
         everyone = peers.exchange("findings", [socket.gethostname(), [asdict(each) for each in findings]])
         told = [(host, [Finding(**each) for each in found]) for host, found in everyone]
     except Exception as error:
-        mend = "look at that rank's own output; raise --timeout-seconds if it is only slow"
-        findings.append(Finding("meeting", BAD, f"a rank went silent ({first_line(error)})", mend))
+        hint = "look at that rank's own output; raise --timeout-seconds if it is only slow"
+        findings.append(Finding("meeting", BAD, f"a rank went silent ({first_line(error)})", hint))
         return _report([(socket.gethostname(), findings)], args.json)
     code = _report(told, args.json) if rank == 0 else _code(told)
     # A launcher ends all ranks when the first one has gone.
@@ -142,7 +142,7 @@ def _joint_checks(args: argparse.Namespace, peers: Peers) -> list[Finding]:
     if all(peers.exchange("ready", ready)):
         found += _with_group(peers, args.timeout_seconds)
     else:
-        found.append(Finding("collective", BAD, "not tried", "mend the ports first"))
+        found.append(Finding("collective", BAD, "not tried", "fix the ports first"))
     return found
 
 
@@ -172,8 +172,8 @@ def _with_group(peers: Peers, seconds: float) -> list[Finding]:
         deepspeed.init_distributed(backend, verbose=False)
         found.append(checks.guarded("deepspeed", lambda: checks.deepspeed_step(device)))
     except Exception as error:
-        mend = f"set {backend.upper()}_SOCKET_IFNAME to the cluster's network device; NCCL_DEBUG=INFO says more"
-        return [Finding(backend, BAD, f"{type(error).__name__}: {first_line(error)}", mend)]
+        hint = f"set {backend.upper()}_SOCKET_IFNAME to the cluster's network device; NCCL_DEBUG=INFO says more"
+        return [Finding(backend, BAD, f"{type(error).__name__}: {first_line(error)}", hint)]
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -313,9 +313,9 @@ def _report(told: Sequence[tuple[str, list[Finding]]], as_json: bool) -> int:
         for host, each in list(shown)[: 1 if worst == OK else len(shown)]:
             where = "" if worst == OK or len(hosts) == 1 else f"{host}: "
             print(printable(f"{worst:5s} {name:14s} {where}{each.seen}"))
-            if each.mend:
-                print(printable(f"{'':20s} → {each.mend}"))
-    print("\nfit to train" if not _code(told) else "\nnot fit to train: mend what is bad above")
+            if each.hint:
+                print(printable(f"{'':20s} → {each.hint}"))
+    print("\nfit to train" if not _code(told) else "\nnot fit to train: fix what is bad above")
     sys.stdout.flush()
     return _code(told)
 
@@ -323,7 +323,7 @@ def _report(told: Sequence[tuple[str, list[Finding]]], as_json: bool) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m launch.doctor",
-        description="Check a node, or every rank of a job, for training; say what is wrong and how to mend it.",
+        description="Check a node, or every rank of a job, for training; say what is wrong and how to fix it.",
         allow_abbrev=False,
     )
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs will be written; all nodes' own")

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = run_node(args.command, place=place, logs=args.logs)
     except OSError as error:
         named = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-        say(f"error: the ranks cannot be started ({named}{error.strerror}); mend that command or folder")
+        say(f"error: the ranks cannot be started ({named}{error.strerror}); fix that command or folder")
         code = 2 if error.errno in _MISTAKES else 1
     # Where a rank fails, srun ends all nodes and returns what it killed them with: the true code is left here.
     with contextlib.suppress(OSError):

@@ -107,15 +107,15 @@ def _check_script(job: Job) -> None:
     if done.returncode != 0:
         said = done.stderr.strip().splitlines()[:1]
         raise ConfigError(
-            f"bash cannot read the script of {job.name} ({' '.join(said)}); mend --setup, --container or --venv"
+            f"bash cannot read the script of {job.name} ({' '.join(said)}); fix --setup, --container or --venv"
         )
 
 
 def _refuse_if_queued(job: Job) -> None:
     """Two jobs must not train into one folder."""
-    mend = "see by squeue --me that no job of this folder is in the queue, then remove the file"
+    hint = "see by squeue --me that no job of this folder is in the queue, then remove the file"
     for record in sorted(job.folder.parent.glob("*/environment.json")):
-        number = read_record(record, Submitted, what="record", mend=mend).job
+        number = read_record(record, Submitted, what="record", hint=hint).job
         if number is None:  # a run's own
             continue
         listed = subprocess.run(["squeue", "--noheader", "--jobs", number], capture_output=True, text=True, check=False)

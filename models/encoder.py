@@ -97,7 +97,7 @@ class EmbeddingSettings:
         if not os.path.lexists(path):
             return _settings_of_sentence_model(source)
         try:
-            found = read_record(path, _SettingsFile, what="settings file", mend="export the model again")
+            found = read_record(path, _SettingsFile, what="settings file", hint="export the model again")
             settings = cls(**found.model_dump())
             _ = settings.sizes if settings.ladder else None
         except OtherFormat:
@@ -381,7 +381,7 @@ def _settings_of_sentence_model(source: str | Path) -> EmbeddingSettings | None:
         return None
     config = load_config(source)
     thing = f"sentence-transformers folder {source}"
-    with torch.device("meta"), refused_by("transformers", thing, mend="give another", kind=ModelError):
+    with torch.device("meta"), refused_by("transformers", thing, hint="give another", kind=ModelError):
         limit = longest_input(AutoModel.from_config(config, trust_remote_code=False))
     # Where positions are computed, the configuration's count is as much as the model was made for.
     limit = limit or getattr(config, "max_position_embeddings", None)
@@ -429,7 +429,7 @@ def build_masked_lm(config: Mapping[str, Any], *, vocab_size: int, pad_token_id:
         if key in ("vocab_size", "pad_token_id"):
             raise ModelError(f"model.config.{key} comes from the shards' tokenizer; remove it")
         if not hasattr(known, key):
-            raise ModelError(f"model.config.{key} is not a setting of {family!r} encoders; remove it or mend its name")
+            raise ModelError(f"model.config.{key} is not a setting of {family!r} encoders; remove it or fix its name")
     return build_from_config(
         family, {**values, "vocab_size": vocab_size, "pad_token_id": pad_token_id}, thing="model.config"
     )

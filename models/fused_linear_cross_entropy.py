@@ -2,8 +2,8 @@
 
 Rows are taken in chunks; each chunk's logits give its losses and, at once, its gradients, so that one chunk of logits
 is all that is ever held. The arithmetic is that of `cross_entropy(rows @ weight.T + bias)` with a weight for each row
-(SPEC: SMAE losses over the tied vocabulary). Making gradients in the forward pass costs no extra product: the two
-backward products run here instead of later, and backward only scales them.
+(SMAE's losses of all sizes share one tied vocabulary). Making gradients in the forward pass costs no extra product: the
+two backward products run here instead of later, and backward only scales them.
 """
 
 from __future__ import annotations

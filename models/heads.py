@@ -42,8 +42,8 @@ def load_heads(folder: str | Path) -> nn.ModuleDict:
     path = Path(folder) / HEADS_FILE
     if not path.is_file():
         return nn.ModuleDict()
-    mend = "export the model again, or copy its folder again"
-    with refused_by("safetensors", f"heads file {path}", mend=mend, kind=ModelError):
+    hint = "export the model again, or copy its folder again"
+    with refused_by("safetensors", f"heads file {path}", hint=hint, kind=ModelError):
         tensors = load_file(path)
     heads = {}
     for depth in sorted({name.partition(".")[0] for name in tensors}):
@@ -55,10 +55,10 @@ def load_heads(folder: str | Path) -> nn.ModuleDict:
             or weight.shape[:1] != bias.shape
             or weight.ndim != 2
         ):
-            raise ModelError(f"heads file {path} has no weight and bias that fit each other for {depth!r}; {mend}")
+            raise ModelError(f"heads file {path} has no weight and bias that fit each other for {depth!r}; {hint}")
         heads[depth] = linear_head(weight, bias)
     if tensors:
-        raise ModelError(f"heads file {path} holds {min(tensors)!r}, which is no part of a head; {mend}")
+        raise ModelError(f"heads file {path} holds {min(tensors)!r}, which is no part of a head; {hint}")
     return nn.ModuleDict(heads)
 
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 # What of a configuration says where a model comes from, not what it computes.
 NOT_COMPUTED_WITH = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
-_MEND = "give a sound model folder"
+_HINT = "give a sound model folder"
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
 # Buffers that older versions kept in files; models compute them.
 _COMPUTED = ("position_ids", "token_type_ids", "inv_freq")
@@ -67,7 +67,7 @@ def load_with_head(auto: Any, source: str | Path) -> tuple[PreTrainedModel, bool
         _check_room(config, folder, thing)
     model_class = auto._model_mapping.get(type(config), None)
     if model_class is None:
-        raise ModelError(f"{thing} is of the type {config.model_type!r}, which has no layers to pre-train; {_MEND}")
+        raise ModelError(f"{thing} is of the type {config.model_type!r}, which has no layers to pre-train; {_HINT}")
     extra = {}
     # An unused pooler would still be decayed by the optimizer.
     if "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
@@ -113,8 +113,8 @@ def load_config(source: str | Path) -> PretrainedConfig:
 
 def build_from_config(family: str, values: Mapping[str, Any], *, thing: str) -> PreTrainedModel:
     """An untrained encoder with its MLM head. `thing`: where the values come from, as a sentence begins."""
-    mend = "mend its values"
-    with refused_by("transformers", thing, mend=mend, kind=ModelError):
+    hint = "fix its values"
+    with refused_by("transformers", thing, hint=hint, kind=ModelError):
         config = AutoConfig.for_model(family, **values)
     _check_family(config, thing)
     check_plausible(config, thing)
@@ -124,7 +124,7 @@ def build_from_config(family: str, values: Mapping[str, Any], *, thing: str) -> 
             f"{thing} asks for about {needed >> 30} GiB of weights, and this machine has {there >> 30} GiB of memory; "
             "make the encoder smaller"
         )
-    with refused_by("transformers", thing, mend=mend, kind=ModelError):
+    with refused_by("transformers", thing, hint=hint, kind=ModelError):
         return cast(PreTrainedModel, AutoModelForMaskedLM.from_config(config, trust_remote_code=False))
 
 
@@ -181,12 +181,12 @@ def _look_at(folder: Path) -> None:
             "give the folder of the merged model"
         )
     try:
-        values = read_json(path, what="model configuration", mend=_MEND)
+        values = read_json(path, what="model configuration", hint=_HINT)
     except DataError as error:
         raise ModelError(str(error)) from error
     family = values.get("model_type") if isinstance(values, dict) else None
     if not isinstance(family, str):
-        raise ModelError(f"model configuration {path} names no model_type; {_MEND}")
+        raise ModelError(f"model configuration {path} names no model_type; {_HINT}")
     if family not in CONFIG_MAPPING:
         own_code = ", and code that a folder brings along is never run" if "auto_map" in values else ""
         raise ModelError(
@@ -209,7 +209,7 @@ def _check_family(config: PretrainedConfig, thing: str) -> None:
 def _check_precision(config: PretrainedConfig, thing: str) -> None:
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
-            f"{thing} is quantised (quantization_config), and training and cutting need its floats; {_MEND}"
+            f"{thing} is quantised (quantization_config), and training and cutting need its floats; {_HINT}"
         )
 
 
@@ -251,17 +251,17 @@ def _check_report(model: PreTrainedModel, report: Mapping[str, Collection[Any]],
 
     missing = sorted(name for name in report["missing_keys"] if not _is_pooler(name.removeprefix(prefix)))
     if lost := [name for name in missing if name.startswith(prefix)]:
-        raise ModelError(f"the weights of {thing} lack {_some(lost)}, which would be random; {_MEND}")
+        raise ModelError(f"the weights of {thing} lack {_some(lost)}, which would be random; {_HINT}")
     if mismatched := sorted(report["mismatched_keys"], key=str):
         name, stored, wanted = mismatched[0]
         raise ModelError(
             f"the weights of {thing} do not fit its configuration: {name} is {list(stored)} in place of "
-            f"{list(wanted)}{_and_more(len(mismatched) - 1)}; {_MEND}"
+            f"{list(wanted)}{_and_more(len(mismatched) - 1)}; {_HINT}"
         )
     if left := sorted(name for name in report["unexpected_keys"] if of_encoder(name)):
-        raise ModelError(f"{thing} has weights that its configuration has no place for: {_some(left)}; {_MEND}")
+        raise ModelError(f"{thing} has weights that its configuration has no place for: {_some(left)}; {_HINT}")
     if errors := report.get("error_msgs"):
-        raise ModelError(f"{thing} is refused by transformers ({str(errors)[:200]}); {_MEND}")
+        raise ModelError(f"{thing} is refused by transformers ({str(errors)[:200]}); {_HINT}")
     if missing:
         _check_head(model, base, set(missing), thing)
     return bool(missing)
@@ -272,7 +272,7 @@ def _check_head(model: PreTrainedModel, base: nn.Module, missing: set[str], thin
     tied = {id(parameter) for parameter in base.parameters()}
     head = [name for name, each in model.named_parameters(remove_duplicate=False) if id(each) not in tied]
     if set(head) - missing:
-        raise ModelError(f"the weights of {thing} lack {_some(sorted(missing))}, which would be random; {_MEND}")
+        raise ModelError(f"the weights of {thing} lack {_some(sorted(missing))}, which would be random; {_HINT}")
     log.warning("%s has no masked language model's head; a fresh one is trained", thing)
 
 
@@ -290,8 +290,8 @@ def _and_more(count: int) -> str:
 
 @contextlib.contextmanager
 def _refusing(source: str | Path, thing: str) -> Iterator[None]:
-    """As `refused_by`, for a folder or a hub name: what the system refuses may be mended by a network."""
-    with refused_by("transformers", thing, mend=_MEND, kind=ModelError):
+    """As `refused_by`, for a folder or a hub name: what the system refuses may be fixed by a network."""
+    with refused_by("transformers", thing, hint=_HINT, kind=ModelError):
         try:
             yield
         except OSError as error:

@@ -46,7 +46,7 @@ _FLAGS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 _LARGEST_LENGTH = 1 << 24  # tokenizers without a length write 1e30
-_MEND = "take another model, or remove modules.json from a copy to use the transformer alone"
+_HINT = "take another model, or remove modules.json from a copy to use the transformer alone"
 Schema = TypeVar("Schema", bound=Record)
 
 
@@ -379,7 +379,7 @@ def _read_optional(path: Path, schema: type[Schema]) -> Schema:
 
 
 def _refusal(folder: Path, problem: str) -> ModelError:
-    return ModelError(f"sentence-transformers folder {folder} cannot be read here: {problem}; {_MEND}")
+    return ModelError(f"sentence-transformers folder {folder} cannot be read here: {problem}; {_HINT}")
 
 
 @contextlib.contextmanager

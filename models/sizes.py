@@ -18,7 +18,7 @@ CUP_NAMES = ("demi", "short", "tall", "grande", "venti", "trenta")
 
 
 class ModelError(UserError):
-    """A user's mistake about a model: one sentence that names the thing and the mend."""
+    """A user's mistake about a model: one sentence that names the thing and says what to do."""
 
 
 @dataclass(frozen=True, order=True)

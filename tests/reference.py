@@ -1,4 +1,4 @@
-"""SPEC's formulas restated in plain PyTorch: what every topology, ZeRO stage and micro-batch size must equal.
+"""The papers' formulas restated in plain PyTorch: what every topology, ZeRO stage and micro-batch size must equal.
 
 One process, the whole batch, full score matrices and full logits, autograd and torch's own AdamW.
 """
@@ -66,7 +66,7 @@ def train_naively(
 
 
 def plan_of(recipe: Recipe, step: int) -> tuple[list[Size], list[float], list[float]]:
-    """Sizes, their loss weights and their KL weights in SPEC's words, without trainer.objectives.size_schedules."""
+    """Sizes, their loss weights and their KL weights as the papers define them, without size_schedules."""
     sizes = list(recipe.ladder)
     full = sizes[-1]
     kind = recipe.objective.sizes
@@ -406,7 +406,7 @@ def naive_contrastive_loss(
     guide_temperature: float = 1.0,
     passage_query: Tensor | None = None,
 ) -> Tensor:
-    """SPEC's SRL losses with whole matrices; `queries`, `passages`: K of [n, d_k], [m, d_k], the last the full size.
+    """The SRL losses with whole matrices; `queries`, `passages`: K of [n, d_k], [m, d_k], the last the full size.
 
     excluded: bool [n, m]. guide: [n, m], its similarities. passage_query: int64 [m], whose each passage is.
     """

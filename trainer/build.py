@@ -191,7 +191,7 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
             masked_lm = build_masked_lm(recipe.model.config, vocab_size=vocabulary.size, pad_token_id=vocabulary.pad_id)
         encoder = Encoder(base_of(masked_lm), recipe.model.pooling)
     if empty := [name for name, parameter in encoder.named_parameters() if not parameter.numel()]:
-        raise ConfigError(f"model.config gives {empty[0]} no elements; mend its sizes")
+        raise ConfigError(f"model.config gives {empty[0]} no elements; fix its sizes")
     rows = encoder.word_embeddings.weight.shape[0]
     if vocabulary.size > rows:
         raise ConfigError(
@@ -289,7 +289,7 @@ def build_objective(recipe: Recipe, parts: ModelParts, *, pad_id: int) -> Object
 
 
 def _made_of_config() -> contextlib.AbstractContextManager[None]:
-    return refused_by("transformers", "model.config", mend="mend that setting", kind=ModelError)
+    return refused_by("transformers", "model.config", hint="fix that setting", kind=ModelError)
 
 
 def _check_model_config(config: Mapping[str, Any]) -> None:
@@ -349,7 +349,7 @@ def _adapters(recipe: Recipe, encoder: Encoder) -> PeftModel | None:
 
 
 def _say_what_stays(recipe: Recipe) -> None:
-    """A size with frozen layers alone keeps its embeddings; other sizes train, so it is no mistake."""
+    """Warn of sizes that have frozen layers alone and so do not train. It is no error, for the others do."""
     frozen = recipe.model.frozen_layers
     if stay := [recipe.ladder.name(size) for size in recipe.ladder if size.layers <= frozen]:
         log.info("model.frozen_layers = %d leaves nothing to train in the encoder at %s", frozen, ", ".join(stay))

@@ -290,7 +290,7 @@ class Checkpointer:
     def _commit(self, tmp: Path, final: Path, manifest: dict[str, Any]) -> None:
         _write_manifest(tmp, manifest)
         if os.path.lexists(final):
-            # Damaged, or the run would not be at this step again.
+            # A run reaches a step whose folder exists only where that folder was found to be damaged.
             _remove(final)
         tmp.rename(final)
         self._damaged.discard(final.name)
@@ -350,7 +350,7 @@ class Checkpointer:
                 ) from None
             return []
         except OSError as error:
-            raise DataError(f"{self.folder} cannot be read ({error.strerror}); mend that and start again") from error
+            raise DataError(f"{self.folder} cannot be read ({error.strerror}); fix that and start again") from error
         return sorted((self.folder / name for name in names if _NAME.fullmatch(name)), key=_step, reverse=True)
 
     def load_newest(self, engine: Loadable, *, before_step: int | None = None) -> dict[str, Any] | None:
@@ -447,7 +447,7 @@ def _problem_of(look: Callable[[], object]) -> Problem | None:
 
 def _sentence(path: Path, problem: Problem) -> str:
     return (
-        f"checkpoint {path} cannot be read, and may be sound ({problem.text}); nothing was changed: mend that and "
+        f"checkpoint {path} cannot be read, and may be sound ({problem.text}); nothing was changed: fix that and "
         "start again, or move that checkpoint away to go on from the one before it"
     )
 
@@ -574,13 +574,13 @@ def _digest_of(manifest: Mapping[str, Any]) -> str:
 def _read_manifest(path: Path, state: type[Record] = SavedState) -> dict[str, Any]:
     """A checkpoint's manifest, checked. Raises DataError where it is damaged or of another format, and OSError."""
     _refuse_dangling(path)
-    manifest = parse_json((path / _MANIFEST).read_bytes(), where="its manifest", mend=_RESTORE)
+    manifest = parse_json((path / _MANIFEST).read_bytes(), where="its manifest", hint=_RESTORE)
     if not isinstance(manifest, dict):
         raise DataError("its manifest holds no JSON object")
-    check_record(manifest, _Manifest, where="its manifest", mend=_RESTORE)
+    check_record(manifest, _Manifest, where="its manifest", hint=_RESTORE)
     if manifest.get("sha256") != _digest_of(manifest):
         raise DataError("its manifest was changed since it was written")
-    check_record(manifest["state"], state, where="the state in its manifest", mend=_RESTORE)
+    check_record(manifest["state"], state, where="the state in its manifest", hint=_RESTORE)
     if manifest["state"]["step"] != _step(path):
         raise DataError(f"its manifest is of step {manifest['state']['step']}")
     return manifest

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Refused(CommandEnd):
-    """What a user can mend, found by all ranks together: each raises it, and the first says it."""
+    """What a user can fix, found by all ranks together: each raises it, and the first says it."""
 
     exit_code = UserError.exit_code
 

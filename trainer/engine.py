@@ -123,11 +123,11 @@ def check_ds_config(recipe: Recipe) -> None:
 
     path = recipe.engine.ds_config
     values = _Asked(ds_config_of(recipe))
-    with refused_by("DeepSpeed", f"engine.ds_config {path}", mend="mend that setting", kind=ConfigError):
+    with refused_by("DeepSpeed", f"engine.ds_config {path}", hint="fix that setting", kind=ConfigError):
         DeepSpeedConfig(values)
     if unknown := sorted(set(read_ds_config(path)) - values.asked):
         raise ConfigError(
-            f"engine.ds_config {path} sets {unknown[0]!r}, which this DeepSpeed does not know; remove it, or mend its "
+            f"engine.ds_config {path} sets {unknown[0]!r}, which this DeepSpeed does not know; remove it, or fix its "
             "name"
         )
 
@@ -202,7 +202,7 @@ class Engine:
                     parameter.grad = None  # without one, AdamW leaves a parameter and its moments alone
 
         optimizer.register_step_pre_hook(before_step)
-        self.beat: Callable[[str], None] = lambda phase: None  # called at each pass and step, for whoever watches
+        self.heartbeat: Callable[[str], None] = lambda phase: None  # called at each pass and step, for whoever watches
         rounds = has_bf16_weights(self.ds_config)
         originals = [p.detach().clone() for p in module.parameters()] if rounds else []
         # DeepSpeed prints memory tables at start, whatever its log level.
@@ -226,7 +226,7 @@ class Engine:
                 safe_set_full_fp32_param(parameter, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.beat("forward")
+        self.heartbeat("forward")
         return self.deepspeed(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -237,7 +237,7 @@ class Engine:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's part of the global loss; parts of all ranks are summed."""
-        self.beat("backward")
+        self.heartbeat("backward")
         self.deepspeed.backward(loss * self.world.size, scale_wrt_gas=False)
 
     def step(self, lr: float, *, skip: bool = False) -> float:
@@ -246,7 +246,7 @@ class Engine:
         A step is skipped, weights and moments as before, where `skip` says so or the norm is not finite. All ranks must
         say the same.
         """
-        self.beat("optimizer step")
+        self.heartbeat("optimizer step")
         self._skips = skip
         for group in self.optimizer.param_groups:
             group["lr"] = lr

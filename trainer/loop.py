@@ -114,7 +114,7 @@ class Hooks:
     evaluate: Callable[[], dict[str, float]]
     stop_wanted: Callable[[], str | None]  # this rank's own view
     # The main thread has got so far: a phase, the step, and whether what follows may take long.
-    beat: Callable[..., None]
+    heartbeat: Callable[..., None]
 
 
 def train(
@@ -135,15 +135,15 @@ def train(
     saved_at = first = state.step
     reason = None
     if plan.evaluates_at(first):
-        # A checkpoint comes before its step's evaluation, which a stop leaves for now.
+        # We save before we evaluate, so a run that was stopped in between still owes this evaluation.
         metrics.evaluation(first, hooks.evaluate())
     for step in range(first, min(plan.stop_at_step, plan.total_steps)):
         begin = time.perf_counter()
         # Kernels are chosen, compiled and connected in the first steps.
-        hooks.beat(NEXT_BATCH, step=step + 1, patient=step < first + 2)
+        hooks.heartbeat(NEXT_BATCH, step=step + 1, patient=step < first + 2)
         seed_step(plan.seed, step, engine.world.rank)
         batch = next(stream)  # this rank's whole share of the global batch
-        hooks.beat("loss and gradients")
+        hooks.heartbeat("loss and gradients")
         wait_seconds = time.perf_counter() - begin
         report = objective.forward_backward(engine, batch, step)
         own_loss = float(report.losses["loss"])
@@ -168,7 +168,7 @@ def train(
         if fault is not None:
             metrics.fault(fault, state.step, loss=loss, own_loss=own_loss, grad_norm=grad_norm, batch=batch)
         if all_written:
-            hooks.beat("commit of a checkpoint", patient=True)
+            hooks.heartbeat("commit of a checkpoint", patient=True)
             hooks.saves.finish()
         if state.health.skipped_in_a_row >= plan.max_skipped_steps:
             hooks.saves.finish()
@@ -178,15 +178,15 @@ def train(
                 "then lower optim.lr, or raise train.max_skipped_steps"
             )
         if state.step % plan.save_every_steps == 0:
-            hooks.beat("save", patient=True)
+            hooks.heartbeat("save", patient=True)
             hooks.saves.begin()
             saved_at = state.step
         if reason is not None:
             break
         if plan.evaluates_at(state.step):
-            hooks.beat("evaluation", patient=True)
+            hooks.heartbeat("evaluation", patient=True)
             metrics.evaluation(state.step, hooks.evaluate())
-    hooks.beat("save", patient=True)
+    hooks.heartbeat("save", patient=True)
     if state.step >= plan.total_steps and state.health.skipped_steps == state.step > 0:
         hooks.saves.finish()
         raise GaveUp(

@@ -97,12 +97,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 stop_wanted=stops.wanted,
             )
         except UserError:
-            # Those of the inputs: a mended command is another one, and starts afresh.
+            # Those of the inputs: a fixed command is another one, and starts afresh.
             if not is_built(output / WORK / TEXTS):
                 shutil.rmtree(output if is_new else output / WORK)
                 (output / IDENTITY).unlink(missing_ok=True)
             raise
-    sys.stdout.write(report_text(read_record(output / REPORT, Report, what="report", mend="remove it and mine again")))
+    sys.stdout.write(report_text(read_record(output / REPORT, Report, what="report", hint="remove it and mine again")))
 
 
 def load_miner(args: argparse.Namespace) -> tuple[Miner, dict[str, Any]]:

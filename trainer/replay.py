@@ -43,7 +43,7 @@ class PlainEngine:
     def __init__(self, module: nn.Module, world: World) -> None:
         self.module, self.world, self.device = module.float().to(world.device), world, world.device
         self.anomalies: list[str] = []
-        self.beat: Callable[[str], None] = lambda phase: None
+        self.heartbeat: Callable[[str], None] = lambda phase: None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

@@ -145,7 +145,7 @@ def _run(recipe: Recipe, output: Path, stops: StopRequests) -> tuple[int, str | 
             _claim(output, world, stack)
             _write_run_folder(recipe, world)
             engine = Engine(parts.module, recipe, world)
-            engine.beat = watchdog.beat
+            engine.heartbeat = watchdog.heartbeat
             if world.is_main:
                 _say_if_slow(engine)
             return _train(recipe, engine, parts, stream, evaluator, frozen=frozen, stops=stops, watchdog=watchdog)
@@ -223,9 +223,9 @@ def _train(
             state,
             plan=plan,
             metrics=metrics,
-            hooks=Hooks(saves, evaluate, stops.wanted, watchdog.beat),
+            hooks=Hooks(saves, evaluate, stops.wanted, watchdog.heartbeat),
         )
-        watchdog.beat("end of the run", patient=True)
+        watchdog.heartbeat("end of the run", patient=True)
         metrics.flush(state.step)
         if state.step == total_steps:
             reason = None

@@ -87,7 +87,7 @@ def _check_alike(models: Sequence[Path]) -> None:
 
 def _config(folder: Path) -> dict[str, Any]:
     """What config.json says of the architecture."""
-    values = read_json(folder / "config.json", what="model configuration", mend="give a sound model folder")
+    values = read_json(folder / "config.json", what="model configuration", hint="give a sound model folder")
     if not isinstance(values, dict):
         raise ConfigError(f"model configuration {folder / 'config.json'} holds no object; give a sound model folder")
     return {key: value for key, value in values.items() if key not in NOT_COMPUTED_WITH}
@@ -99,7 +99,7 @@ def _mean(models: Sequence[Path], shares: Sequence[float]) -> dict[str, torch.Te
     with contextlib.ExitStack() as stack:
         files = []
         for folder in models:
-            with reading(folder / WEIGHTS_FILE, what="weights", mend="copy the model folder again"):
+            with reading(folder / WEIGHTS_FILE, what="weights", hint="copy the model folder again"):
                 files.append(stack.enter_context(safe_open(folder / WEIGHTS_FILE, framework="pt")))
         names = sorted(files[0].keys())
         for folder, file in zip(models, files):

@@ -118,7 +118,7 @@ def read_qrels(path: Path) -> dict[str, dict[str, float]]:
     if not path.is_file():
         raise DataError(f"file {path} of relevance judgements does not exist; check the folder and --split")
     judged: dict[str, dict[str, float]] = {}
-    for number, line in enumerate(read_text(path, mend="fetch it again").split("\n"), start=1):
+    for number, line in enumerate(read_text(path, hint="fetch it again").split("\n"), start=1):
         cells = [cell.strip() for cell in line.split("\t")] if "\t" in line else line.split()
         if not any(cells) or (number == 1 and cells[-1] in ("score", "relevance", "rel")):
             continue

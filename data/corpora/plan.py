@@ -318,7 +318,7 @@ def _limited(units: list[Unit], limit: int | None) -> list[Unit]:
 
 
 def _read_row_numbers(name: str) -> tuple[int, ...]:
-    text = read_text(Path(name), what="file of rows to skip", mend="write it again")
+    text = read_text(Path(name), what="file of rows to skip", hint="write it again")
     try:
         numbers = sorted({int(line) for line in text.split()})
     except ValueError as error:

@@ -53,7 +53,7 @@ def _records(unit: Unit, tally: Tally) -> Iterator[tuple[int, Document | TupleRe
         if record is not None:
             yield position, record
     if skipped and max(skipped) > number:
-        raise DataError(f"row {max(skipped)} is to be skipped, but {unit.path} has {number + 1} rows; mend --skip-rows")
+        raise DataError(f"row {max(skipped)} is to be skipped, but {unit.path} has {number + 1} rows; fix --skip-rows")
 
 
 def _document(unit: Unit, position: int, row: Mapping[str, Any], layout: DocumentLayout) -> Document | None:

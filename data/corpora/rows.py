@@ -20,11 +20,11 @@ from data.lines import Tally, is_compressed, lines
 
 def hub_dataset(name: str, *, subset: str | None, split: str) -> Any:
     """A streaming data set of the hub."""
-    mend = (
+    hint = (
         f"{name!r} is neither a file or folder here nor a data set that can be reached on the Hugging Face hub; "
         "check the spelling and the network, or download the files and give their paths"
     )
-    _require_hub(mend)
+    _require_hub(hint)
     import datasets
 
     try:
@@ -34,27 +34,27 @@ def hub_dataset(name: str, *, subset: str | None, split: str) -> Any:
             f"hub data set {name!r} does not load: {first_line(error)}; check --subset and --split"
         ) from error
     except (OSError, RuntimeError) as error:
-        raise DataError(mend) from error
+        raise DataError(hint) from error
 
 
-def _require_hub(mend: str) -> None:
+def _require_hub(hint: str) -> None:
     """Fail at once where the hub's name does not resolve: the hub's own client retries for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        raise DataError(mend)
+        raise DataError(hint)
     host = urlsplit(constants.ENDPOINT).hostname
     if host and not urllib.request.getproxies():
         try:
             socket.getaddrinfo(host, 443)
         except OSError as error:
-            raise DataError(mend) from error
+            raise DataError(hint) from error
 
 
 def open_parquet(path: Path) -> Any:
     import pyarrow.parquet
 
-    with reading(path, what="parquet file", mend="fetch it again"):
+    with reading(path, what="parquet file", hint="fetch it again"):
         return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
 
 
@@ -125,7 +125,7 @@ def _parquet_rows(unit: Unit, tally: Tally) -> Iterator[tuple[int, dict[str, Any
     total = max(1, sum(rows[unit.start :]))
     done = 0
     groups = list(range(unit.start, stop))
-    with reading(unit.path, what="parquet file", mend="fetch it again"):
+    with reading(unit.path, what="parquet file", hint="fetch it again"):
         for batch in file.iter_batches(batch_size=1024, row_groups=groups, columns=wanted, use_threads=False):
             done += len(batch)
             tally.bytes_read = unit.size * done // total

@@ -35,7 +35,7 @@ def tar_rows(unit: Unit, tally: Tally) -> Iterator[tuple[int, dict[str, Any]]]:
     # It brings torch, which takes seconds, and which other inputs do not need.
     from webdataset.tariterators import base_plus_ext, group_by_keys
 
-    with _opened(unit) as file, reading(unit.path, what="tar", mend="fetch it again"):
+    with _opened(unit) as file, reading(unit.path, what="tar", hint="fetch it again"):
         try:
             samples = group_by_keys(_members(unit, file, tally), keys=base_plus_ext)
             number = -1

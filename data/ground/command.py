@@ -90,7 +90,7 @@ def tell(end: CommandEnd) -> int:
     """Say what ended a command in one sentence; its exit code."""
     _keep_traceback()
     if isinstance(end, UserError):
-        # A sentence a node: the launcher ends the other ranks while they wait, unless the mistake is theirs alone.
+        # Print once on each node: the other local ranks wait, and the launcher usually ends them first.
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(_SECONDS_FOR_FIRST_RANK)
     elif _rank() != "0":

@@ -15,7 +15,7 @@ class CommandEnd(Exception):
 
 
 class UserError(CommandEnd, ValueError):
-    """What a user can mend: one sentence that names the thing and says what to do."""
+    """What a user can fix: one sentence that names the thing and says what to do."""
 
     exit_code = 2
 

@@ -31,7 +31,7 @@ _FILE_LIBRARIES = (
     "zstandard",
 )
 _RESTORE = "restore it or fetch it again"
-_MENDS = {
+_HINTS = {
     errno.EACCES: "give this user leave to use it, or name another place",
     errno.EPERM: "give this user leave to use it, or name another place",
     errno.EROFS: "name a place that can be written",
@@ -42,7 +42,7 @@ _MENDS = {
     errno.EISDIR: "name a file",
     errno.EEXIST: "something else stands there; name another place",
     errno.ENAMETOOLONG: "choose a shorter name",
-    errno.ELOOP: "mend the links",
+    errno.ELOOP: "fix the links",
     errno.ENOTEMPTY: "name another place",
     errno.EINVAL: "check the path",
     errno.EIO: "the disk or the network failed; try again",
@@ -56,20 +56,20 @@ def describe_os_error(error: OSError) -> str | None:
     """One sentence about what the system refused, or None where it names no file and the disk is not full."""
     if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE):
         return None
-    mend = _MENDS.get(error.errno or 0)
-    if mend is None:
+    hint = _HINTS.get(error.errno or 0)
+    if hint is None:
         return None
     name = "a disk" if error.filename is None else os.fsdecode(error.filename)
-    return f"{name}: {error.strerror}; {mend}"
+    return f"{name}: {error.strerror}; {hint}"
 
 
 @contextlib.contextmanager
-def reading(path: Path | str, *, what: str = "file", mend: str = _RESTORE) -> Iterator[None]:
+def reading(path: Path | str, *, what: str = "file", hint: str = _RESTORE) -> Iterator[None]:
     """Turn what goes wrong while `path` is read into a DataError that names it.
 
     Args:
         what: what the file is, before its name: "manifest".
-        mend: what to do about a damaged file; a file that may not be read has a mend of its own.
+        hint: what to do about a damaged file; a file that may not be read has a hint of its own.
 
     """
     try:
@@ -79,22 +79,22 @@ def reading(path: Path | str, *, what: str = "file", mend: str = _RESTORE) -> It
     except UnicodeDecodeError as error:
         raise DataError(f"{what} {path} is not UTF-8 (byte {error.start}); convert the file") from error
     except (FileNotFoundError, PermissionError) as error:
-        raise DataError(f"{what} {path} cannot be read ({error.strerror}); {_MENDS[error.errno or 0]}") from error
+        raise DataError(f"{what} {path} cannot be read ({error.strerror}); {_HINTS[error.errno or 0]}") from error
     except RecursionError as error:
-        raise DataError(f"{what} {path} is damaged (nested too deep); {mend}") from error
+        raise DataError(f"{what} {path} is damaged (nested too deep); {hint}") from error
     except MemoryError as error:
-        raise DataError(f"{what} {path} does not fit into memory; {mend}") from error
+        raise DataError(f"{what} {path} does not fit into memory; {hint}") from error
     except OSError as error:
         # Libraries raise OSError for damaged content, too, without a number of the system's.
-        raise DataError(f"{what} {path} cannot be read ({error.strerror or first_line(error)}); {mend}") from error
+        raise DataError(f"{what} {path} cannot be read ({error.strerror or first_line(error)}); {hint}") from error
     except Exception as error:
         if not isinstance(error, EOFError) and type(error).__module__.split(".")[0] not in _FILE_LIBRARIES:
             raise
-        raise DataError(f"{what} {path} is damaged ({first_line(error)}); {mend}") from error
+        raise DataError(f"{what} {path} is damaged ({first_line(error)}); {hint}") from error
 
 
 @contextlib.contextmanager
-def refused_by(library: str, thing: str, *, mend: str, kind: type[DataError] | type = DataError) -> Iterator[None]:
+def refused_by(library: str, thing: str, *, hint: str, kind: type[DataError] | type = DataError) -> Iterator[None]:
     """Turn whatever a library raises about what it was given into a sentence that names the thing.
 
     For calls such as `from_pretrained`, whose every exception is about the folder they were given.
@@ -102,7 +102,7 @@ def refused_by(library: str, thing: str, *, mend: str, kind: type[DataError] | t
     Args:
         library: who refuses: "transformers".
         thing: what was given, as the sentence begins: "model folder runs/a/model".
-        mend: what to do.
+        hint: what to do.
         kind: the class of the error.
 
     """
@@ -111,7 +111,7 @@ def refused_by(library: str, thing: str, *, mend: str, kind: type[DataError] | t
     except CommandEnd:
         raise
     except Exception as error:
-        raise kind(f"{thing} is refused by {library} ({type(error).__name__}: {first_line(error)}); {mend}") from error
+        raise kind(f"{thing} is refused by {library} ({type(error).__name__}: {first_line(error)}); {hint}") from error
 
 
 def first_line(error: object, *, limit: int = 300) -> str:
@@ -166,16 +166,16 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def read_bytes(path: Path | str, *, what: str = "file", mend: str = _RESTORE) -> bytes:
+def read_bytes(path: Path | str, *, what: str = "file", hint: str = _RESTORE) -> bytes:
     """A whole file."""
-    with reading(path, what=what, mend=mend), open_regular(path) as file:
+    with reading(path, what=what, hint=hint), open_regular(path) as file:
         return file.read()
 
 
-def read_text(path: Path, *, what: str = "file", mend: str = _RESTORE) -> str:
+def read_text(path: Path, *, what: str = "file", hint: str = _RESTORE) -> str:
     """A whole text file, which must be UTF-8."""
-    with reading(path, what=what, mend=mend):
-        return read_bytes(path, what=what, mend=mend).decode("utf-8")
+    with reading(path, what=what, hint=hint):
+        return read_bytes(path, what=what, hint=hint).decode("utf-8")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

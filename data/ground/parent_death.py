@@ -11,9 +11,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def signal_at_parents_death(number: int, *, parent: int | None = None) -> None:
-    """Have this process get signal `number` then, or now if `parent` (a process id) is gone already; 0: no signal.
+    """Send this process the signal `number` when its parent dies, at once if it already has; 0 asks for none.
 
-    parent: for a process that began some time ago; None: who is the parent at this moment.
+    parent: the process id that the parent had when this process began; None means the parent of this moment.
     """
     if sys.platform != "linux":
         return

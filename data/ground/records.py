@@ -34,7 +34,7 @@ class Record(pydantic.BaseModel):
 Schema = TypeVar("Schema", bound=Record)
 
 
-def read_record(path: Path, schema: type[Schema], *, what: str = "file", mend: str = _REMAKE) -> Schema:
+def read_record(path: Path, schema: type[Schema], *, what: str = "file", hint: str = _REMAKE) -> Schema:
     """Read a JSON file and check it against its schema.
 
     Raises:
@@ -42,22 +42,22 @@ def read_record(path: Path, schema: type[Schema], *, what: str = "file", mend: s
         DataError: it cannot be read, is no JSON, or does not fit the schema.
 
     """
-    content = read_bytes(path, what=what, mend=mend)
-    return parse_record(content, schema, where=f"{what} {path}", mend=mend)
+    content = read_bytes(path, what=what, hint=hint)
+    return parse_record(content, schema, where=f"{what} {path}", hint=hint)
 
 
-def parse_record(content: bytes | str, schema: type[Schema], *, where: str, mend: str = _REMAKE) -> Schema:
+def parse_record(content: bytes | str, schema: type[Schema], *, where: str, hint: str = _REMAKE) -> Schema:
     """Check JSON text against a schema. Errors begin with `where`, and are of the classes that `read_record` raises."""
     with contextlib.suppress(pydantic.ValidationError):
         return schema.model_validate_json(content)
     # What does not fit is looked at again, for the sentence.
-    values = parse_json(content, where=where, mend=mend)
+    values = parse_json(content, where=where, hint=hint)
     if not isinstance(values, dict):
-        raise DataError(f"{where} is damaged (it holds no JSON object); {mend}")
-    return check_record(values, schema, where=where, mend=mend)
+        raise DataError(f"{where} is damaged (it holds no JSON object); {hint}")
+    return check_record(values, schema, where=where, hint=hint)
 
 
-def check_record(values: dict[str, Any], schema: type[Schema], *, where: str, mend: str = _REMAKE) -> Schema:
+def check_record(values: dict[str, Any], schema: type[Schema], *, where: str, hint: str = _REMAKE) -> Schema:
     """Check parsed JSON against a schema, as `parse_record` checks text."""
     known = schema.model_fields.get("format")
     if known is not None and isinstance(values.get("format"), int):
@@ -72,25 +72,25 @@ def check_record(values: dict[str, Any], schema: type[Schema], *, where: str, me
         # Of JSON rather than of Python's objects: a list is a tuple's JSON.
         return schema.model_validate_json(json.dumps(values))
     except (pydantic.ValidationError, ValueError) as error:
-        raise DataError(f"{where} is damaged ({_first_problem(error)}); {mend}") from error
+        raise DataError(f"{where} is damaged ({_first_problem(error)}); {hint}") from error
 
 
-def read_json(path: Path, *, what: str = "file", mend: str = _REMAKE) -> Any:
+def read_json(path: Path, *, what: str = "file", hint: str = _REMAKE) -> Any:
     """Read a JSON file of any shape."""
-    content = read_bytes(path, what=what, mend=mend)
-    return parse_json(content, where=f"{what} {path}", mend=mend)
+    content = read_bytes(path, what=what, hint=hint)
+    return parse_json(content, where=f"{what} {path}", hint=hint)
 
 
-def parse_json(content: bytes | str, *, where: str, mend: str = _REMAKE) -> Any:
+def parse_json(content: bytes | str, *, where: str, hint: str = _REMAKE) -> Any:
     """Parse JSON text of any shape. Errors begin with `where`."""
     try:
         return json.loads(content)
     except UnicodeDecodeError as error:
-        raise DataError(f"{where} is not UTF-8 (byte {error.start}); {mend}") from error
+        raise DataError(f"{where} is not UTF-8 (byte {error.start}); {hint}") from error
     except RecursionError as error:
-        raise DataError(f"{where} is nested too deep; {mend}") from error
+        raise DataError(f"{where} is nested too deep; {hint}") from error
     except ValueError as error:
-        raise DataError(f"{where} is no JSON ({first_line(error)}); {mend}") from error
+        raise DataError(f"{where} is no JSON ({first_line(error)}); {hint}") from error
 
 
 def _first_problem(error: ValueError) -> str:

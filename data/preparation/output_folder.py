@@ -92,7 +92,7 @@ def settle(output: Path, preparation: dict[str, Any]) -> str:
                 f"folder {output} holds something made with other {_differing(before, content)}; "
                 "choose an empty folder, or delete this one first"
             )
-        # Nothing was finished, as after a mistake in the data: a mended command may start afresh.
+        # Nothing was finished, as after a mistake in the data: a fixed command may start afresh.
         for leftover in output.glob("shard-*.tar*"):
             leftover.unlink()
     if before != content:

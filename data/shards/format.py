@@ -146,7 +146,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     """Read and check manifest.json, without touching the shards."""
     path = f"manifest {without_secrets(folder)}/{MANIFEST}"
     content = _remote_manifest(str(folder)) if is_remote(folder) else _local_manifest(Path(folder))
-    found = parse_record(content, _ManifestFile, where=path, mend="make the folder again with python -m data.prepare")
+    found = parse_record(content, _ManifestFile, where=path, hint="make the folder again with python -m data.prepare")
     manifest = Manifest(
         kind=found.kind,
         columns=found.columns,
@@ -185,7 +185,7 @@ def _local_manifest(folder: Path) -> bytes:
             if any(folder.glob("shard-*.tar*")) or (folder / "units").is_dir():
                 raise DataError(f"shard folder {folder} is unfinished; run the same prepare command again to finish it")
             raise DataError(f"shard folder {folder} holds no {MANIFEST}; make shards with python -m data.prepare")
-    return read_bytes(path, what="manifest", mend="make the folder again with python -m data.prepare")
+    return read_bytes(path, what="manifest", hint="make the folder again with python -m data.prepare")
 
 
 def _remote_manifest(folder: str) -> bytes:

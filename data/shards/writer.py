@@ -120,7 +120,7 @@ class UnitWriter:
         except OSError as error:
             raise DataError(f"folder {folder} cannot be made ({error.strerror}); choose a writable folder") from error
         path = _receipt_path(self.folder, unit)
-        # The same unit of a finished folder may be written again: that mends a lost shard, byte for byte.
+        # The same unit of a finished folder may be written again: that fixes a lost shard, byte for byte.
         if (self.folder / MANIFEST).exists() and not (path.exists() and _read_receipt(path).settings == self.settings):
             raise DataError(f"folder {folder} already holds finished shards; choose an empty folder or delete it first")
         self._remove_leftovers()
@@ -443,7 +443,7 @@ def _receipt_path(folder: Path, unit: int) -> Path:
 
 
 def _read_receipt(path: Path) -> UnitReceipt:
-    found = read_record(path, _ReceiptFile, what="receipt", mend="delete it and run the prepare command again")
+    found = read_record(path, _ReceiptFile, what="receipt", hint="delete it and run the prepare command again")
     return UnitReceipt(found.unit, found.kind, found.columns, found.vocabulary_size, found.settings, found.shards)
 
 

@@ -53,7 +53,7 @@ def test_batches_of_real_proportions_are_parted_entirely():
     texts = [[int(text) for text in row] for row in np.random.default_rng(0).integers(0, 1000, size=(1024, 3))]
     order, left = arranged(texts, 64)
     assert sum(left) == sum(repeats(texts, order, 64)) == 0
-    assert sum(repeats(texts, list(range(1024)), 64)) > 200, "the plain order must have what is mended"
+    assert sum(repeats(texts, list(range(1024)), 64)) > 200, "the plain order must have what is fixed"
 
 
 @pytest.mark.parametrize("start", [0, 1, 15])

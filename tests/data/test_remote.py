@@ -436,7 +436,7 @@ def test_a_bad_tokenizer_does_not_enter_the_cache(server, cache):
             ShardFolder(server.address, cache=cache).vocabulary  # noqa: B018
         assert "\n" not in str(caught.value)
         assert not list((cache.folder / "tokenizers").iterdir())
-    # The server mended, all is well.
+    # The server fixed, all is well.
     assert ShardFolder(server.address, cache=cache).vocabulary.size
 
 

@@ -430,7 +430,7 @@ def test_no_batch_holds_a_text_twice_and_every_sample_comes_once(few_queries, ma
     distinct = global_batches(steps, *sources, collate=list, distinct_texts=pairs.drawn_texts, **options)
     assert [len(batch) for batch in distinct] == [len(batch) for batch in plain]
     assert [s.position for batch in distinct for s in batch] == [s.position for batch in plain for s in batch]
-    assert sum(repeated(batch, pairs) for batch in plain) > 20, "the plain order must have what is mended"
+    assert sum(repeated(batch, pairs) for batch in plain) > 20, "the plain order must have what is fixed"
     # A lane's last window may be too short to part what it holds; all others must.
     lanes = [batch[0].source if options["batches"] == "one_dataset" else 0 for batch in plain]
     windows: dict[tuple[int, int], list[int]] = {}

@@ -60,9 +60,9 @@ def test_planted_faults_are_found_together(tmp_path: Path) -> None:
     assert {name for name, each in found.items() if each["status"] == BAD} == {
         *("gpu", "disk", "free space", "limits", "shared folder")
     }
-    assert "torch sees none" in found["gpu"]["seen"] and "driver" in found["gpu"]["mend"]
-    assert "512 open files" in found["limits"]["seen"] and "ulimit -n" in found["limits"]["mend"]
-    assert all(each["mend"] for each in found.values() if each["status"] != OK)
+    assert "torch sees none" in found["gpu"]["seen"] and "driver" in found["gpu"]["hint"]
+    assert "512 open files" in found["limits"]["seen"] and "ulimit -n" in found["limits"]["hint"]
+    assert all(each["hint"] for each in found.values() if each["status"] != OK)
 
 
 @pytest.mark.processes
@@ -80,7 +80,7 @@ def test_a_driver_that_fails_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     found = checks.gpus(None)
-    assert found.status == BAD and "version mismatch" in found.seen and "driver" in found.mend
+    assert found.status == BAD and "version mismatch" in found.seen and "driver" in found.hint
 
 
 @pytest.mark.processes
@@ -91,7 +91,7 @@ def test_a_rank_that_does_not_come_is_found(tmp_path: Path) -> None:
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     code, found = doctor("--folder", str(tmp_path), "--timeout-seconds", "3", **ranks)
     assert code == 1 and found["meeting"]["status"] == BAD
-    assert f"127.0.0.1:{port}" in found["meeting"]["seen"] and "start all ranks" in found["meeting"]["mend"]
+    assert f"127.0.0.1:{port}" in found["meeting"]["seen"] and "start all ranks" in found["meeting"]["hint"]
 
 
 @pytest.mark.processes
@@ -202,8 +202,8 @@ A100, UNLIMITED = "NVIDIA A100", -1
     ],
 )
 def test_a_judgement_knows_sound_from_faulty(sound: Finding, faulty: Finding, status: str, said: str) -> None:
-    assert sound.status == OK and not sound.mend
-    assert faulty.status == status and said in faulty.seen and faulty.mend
+    assert sound.status == OK and not sound.hint
+    assert faulty.status == status and said in faulty.seen and faulty.hint
 
 
 # --- between hosts -----------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def test_a_hostfile_is_read_before_deepspeed_reads_it(
     if content is not None:
         path.write_bytes(content)
     found = checks.hostfile(path)
-    assert found.status == status and said in found.seen and bool(found.mend) == (status == BAD)
+    assert found.status == status and said in found.seen and bool(found.hint) == (status == BAD)
 
 
 @pytest.mark.launcher
@@ -310,7 +310,7 @@ def test_hosts_that_fit_together_and_hosts_that_do_not(tmp_path: Path) -> None:
             code, faulty = on_hosts(hosts, tmp_path, ["--folder", str(shared)], port=29502, before=trapped)
             assert code == 1
             assert faulty["host1"]["host name"]["status"] == BAD
-            assert "GLOO_SOCKET_IFNAME" in faulty["host1"]["host name"]["mend"]
+            assert "GLOO_SOCKET_IFNAME" in faulty["host1"]["host name"]["hint"]
             assert faulty["host2"]["ports"]["status"] == BAD and "127.0.1.1" in faulty["host2"]["ports"]["seen"]
     except Unavailable as reason:
         pytest.skip(str(reason))

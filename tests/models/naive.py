@@ -1,4 +1,4 @@
-"""SPEC's pre-training formulas restated the direct way: what the fused form must equal, and is timed against.
+"""The pre-training formulas restated the direct way: what the fused form must equal, and is timed against.
 
 Every size on its own, from transformers' own BERT modules: full logits at every position, one decoder pass a size.
 Enhanced decoding goes text by text and row by row, each row attending to the columns it may see and to nothing else.

@@ -220,7 +220,7 @@ def test_records(runs: dict[str, Path]) -> None:
             assert all(math.isfinite(value) for value in line.values())
             assert (line["step"], line["samples"]) == (number, 12 * number)
             assert 0 <= line["padding_share"] < 1 and line["tokens_per_second"] > 0 and line["mfu"] > 0
-    # The loss is what SPEC makes of its parts: means over sizes.
+    # The loss is the mean of its parts over sizes.
     for line in records(runs["srl_zero1"]):
         total = sum(line[f"loss/{name}"] for name in names) + sum(line[f"kl/{name}"] for name in names[:-1])
         assert line["loss"] == pytest.approx(total / 3, rel=1e-5)

@@ -76,7 +76,7 @@ def parse_toml(path: Path, what: str, *, hint: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{what} {path} is nested too deep; write it flatter") from None
     except ValueError as error:  # digits beyond what Python converts, too
-        raise ConfigError(f"{what} {path} is not valid TOML ({error}); mend that line") from None
+        raise ConfigError(f"{what} {path} is not valid TOML ({error}); fix that line") from None
 
 
 def parse_json(path: Path, what: str, *, hint: str) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def parse_json(path: Path, what: str, *, hint: str) -> dict[str, Any]:
 
 
 def _text_of(path: Path, what: str, *, hint: str) -> str:
-    with reading(path, what=what, mend=hint):
+    with reading(path, what=what, hint=hint):
         if not path.is_file():
             raise ConfigError(f"{what} {path} does not exist; {hint}")
         return path.read_text(encoding="utf-8")

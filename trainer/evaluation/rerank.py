@@ -1,4 +1,4 @@
-"""Shortlist and rerank across sizes (SPEC.md, Evaluation): search with a small size, score the best by a large one.
+"""Shortlist and rerank across sizes: search with a small size, score the best by a large one.
 
 One model holds both, so the query is encoded once, by the large size, whose pass contains the small one. What is saved
 is the search: its cost and the index in memory grow with the small size's dimensions. The large vectors of documents

@@ -188,7 +188,7 @@ def _sst(path: Path) -> Part:
     rows = [line.rsplit("\t", 1) for line in _lines(path)]
     for number, row in enumerate(rows, 1):
         if len(row) != 2 or row[1] not in ("0", "1"):
-            raise ConfigError(f"{path} line {number} is not sentence, tab, 0 or 1; mend or remove it")
+            raise ConfigError(f"{path} line {number} is not sentence, tab, 0 or 1; fix or remove it")
     return Part(tuple(row[0] for row in rows), tuple(int(row[1]) for row in rows))
 
 
@@ -198,7 +198,7 @@ def _trec(path: Path) -> list[tuple[str, str]]:
         label, space, question = line.partition(" ")
         coarse, colon, _ = label.partition(":")
         if not (space and colon):
-            raise ConfigError(f"{path} line {number} is not CLASS:fine question; mend or remove it")
+            raise ConfigError(f"{path} line {number} is not CLASS:fine question; fix or remove it")
         rows.append((coarse, question))
     return rows
 
@@ -207,5 +207,5 @@ def _mrpc(path: Path) -> Part:
     rows = [line.split("\t") for line in _lines(path)[1:]]
     for number, row in enumerate(rows, 2):
         if len(row) != 5 or row[0] not in ("0", "1"):
-            raise ConfigError(f"{path} line {number} is not Quality, two ids and two sentences; mend or remove it")
+            raise ConfigError(f"{path} line {number} is not Quality, two ids and two sentences; fix or remove it")
     return Part(tuple(r[3] for r in rows), tuple(int(r[0]) for r in rows), tuple(r[4] for r in rows))

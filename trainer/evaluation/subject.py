@@ -66,7 +66,7 @@ def check_tokenizer(
         )
     if (specials := tokenizer.num_special_tokens_to_add()) >= (length := min_length(settings)):
         raise ConfigError(
-            f"{source} cuts texts at {length} tokens, of which {specials} are special; mend the lengths in its settings"
+            f"{source} cuts texts at {length} tokens, of which {specials} are special; fix the lengths in its settings"
         )
 
 

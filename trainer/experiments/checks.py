@@ -88,7 +88,7 @@ def _check_there(model: str, where: str) -> None:
     """Refuse a folder that is not there; `where` begins the sentence. A hub name passes."""
     folder = local_folder(model)
     if folder is not None and not folder.is_dir():
-        raise ConfigError(f"{where} {folder}, which is not there; make it first, or mend its name")
+        raise ConfigError(f"{where} {folder}, which is not there; make it first, or fix its name")
 
 
 def check_as_it_is(study: Study, result: Result) -> None:

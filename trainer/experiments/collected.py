@@ -63,7 +63,7 @@ def collect(study: Study) -> Collected:
     latency = study.output / "results" / LATENCY_FILE
     latency_ms = {}
     if latency.is_file():
-        sizes = read_record(latency, _Latencies, mend="remove it; it is then measured again").sizes
+        sizes = read_record(latency, _Latencies, hint="remove it; it is then measured again").sizes
         latency_ms = {Size.parse(name): values.milliseconds for name, values in sizes.items()}
     return Collected(
         {task: kinds[task] for task in order},

@@ -63,7 +63,7 @@ class Job:
     ranks: int = 1
     before: Callable[[], None] = _nothing
     after: Callable[[], None] = _nothing  # when it is complete
-    # What it left, where exit codes do not say.
+    # Decide by the files that it left, where its exit code does not tell.
     done: Callable[[], bool] | None = None
     stopped: Callable[[], bool] | None = None
 

@@ -188,8 +188,8 @@ def _has_come_to(run: Path, step: int) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    mend = "restore it, or choose another --output"
-    return read_record(path, Selection, what="selection", mend=mend).model_dump(exclude_none=True)
+    hint = "restore it, or choose another --output"
+    return read_record(path, Selection, what="selection", hint=hint).model_dump(exclude_none=True)
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

@@ -91,7 +91,7 @@ def is_evaluated(study: Study, result: Result) -> bool:
         return False
     if not has_results(result) or not receipt.is_file():
         return False
-    return read_json(receipt, mend="remove it; what it is of is then made again") == receipt_content(study, result)
+    return read_json(receipt, hint="remove it; what it is of is then made again") == receipt_content(study, result)
 
 
 def evaluation_command(study: Study, result: Result) -> list[str]:

@@ -129,7 +129,7 @@ def read_compute(run: Path, environment: Environment, *, watts_per_rank: float |
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        record = parse_record(line, _Step, where=f"metrics {path} line {number}", mend="remove that line")
+        record = parse_record(line, _Step, where=f"metrics {path} line {number}", hint="remove that line")
         if record.seconds is not None and record.step is not None:
             seconds += record.seconds * (record.step - step)
             step, samples = record.step, samples if record.samples is None else record.samples
@@ -154,8 +154,8 @@ class Results:
         """From the results.json of `trainer.evaluate sizes`."""
         if path is None:
             return cls()
-        mend = "give the results.json of `trainer.evaluate sizes`"
-        content = read_record(path, _Results, what="evaluation", mend=mend)
+        hint = "give the results.json of `trainer.evaluate sizes`"
+        content = read_record(path, _Results, what="evaluation", hint=hint)
         shown = (r for r in content.records if r.method == "trained" and r.metric in _SHOWN_METRICS)
         return cls(path.name, tuple(shown))
 

@@ -45,22 +45,22 @@ def check_output(output: Path) -> None:
     present = _files_in(output)
     if not any(output.iterdir()):
         return
-    mend = "give a new or an empty folder"
+    hint = "give a new or an empty folder"
     if not (output / RECEIPT_FILE).is_file():
         raise ConfigError(
-            f"output {output} holds something else ({min(path.name for path in output.iterdir())}); {mend}"
+            f"output {output} holds something else ({min(path.name for path in output.iterdir())}); {hint}"
         )
-    receipt = read_record(output / RECEIPT_FILE, Receipt, what="export record", mend=mend)
+    receipt = read_record(output / RECEIPT_FILE, Receipt, what="export record", hint=hint)
     if receipt.files is None:
         raise ConfigError(
-            f"output {output} is an export of an earlier version, which kept no list of its files; {mend}"
+            f"output {output} is an export of an earlier version, which kept no list of its files; {hint}"
         )
     del present[RECEIPT_FILE]
     for name, size in sorted(present.items()):
         if name not in receipt.files:
-            raise ConfigError(f"output {output} holds something else ({name}); {mend}")
+            raise ConfigError(f"output {output} holds something else ({name}); {hint}")
         if size != receipt.files[name]:
-            raise ConfigError(f"output {output} holds a file that was changed after the export ({name}); {mend}")
+            raise ConfigError(f"output {output} holds a file that was changed after the export ({name}); {hint}")
 
 
 def _files_in(folder: Path) -> dict[str, int]:

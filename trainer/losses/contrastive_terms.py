@@ -34,7 +34,7 @@ class ContrastiveTerms:
         return self._number(self.taught_by)
 
     @property
-    def judge(self) -> int:
+    def filter_size(self) -> int:
         """Whose similarities the margin filter looks at."""
         return self._number(self.filter_by)
 
@@ -52,9 +52,9 @@ class ContrastiveTerms:
         return any(self.teaches) and not self.detach_teacher and self.taught_by == FULL
 
     @property
-    def judges_apart(self) -> bool:
+    def filters_apart(self) -> bool:
         """Whether the filter needs scores before the teacher's, which are computed first otherwise."""
-        return self.margin is not None and self.judge != self.teacher
+        return self.margin is not None and self.filter_size != self.teacher
 
     @property
     def matrices(self) -> int:

@@ -128,9 +128,9 @@ def add_order_gradients(
     """
     count, total = own[0].shape[0], everyone[0].shape[0]
     values = torch.zeros(len(own), dtype=own[0].dtype, device=own[0].device)
-    room = int(score_memory_mib * 2**20) // (own[0].element_size() * 4 * max(1, total) ** 2)
-    for begin in range(0, count, max(1, room)):
-        part = slice(begin, min(count, begin + max(1, room)))
+    slot = int(score_memory_mib * 2**20) // (own[0].element_size() * 4 * max(1, total) ** 2)
+    for begin in range(0, count, max(1, slot)):
+        part = slice(begin, min(count, begin + max(1, slot)))
         taught = teacher[0][part] @ teacher[1].T  # [r, N]
         signs = (taught[:, None, :] - taught[:, :, None]).sign_()  # [r, j, k]: sign(t_ik − t_ij)
         for size, (mine, all_of, weight) in enumerate(zip(own, everyone, weights)):

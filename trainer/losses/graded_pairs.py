@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def cosent(similarities: Tensor, gold: Tensor, *, temperature: float) -> Tensor:
-    """CoSENT: log(1 + Σ_{gold_i > gold_j} exp((sim_j − sim_i) / τ)), for graded pairs (SPEC, inner losses).
+    """CoSENT: log(1 + Σ_{gold_i > gold_j} exp((sim_j − sim_i) / τ)), for graded pairs (CoSENT, Su 2022).
 
     similarities, gold: float [n], one entry a pair of the GLOBAL batch. Returns a scalar. For each i the sum over j is
     a prefix of the pairs sorted by grade, so no [n, n] matrix is needed.
@@ -25,7 +25,7 @@ def cosent(similarities: Tensor, gold: Tensor, *, temperature: float) -> Tensor:
 def coordinate_divergence(student: Tensor, teacher: Tensor, *, temperature: float) -> Tensor:
     """τ · Σ_i KL(softmax(t_i / τ) || softmax(s_i / τ)) over embedding coordinates, summed over texts.
 
-    student: [n, d]; teacher: [n, D], of which the first d coordinates count (SPEC, released STS code).
+    student: [n, d]; teacher: [n, D], of which the first d coordinates count (the sts/ folder of the paper's code).
     """
     reference = F.log_softmax(teacher[:, : student.shape[1]] / temperature, dim=1)
     log_student = F.log_softmax(student / temperature, dim=1)

@@ -1,6 +1,6 @@
 """Contrastive losses of several sizes: tensors in, tensors out.
 
-InfoNCE and the KL to the full size (Starbucks §3.1, eq. 4 and 5; SPEC "SRL fine-tuning") are computed in tiles of
+InfoNCE and the KL to the full size (Starbucks §3.1, eq. 4 and 5) are computed in tiles of
 queries by blocks of passages, with gradients in closed form, so that memory does not grow with the batch. With
 s = q·p/τ, p = softmax(s), T the full size:
     d InfoNCE / d s = p − onehot(target)
@@ -10,9 +10,9 @@ A block keeps the exponentials of s minus its own maximum, the maximum and the s
 the blocks', and with it the factor that turns the block's exponentials into p. Where a tile's exponentials fit in
 memory for all passages, each score is computed once; where they do not, a second sweep computes them again.
 
-Which passages are no negatives: `false_negatives` finds what is known from the texts, the margin filter
-(GISTEmbed, arXiv:2402.16829; NV-Retriever, arXiv:2407.15831) what a judge's scores suggest: the full size's, or those
-of a guide, a frozen model whose vectors are given too. A guide can be the KL's teacher as well; every size is then its
+Which passages are no negatives: `false_negatives` finds what is known from the texts, the margin filter (GISTEmbed,
+arXiv:2402.16829; NV-Retriever, arXiv:2407.15831) what a filter model's scores suggest: the full size's, or those of a
+guide, a frozen model whose vectors are given too. A guide can be the KL's teacher as well; every size is then its
 student. It has no loss of its own and gets no gradient.
 """
 
@@ -145,7 +145,7 @@ def add_contrastive_gradients(
     ]
     pairs = _pairs_by_block(excluded, tiling, len(blocks), num_queries)
     width = num_passages if tiling.keeps_rows else tiling.passages
-    rooms = torch.empty(terms.matrices, tiling.queries * width, dtype=dtype, device=targets.device)
+    workspace = torch.empty(terms.matrices, tiling.queries * width, dtype=dtype, device=targets.device)
     scratch = torch.empty(tiling.queries * tiling.passages, dtype=dtype, device=targets.device)
     totals = torch.zeros(2, len(queries), dtype=dtype, device=targets.device)
     order = (terms.teacher, *terms.students)
@@ -160,13 +160,13 @@ def add_contrastive_gradients(
             blocks,
             pairs[number * len(blocks) : (number + 1) * len(blocks)],
             terms,
-            rooms=rooms,
+            workspace=workspace,
             scratch=scratch,
             keeps_rows=tiling.keeps_rows,
         )
         if tiling.keeps_rows:
-            for block in range(len(blocks) if terms.judges_apart else 0):
-                tile.judge(block)
+            for block in range(len(blocks) if terms.filters_apart else 0):
+                tile.filter_block(block)
             for size in order:
                 for block in range(len(blocks)):
                     tile.exponentials(size, block)
@@ -177,15 +177,15 @@ def add_contrastive_gradients(
                 tile.add_gradients(terms.teacher, block)
         else:
             for block in range(len(blocks)):
-                if terms.judges_apart:
-                    tile.judge(block)
+                if terms.filters_apart:
+                    tile.filter_block(block)
                 for size in order:
                     tile.exponentials(size, block)
             for size in order:
                 tile.sum_up(size)
             for block in range(len(blocks) if any(each is not None for each in gradients) else 0):
-                if terms.judges_apart:
-                    tile.judge(block)
+                if terms.filters_apart:
+                    tile.filter_block(block)
                 for size in order:
                     tile.exponentials(size, block, again=True)
                     if size != terms.teacher:

@@ -7,9 +7,9 @@ the matrix products are those of the last width instead of all widths' (1,024 co
 Cosine is a scaling of S_k's rows and columns, so no normalised copy of a vector is made: with a = 1/|q|, b = 1/|p|,
 c = a S b and R = d loss / d c of a width,
     d loss / d q = a (R b p) − a² (Σ_j R c) q,    d loss / d p = b (Rᵀ a q) − b² (Σ_i R c) p.
-A tile of queries meets all passages at once; its rooms hold a matrix a width and take the same memory for any batch.
-A guide's scores, where it filters negatives (trainer/losses/infonce.py), are one more product and one more matrix of a
-tile.
+A tile of queries meets all passages at once; its workspace holds a matrix for each width and takes the same memory for
+any batch. A guide's scores, where it filters negatives (trainer/losses/infonce.py), are one more product and one more
+matrix of a tile.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def prefix_contrastive_(
     nce = passages.new_zeros(widths)
     matrices = widths + 2 + (guide is not None)
     rows = _tile_rows(num_queries, num_passages, matrices=matrices, score_memory_mib=terms.score_memory_mib)
-    rooms = passages.new_empty(matrices, rows, num_passages)
+    workspace = passages.new_empty(matrices, rows, num_passages)
     gradient_room = queries.new_zeros(rows, queries.shape[1])
     starts = range(0, num_queries, rows)
     edges = [] if excluded is None else _edges(excluded[:, 0].contiguous(), [*starts, num_queries])
@@ -73,11 +73,11 @@ def prefix_contrastive_(
         tile, target = queries[part], targets[part, None]
         here = part.stop - part.start
         gradient = gradient_room[:here]
-        scores, scaled, *shares = rooms[:, :here].unbind()
+        scores, scaled, *shares = workspace[:, :here].unbind()
         penalty = None
         if guide is not None:
             penalty = shares.pop()
-            _judge(guide[0][part], guide[1], target, margin=terms.guide_margin, out=penalty)
+            _find_penalty_of(guide[0][part], guide[1], target, margin=terms.guide_margin, out=penalty)
         pairs = None
         if excluded is not None:
             inside = excluded[edges[number] : edges[number + 1]]
@@ -124,7 +124,7 @@ def prefix_contrastive_(
     return (nce * nce.new_tensor(terms.loss_weights)).sum(), nce
 
 
-def _judge(queries: Tensor, passages: Tensor, target: Tensor, *, margin: float, out: Tensor) -> None:
+def _find_penalty_of(queries: Tensor, passages: Tensor, target: Tensor, *, margin: float, out: Tensor) -> None:
     """`out` [t, m] becomes EXCLUDED_SCORE where a passage scores above the positive less the margin, else 0."""
     torch.mm(queries, passages.T, out=out)
     ceiling = out.gather(1, target) - margin

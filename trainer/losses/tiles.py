@@ -75,35 +75,35 @@ class Tile:
         pairs: list[tuple[Tensor, Tensor] | None],
         terms: ContrastiveTerms,
         *,
-        rooms: Tensor,
+        workspace: Tensor,
         scratch: Tensor,
         keeps_rows: bool,
     ) -> None:
         self.queries, self.passages = queries, passages
         self.query_grads, self.passage_grads = query_grads, passage_grads
         self.targets, self.blocks, self.pairs, self.terms = targets, blocks, pairs, terms
-        self.rooms, self.scratch, self.keeps_rows = rooms, scratch, keeps_rows
+        self.workspace, self.scratch, self.keeps_rows = workspace, scratch, keeps_rows
         rows, sizes = len(targets), len(queries)
-        # Of a block's scores: the maximum, the sum of its exponentials, the sum of the teacher's times what the scores
-        # are below their maximum, and what makes its exponentials shares of the row.
-        self.peak, self.mass, self.cross, self.log_factor = rooms.new_zeros(STATISTICS, sizes, len(blocks), rows)
-        self.positive, self.lse, self.nce, self.divergence = rooms.new_zeros(4, sizes, rows)
+        # For each size, block and row, in bits: m = max s, Σ 2^(s − m), Σ p_T (m − s), and the logarithm of
+        # 2^m / Z, by which the block's exponentials become shares of the row.
+        self.peak, self.mass, self.cross, self.log_factor = workspace.new_zeros(STATISTICS, sizes, len(blocks), rows)
+        self.positive, self.lse, self.nce, self.divergence = workspace.new_zeros(4, sizes, rows)
         if terms.margin is not None:
-            judge = terms.judge
-            positives = passages[judge][targets].to(rooms.dtype)
-            similarity = (queries[judge] * positives).sum(1, keepdim=True)
-            self.ceiling = (similarity - terms.margin) / (terms.temperature_of(judge) * NATS_A_BIT)
+            filter_size = terms.filter_size
+            positives = passages[filter_size][targets].to(workspace.dtype)
+            similarity = (queries[filter_size] * positives).sum(1, keepdim=True)
+            self.ceiling = (similarity - terms.margin) / (terms.temperature_of(filter_size) * NATS_A_BIT)
 
-    def judge(self, block: int) -> None:
+    def filter_block(self, block: int) -> None:
         """Find what the filter leaves out of a block, before any size's scores are wanted."""
-        self._find_penalty(self._products(self.terms.judge, block), block)
+        self._find_penalty(self._products(self.terms.filter_size, block), block)
 
     def exponentials(self, size: int, block: int, *, again: bool = False) -> None:
-        """2^(s − maximum) of a block, into the size's room; `again`: its maximum and sums are known already."""
+        """2^(s − maximum) of a block, into the size's slot; `again`: its maximum and sums are known already."""
         terms, teacher = self.terms, self.terms.teacher
         scores = self._scores(size, block)
         if terms.moves_teacher and (size == teacher or terms.teaches[size]):
-            gap = self._room("gap", block)  # Σ_k kl_weights[k] (s_T − s_k), in nats
+            gap = self._slot("gap", block)  # Σ_k kl_weights[k] (s_T − s_k), in nats
             if size == teacher:
                 torch.mul(scores, NATS_A_BIT * sum(terms.teaches), out=gap)
             else:
@@ -114,11 +114,11 @@ class Tile:
             self.positive[size] = torch.where(inside, found, self.positive[size])
             torch.amax(scores, 1, out=self.peak[size, block])
         scores -= self.peak[size, block, :, None]
-        room = torch.exp2(scores, out=self._room(size, block))
+        slot = torch.exp2(scores, out=self._slot(size, block))
         if not again:
-            torch.sum(room, 1, out=self.mass[size, block])
+            torch.sum(slot, 1, out=self.mass[size, block])
             if any(terms.teaches) and (size == teacher or terms.teaches[size]):
-                scores *= self._room(teacher, block)
+                scores *= self._slot(teacher, block)
                 torch.sum(scores, 1, out=self.cross[size, block])
 
     def sum_up(self, size: int) -> None:
@@ -139,14 +139,14 @@ class Tile:
         return (self.log_factor[teacher].exp2() * blocks).sum(0)
 
     def add_gradients(self, size: int, block: int) -> None:
-        """d loss / d s of a block, in the size's room, and through it to queries and passages."""
+        """d loss / d s of a block, in the size's slot, and through it to queries and passages."""
         query_grad, passage_grad = self.query_grads[size], self.passage_grads[size]
         if query_grad is None and passage_grad is None:
             return
         terms, teacher = self.terms, self.terms.teacher
-        grad, factor = self._room(size, block), self.log_factor[size, block, :, None].exp2()
+        grad, factor = self._slot(size, block), self.log_factor[size, block, :, None].exp2()
         if size == teacher and terms.moves_teacher:
-            gap = self._room("gap", block)
+            gap = self._slot("gap", block)
             gap += self._teacher_offset()[:, None]
             grad *= factor
             grad *= gap
@@ -155,7 +155,7 @@ class Tile:
             grad *= weight * factor
             if terms.teaches[size]:
                 share = terms.teaches[size] * self.log_factor[teacher, block, :, None].exp2()
-                grad.addcmul_(self._room(teacher, block), share, value=-1)
+                grad.addcmul_(self._slot(teacher, block), share, value=-1)
         column, inside = self._targets_in(block)
         grad.scatter_add_(1, column[:, None], (-terms.loss_weights[size] * inside.to(grad.dtype))[:, None])
         scale = 1.0 / (terms.temperature * terms.num_queries)
@@ -178,21 +178,21 @@ class Tile:
         if (pairs := self.pairs[block]) is not None:
             scores[pairs] = EXCLUDED_SCORE
         if terms.margin is not None:
-            if size == terms.teacher and not terms.judges_apart:
+            if size == terms.teacher and not terms.filters_apart:
                 self._find_penalty(scores, block)
             # Adding is many times faster than masked_fill_.
-            scores += self._room("penalty", block)
+            scores += self._slot("penalty", block)
         return scores
 
     def _products(self, size: int, block: int) -> Tensor:
-        passages = self.passages[size][self.blocks[block]].to(self.rooms.dtype)
+        passages = self.passages[size][self.blocks[block]].to(self.workspace.dtype)
         scores = self.scratch[: len(self.targets) * len(passages)].view(len(self.targets), len(passages))
         scale = 1.0 / (self.terms.temperature_of(size) * NATS_A_BIT)
         return torch.addmm(scores, self.queries[size], passages.t(), beta=0, alpha=scale, out=scores)
 
     def _find_penalty(self, scores: Tensor, block: int) -> None:
-        """What is added to a block's scores at every size: a lot where the judge's `scores` are above the ceiling."""
-        penalty = self._room("penalty", block)
+        """What is added to a block's scores at every size: much where the filter model's are above the ceiling."""
+        penalty = self._slot("penalty", block)
         torch.gt(scores, self.ceiling, out=penalty)
         column, inside = self._targets_in(block)
         penalty.scatter_(1, column[:, None], penalty.gather(1, column[:, None]) * ~inside[:, None])
@@ -204,7 +204,7 @@ class Tile:
         column = (self.targets - part.start).clamp(0, part.stop - part.start - 1)
         return column, column + part.start == self.targets
 
-    def _room(self, of: int | str, block: int) -> Tensor:
+    def _slot(self, of: int | str, block: int) -> Tensor:
         """Where a block's matrix is kept, contiguous: of the teacher or a student, the gaps or the penalties."""
         terms, part = self.terms, self.blocks[block]
         if of == "gap":
@@ -215,4 +215,4 @@ class Tile:
             number = 0 if of == terms.teacher else 1
         rows, columns = len(self.targets), part.stop - part.start
         begin = rows * part.start if self.keeps_rows else 0
-        return self.rooms[number, begin : begin + rows * columns].view(rows, columns)
+        return self.workspace[number, begin : begin + rows * columns].view(rows, columns)

@@ -275,7 +275,7 @@ def _finish(output: Path, parts: Sequence[Path], rules: Rules, num_passages: int
     columns: dict[str, list[np.ndarray]] = {}
     for part in parts:
         path = part.with_suffix(".npz")
-        with refused_by("numpy", f"{path}", mend=_remove(output / WORK)), np.load(path) as tables:
+        with refused_by("numpy", f"{path}", hint=_remove(output / WORK)), np.load(path) as tables:
             for name in _TABLES:
                 columns.setdefault(name, []).append(tables[name])
     counts, positives, negatives = (np.concatenate(columns[name]) for name in ("counts", "positives", "negatives"))
@@ -354,10 +354,10 @@ def claim(output: Path, identity: Mapping[str, Any], stack: ExitStack) -> None:
     if not path.is_file():
         write_atomically(path, content)
         return
-    mend = "restore it, or remove the folder"
-    old, new = read_json(path, what="record", mend=mend), json.loads(content)
+    hint = "restore it, or remove the folder"
+    old, new = read_json(path, what="record", hint=hint), json.loads(content)
     if not isinstance(old, dict):
-        raise ConfigError(f"record {path} holds no object; {mend}")
+        raise ConfigError(f"record {path} holds no object; {hint}")
     if old != new:
         other = ", ".join(key.replace("_", " ") for key in sorted({*old, *new}) if old.get(key) != new.get(key))
         raise ConfigError(f"--output {output} was begun with other {other}; choose a new folder, or remove this one")

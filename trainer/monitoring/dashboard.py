@@ -25,7 +25,7 @@ from trainer.monitoring.trackers import Layout, MLflow, Settings, Sink, TensorBo
 
 log = logging.getLogger(__name__)
 
-# What tells one run from another; of the rest the text of the recipe tells.
+# What tells one run from another; all other keys are in the recipe's text.
 COMPARED = (
     "model.source",
     "model.pooling",
@@ -71,7 +71,7 @@ class Dashboard:
     _failed_now: set[str] = field(default_factory=set)
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """One line of metrics.jsonl; what in it is no number is not shown."""
+        """One line of metrics.jsonl; values that are not numbers are skipped."""
         step = record["step"]
         values = {
             name: float(value)

@@ -247,7 +247,7 @@ class Metrics:
 
 
 def _open_samples(folder: Path, world: World, start_step: int) -> Lines:
-    """This rank's file, without what is done again; so are those of ranks that are no more."""
+    """This rank's file of samples. Lines after the resumed step are dropped, also from files of ranks that left."""
     folder.mkdir(exist_ok=True)
     for number, path in enumerate(sorted(folder.glob("rank_*.jsonl"))):
         if number % world.size == world.rank:
@@ -265,7 +265,7 @@ def _memory_mib(device: torch.device) -> float:
 def forget_after(path: Path, step: int) -> None:
     """Drop records of what a resumed run does again, and lines that are no records, such as one that was cut off.
 
-    Of the step it stands at, it evaluates again.
+    An evaluation at the resumed step is dropped as well, because it is made again.
     """
     if not path.is_file():
         return

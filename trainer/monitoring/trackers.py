@@ -257,7 +257,7 @@ class MLflow:
                 experiment = self._client.create_experiment(name) if found is None else found.experiment_id
                 self._run = self._client.create_run(experiment, run_name=folder.name).info.run_id
         except Exception as error:
-            raise _unreachable("mlflow", error, "mend MLFLOW_TRACKING_URI") from error
+            raise _unreachable("mlflow", error, "fix MLFLOW_TRACKING_URI") from error
         _track(folder, "mlflow", self._run)
 
     def _later(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> None:
@@ -315,8 +315,8 @@ def _pixels(figure: Any) -> Any:
     return image
 
 
-def _unreachable(key: str, error: Exception, mend: str) -> ConfigError:
-    return ConfigError(f"log.{key} = true, and it cannot be used ({_first_line(error)}); {mend}, or set it to false")
+def _unreachable(key: str, error: Exception, hint: str) -> ConfigError:
+    return ConfigError(f"log.{key} = true, and it cannot be used ({_first_line(error)}); {hint}, or set it to false")
 
 
 def _first_line(error: Exception) -> str:
@@ -335,5 +335,5 @@ def _track(folder: Path, key: str, name: str) -> None:
 
 def _tracking(folder: Path) -> _Tracking:
     path = folder / _TRACKING_FILE
-    mend = "remove it; what follows is then shown as another run"
-    return read_record(path, _Tracking, what="file", mend=mend) if path.is_file() else _Tracking()
+    hint = "remove it; what follows is then shown as another run"
+    return read_record(path, _Tracking, what="file", hint=hint) if path.is_file() else _Tracking()

@@ -44,7 +44,7 @@ class Passes(Protocol):
 
     world: World
     device: torch.device
-    beat: Callable[[str], None]  # says that there is progress
+    heartbeat: Callable[[str], None]  # says that there is progress
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
     def accumulation(self) -> AbstractContextManager[None]: ...

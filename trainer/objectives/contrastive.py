@@ -156,7 +156,7 @@ class ContrastiveObjective:
         gradients = [torch.zeros_like(each) for each in embeddings]
         taught: dict[str, Tensor] = {}
         if self.teaching is not None:
-            vectors = self.teaching.teacher.vectors(batch, device=engine.device, beat=engine.beat)
+            vectors = self.teaching.teacher.vectors(batch, device=engine.device, heartbeat=engine.heartbeat)
             num_texts = texts_of_all_ranks(len(vectors), engine.device)
             taught = self.teaching.add_gradients(
                 embeddings, vectors, gradients, plan, engine.world, num_texts=num_texts
@@ -247,7 +247,7 @@ class ContrastiveObjective:
     def _guide_vectors(self, batch: PairBatch, engine: Passes) -> tuple[Tensor, Tensor]:
         """The guide's vectors of this rank's queries and passages."""
         assert self.guide is not None
-        return self.guide.vectors(batch.queries, batch.passages, device=engine.device, beat=engine.beat)
+        return self.guide.vectors(batch.queries, batch.passages, device=engine.device, heartbeat=engine.heartbeat)
 
     def _margins(
         self,

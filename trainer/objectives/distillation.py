@@ -54,7 +54,7 @@ class DistillationObjective:
             chunks = micro_batches(lengths, token_budget=self.token_budget, packed=self.packed)
         else:
             chunks = in_one(lengths)
-        taught = self.teaching.teacher.vectors(batch, device=engine.device, beat=engine.beat)
+        taught = self.teaching.teacher.vectors(batch, device=engine.device, heartbeat=engine.heartbeat)
         num_texts = texts_of_all_ranks(len(texts), engine.device)
 
         def embed(rows: Tensor) -> tuple[Tensor, ...]:

@@ -48,28 +48,29 @@ class Guide:
     pad_id: int
 
     def vectors(
-        self, queries: Texts, passages: Texts, *, device: torch.device, beat: Callable[[str], None]
+        self, queries: Texts, passages: Texts, *, device: torch.device, heartbeat: Callable[[str], None]
     ) -> tuple[Tensor, Tensor]:
         """float32 [n, g] and [m, g] of these texts, of unit length for cosine."""
         limits = self.query_max_length, self.passage_max_length
         first, second = (
-            self.embed(cut(texts, limit), device=device, beat=beat) for texts, limit in zip((queries, passages), limits)
+            self.embed(cut(texts, limit), device=device, heartbeat=heartbeat)
+            for texts, limit in zip((queries, passages), limits)
         )
         return first, second
 
     @torch.no_grad()
-    def embed(self, texts: Texts, *, device: torch.device, beat: Callable[[str], None]) -> Tensor:
+    def embed(self, texts: Texts, *, device: torch.device, heartbeat: Callable[[str], None]) -> Tensor:
         """float32 [n, g] of these texts as they are, of unit length for cosine."""
         self.encoder.to(device)
         vectors = torch.empty(len(texts), self.size.dim, device=device)
         if self.encoder.is_static and len(texts):
-            beat("guide")
+            heartbeat("guide")
             tokens, offsets = texts.tokens.to(device), texts.offsets.to(device)
             (vectors,) = self.encoder(tokens, None, (self.size,), offsets=offsets)
         elif len(texts):
             packed = packs(self.encoder.backbone)
             for rows in micro_batches(texts.lengths, token_budget=self.token_budget, packed=packed):
-                beat("guide")
+                heartbeat("guide")
                 input_ids, attention_mask = texts.pad(rows, pad_id=self.pad_id)
                 (part,) = self.encoder(input_ids.to(device), attention_mask.to(device), (self.size,))
                 vectors[rows.to(device)] = part.float()

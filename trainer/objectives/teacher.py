@@ -37,7 +37,9 @@ class Teacher(Protocol):
 
     @property
     def width(self) -> int: ...
-    def vectors(self, batch: TextBatch | PairBatch, *, device: torch.device, beat: Callable[[str], None]) -> Tensor:
+    def vectors(
+        self, batch: TextBatch | PairBatch, *, device: torch.device, heartbeat: Callable[[str], None]
+    ) -> Tensor:
         """float32 [n, D] of a batch's texts, of unit length; of pairs the queries' first."""
         ...
 
@@ -52,12 +54,14 @@ class LiveTeacher:
     def width(self) -> int:
         return self.frozen.size.dim
 
-    def vectors(self, batch: TextBatch | PairBatch, *, device: torch.device, beat: Callable[[str], None]) -> Tensor:
+    def vectors(
+        self, batch: TextBatch | PairBatch, *, device: torch.device, heartbeat: Callable[[str], None]
+    ) -> Tensor:
         if isinstance(batch, PairBatch):
-            vectors = torch.cat(self.frozen.vectors(batch.queries, batch.passages, device=device, beat=beat))
+            vectors = torch.cat(self.frozen.vectors(batch.queries, batch.passages, device=device, heartbeat=heartbeat))
         else:
             texts = cut(batch.texts, self.frozen.passage_max_length)
-            vectors = self.frozen.embed(texts, device=device, beat=beat)
+            vectors = self.frozen.embed(texts, device=device, heartbeat=heartbeat)
         if self.frozen.similarity != "cosine":
             normalize_(vectors)
         return vectors
@@ -73,7 +77,9 @@ class StoredTeacher:
     def width(self) -> int:
         return self.store.width
 
-    def vectors(self, batch: TextBatch | PairBatch, *, device: torch.device, beat: Callable[[str], None]) -> Tensor:
+    def vectors(
+        self, batch: TextBatch | PairBatch, *, device: torch.device, heartbeat: Callable[[str], None]
+    ) -> Tensor:
         if isinstance(batch, PairBatch):
             hashes = torch.cat([batch.query_hashes, batch.passage_hashes])
         else:

@@ -28,7 +28,7 @@ from data.shards.writer import npy_bytes
 
 STORE_FILE = "store.json"
 _Count = Annotated[int, pydantic.Field(ge=1, lt=1 << 40)]
-_MEND = "make it again with `python -m trainer.teacher_vectors`"
+_HINT = "make it again with `python -m trainer.teacher_vectors`"
 
 
 class StoreRecord(Record):
@@ -75,20 +75,20 @@ class VectorStore:
         folder = Path(folder)
         record = read_store_record(folder)
         if record is None:
-            raise ConfigError(f"teacher.store {folder} holds no vectors; {_MEND}")
+            raise ConfigError(f"teacher.store {folder} holds no vectors; {_HINT}")
         if record.blocks is None:
             raise ConfigError(f"teacher.store {folder} is unfinished; run the same command again to finish it")
         if record.tokenizer != tokenizer:
             raise ConfigError(
-                f"teacher.store {folder} is of texts by another tokenizer than the shards'; {_MEND}, from this recipe"
+                f"teacher.store {folder} is of texts by another tokenizer than the shards'; {_HINT}, from this recipe"
             )
         keys, blocks = [], []
         for number in range(record.blocks):
-            with reading(folder / f"{number:06d}.*", what="block of vectors", mend=_MEND):
+            with reading(folder / f"{number:06d}.*", what="block of vectors", hint=_HINT):
                 found = np.load(keys_path(folder, number), allow_pickle=False)
                 block = np.load(_vectors_path(folder, number), mmap_mode="r", allow_pickle=False)
             if found.shape != (len(block), len(record.rooms)) or block.shape[1:] != (record.width,):
-                raise ConfigError(f"teacher.store {folder}: block {number} does not fit its record; {_MEND}")
+                raise ConfigError(f"teacher.store {folder}: block {number} does not fit its record; {_HINT}")
             keys.append(found)
             blocks.append(block)
         starts = np.concatenate(([0], np.cumsum([len(block) for block in blocks])))
@@ -111,7 +111,7 @@ class VectorStore:
         places = np.minimum(places, len(self.keys) - 1)
         if missing := int((self.keys[places] != wanted).sum()):
             raise ConfigError(
-                f"teacher.store {self.folder} has no vector of {missing} of a batch's {len(wanted)} texts; {_MEND}, of "
+                f"teacher.store {self.folder} has no vector of {missing} of a batch's {len(wanted)} texts; {_HINT}, of "
                 "the texts from which the shards were made and from this recipe"
             )
         rows = self.rows[places]
@@ -126,7 +126,7 @@ class VectorStore:
 def read_store_record(folder: Path) -> StoreRecord | None:
     """None where there is no store. Raises DataError for a record that is damaged."""
     path = folder / STORE_FILE
-    return read_record(path, StoreRecord, what="record of stored vectors", mend=_MEND) if path.is_file() else None
+    return read_record(path, StoreRecord, what="record of stored vectors", hint=_HINT) if path.is_file() else None
 
 
 def write_store_record(folder: Path, record: StoreRecord) -> None:

@@ -1,4 +1,4 @@
-"""What is done about numbers that are no numbers, and about losses that jump.
+"""Handling of losses and gradients that are not finite, and of losses that jump.
 
 A step whose global loss or gradient is not finite is skipped on all ranks together: weights and moments stay as they
 were, its samples count as read. After `max_skipped_steps` of them in a row the run gives up, with the last checkpoint

@@ -187,7 +187,7 @@ def _as_now(process: psutil.Process) -> Process:
 
 
 def _died_before(launch: psutil.Process | None) -> bool:
-    """Whether a launcher was killed while this rank was still starting: what it should be below is not above it."""
+    """Whether the launcher, or what started it, died while this rank was starting: an ancestor is missing."""
     if launch is None:
         # That argument is the `deepspeed` launcher's.
         return any(word.startswith("--local_rank=") for word in sys.argv)

@@ -38,7 +38,7 @@ from trainer.resilience.processes import Process
 DIED_CODE = 1
 SILENT_SECONDS = 30.0
 PATIENCE_SECONDS = 900.0
-_BEAT_SECONDS = 1.0
+_HEARTBEAT_SECONDS = 1.0
 _PAUSES = 3.0
 NEXT_BATCH = "next batch"  # the phase in which the loop waits for data
 _LITTLE_SHARED_MEMORY = 2**20
@@ -50,14 +50,14 @@ _VERDICT = "verdict"
 class _Seen:
     """What was seen of a rank, by this process' clock: those of machines differ."""
 
-    beat: str
+    heartbeat: str
     beat_at: float
     progress: int
     progress_at: float
 
 
 class Watchdog:
-    """Entered for as long as ranks depend on each other; `beat` says that the main thread has got on."""
+    """Entered for as long as ranks depend on each other; `heartbeat` says that the main thread makes progress."""
 
     def __init__(self, world: World, *, hang_seconds: float) -> None:
         """hang_seconds: 0 for never; dead and silent ranks are noticed all the same."""
@@ -118,7 +118,7 @@ class Watchdog:
             self._decide(f"rank {self._world.rank} on {socket.gethostname()} failed: {sentence}", code)
             self._let_others_read()
 
-    def beat(self, phase: str, *, step: int | None = None, patient: bool | None = None) -> None:
+    def heartbeat(self, phase: str, *, step: int | None = None, patient: bool | None = None) -> None:
         """The main thread has got as far as `phase`. `patient`: what now follows may take long; None: as before."""
         now = time.monotonic()
         if not self._patient:
@@ -138,7 +138,7 @@ class Watchdog:
             self._watch_alone()
             return
         count = 0
-        while not self._closed.wait(_BEAT_SECONDS):
+        while not self._closed.wait(_HEARTBEAT_SECONDS):
             count += 1
             try:
                 self._put(f"beat/{self._world.rank}", self._state(count))
@@ -149,7 +149,7 @@ class Watchdog:
                     self._leave(f"{self._dead_neighbour() or 'rank 0'} is gone: its store answers no more", DIED_CODE)
 
     def _watch_alone(self) -> None:
-        while not self._closed.wait(_BEAT_SECONDS):
+        while not self._closed.wait(_HEARTBEAT_SECONDS):
             if (reason := self.stuck(time.monotonic())) is not None and not self._closed.is_set():
                 self._leave(reason, DIED_CODE)
 
@@ -174,12 +174,12 @@ class Watchdog:
         watched = range(self._world.size) if self._world.is_main else [0]
         now = time.monotonic()
         states = {}
-        for rank, beat in zip(watched, self._store.multi_get([f"beat/{rank}" for rank in watched])):
-            text = beat.decode()
+        for rank, heartbeat in zip(watched, self._store.multi_get([f"beat/{rank}" for rank in watched])):
+            text = heartbeat.decode()
             states[rank] = state = json.loads(text)
             seen = self._seen.setdefault(rank, _Seen(text, now, state[1], now))
-            if text != seen.beat:
-                seen.beat, seen.beat_at = text, now
+            if text != seen.heartbeat:
+                seen.heartbeat, seen.beat_at = text, now
             if state[1] != seen.progress:
                 seen.progress, seen.progress_at = state[1], now
             silent = now - seen.beat_at
@@ -234,7 +234,7 @@ class Watchdog:
     def _let_others_read(self) -> None:
         """The store most often lives in rank 0, and the verdict would go with it."""
         if self._world.is_main and self._world.size > 1:
-            time.sleep(2.5 * _BEAT_SECONDS)
+            time.sleep(2.5 * _HEARTBEAT_SECONDS)
 
 
 def _about_loaders(phase: str) -> str:

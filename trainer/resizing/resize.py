@@ -163,7 +163,7 @@ def _begin(asked: Resize) -> None:
     known = {key: value for key, value in dataclasses.asdict(asked).items() if key not in ("output", "processes")}
     text = json.dumps(known, indent=2) + "\n"
     path = asked.output / "command.json"
-    if path.exists() and read_text(path, mend="give a new --output") != text:
+    if path.exists() and read_text(path, hint="give a new --output") != text:
         raise ConfigError(f"{asked.output} is of another command ({path}); give a new --output, or the same arguments")
     if asked.output.is_dir() and not path.exists() and any(asked.output.iterdir()):
         raise ConfigError(f"--output {asked.output} holds something else; give a new folder")
@@ -374,7 +374,7 @@ def _report(asked: Resize, tasks: tuple[list[STSTask], list[RetrievalData]]) -> 
     path = asked.output / "resize.json"
     if not path.exists():
         write_atomically(path, _measured(asked, *tasks).model_dump_json(indent=2) + "\n")
-    text = as_markdown(read_record(path, Table, mend="delete it, and the same command evaluates again").records)
+    text = as_markdown(read_record(path, Table, hint="delete it, and the same command evaluates again").records)
     write_atomically(asked.output / "table.md", text)
     return text
 

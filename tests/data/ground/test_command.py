@@ -1,4 +1,4 @@
-"""How commands end: a sentence and a code for what a user can mend, a traceback for what only we can."""
+"""How commands end: a sentence and a code for what a user can fix, a traceback for what only we can."""
 
 from __future__ import annotations
 

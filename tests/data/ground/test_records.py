@@ -48,7 +48,7 @@ def test_a_sound_record_is_read():
 )
 def test_what_does_not_fit_is_named(content, said):
     with pytest.raises(DataError) as error:
-        parse_record(content, Shape, where="record a.json", mend="make it again")
+        parse_record(content, Shape, where="record a.json", hint="make it again")
     sentence = str(error.value)
     assert sentence.startswith("record a.json") and said in sentence and sentence.endswith("; make it again")
     assert not isinstance(error.value, OtherFormat)
@@ -128,7 +128,7 @@ def test_a_fault_of_ours_is_no_damage():
     with pytest.raises(KeyError), reading("a"):
         {}["absent"]
     refused = pytest.raises(DataError, match="folder m is refused by transformers")
-    with refused, refused_by("transformers", "folder m", mend="use another"):
+    with refused, refused_by("transformers", "folder m", hint="use another"):
         {}["absent"]
 
 

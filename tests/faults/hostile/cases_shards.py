@@ -348,7 +348,7 @@ def _(folder: Path, assets: Assets, packed: bool) -> Command:
     return train(folder, recipe_values(serve(assets.documents, answer)))
 
 
-@case("shards/http-bad-tokenizer-then-mended", done(), same_result_as("assets/masked/run", "run"), cause=18, quick=True)
+@case("shards/http-bad-tokenizer-then-fixed", done(), same_result_as("assets/masked/run", "run"), cause=18, quick=True)
 def _(folder: Path, assets: Assets) -> Command:
     sh = assets.copy(assets.documents, folder / "sh")
     config = sh / "tokenizer" / "tokenizer_config.json"

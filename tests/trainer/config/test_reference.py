@@ -15,9 +15,9 @@ from trainer.config.schema import Recipe, flat
 
 
 def test_the_files_are_fresh() -> None:
-    mend = "run python -m trainer.config.reference"
-    assert (ROOT / PAGE).read_text() == page(), mend
-    assert (ROOT / SCHEMA).read_text() == json_schema(), mend
+    hint = "run python -m trainer.config.reference"
+    assert (ROOT / PAGE).read_text() == page(), hint
+    assert (ROOT / SCHEMA).read_text() == json_schema(), hint
 
 
 def test_every_key_is_explained_in_a_sentence() -> None:

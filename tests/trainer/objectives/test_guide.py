@@ -55,14 +55,14 @@ def test_its_vectors_are_those_of_texts_one_by_one(values: Values) -> None:
     assert guide is not None
     assert int(batch.passages.lengths.max()) > 20  # else nothing is cut
     beats: list[str] = []
-    queries, passages = guide.vectors(batch.queries, batch.passages, device=CPU, beat=beats.append)
+    queries, passages = guide.vectors(batch.queries, batch.passages, device=CPU, heartbeat=beats.append)
     assert len(beats) == 2 if guide.encoder.is_static else len(beats) > 2  # several micro-batches
     want = naive_guide([batch], recipe)
     torch.testing.assert_close(queries @ passages.T, want["guide"], rtol=1e-5, atol=1e-5)
     assert guide.temperature == want["guide_temperature"]
     assert not queries.requires_grad and queries.dtype == torch.float32
     nothing = Texts(batch.queries.tokens[:0], batch.queries.offsets[:1])
-    none, _ = guide.vectors(nothing, batch.passages, device=CPU, beat=beats.append)
+    none, _ = guide.vectors(nothing, batch.passages, device=CPU, heartbeat=beats.append)
     assert none.shape == (0, guide.size.dim)
 
 

@@ -1,4 +1,4 @@
-"""Which sizes a step trains (SPEC, "SRL fine-tuning" and "Baselines"), learning rates, and what decays."""
+"""Which sizes a step trains (docs/objectives.md), learning rates, and what decays."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_a_batch_of_the_shards_finds_its_vectors(
     teacher = load_teacher(recipe, sources)
     assert isinstance(teacher, StoredTeacher) and teacher.width == WIDTH
     batch = batch_of(recipe, sources[0], sources[0].documents(range(12)))
-    vectors = teacher.vectors(batch, device=torch.device("cpu"), beat=lambda phase: None)
+    vectors = teacher.vectors(batch, device=torch.device("cpu"), heartbeat=lambda phase: None)
     torch.testing.assert_close(vectors.norm(dim=1), torch.ones(12))
     torch.testing.assert_close(vectors, store.find(batch.hashes), rtol=0, atol=2e-3)
 
@@ -183,5 +183,5 @@ def test_pairs_have_their_queries_and_passages_in_the_store(
     batch = batch_of(recipe, sources[0], sources[0].tuples(range(20)))
     teacher = load_teacher(recipe, sources)
     assert teacher is not None
-    vectors = teacher.vectors(batch, device=torch.device("cpu"), beat=lambda phase: None)
+    vectors = teacher.vectors(batch, device=torch.device("cpu"), heartbeat=lambda phase: None)
     assert vectors.shape == (40, WIDTH)

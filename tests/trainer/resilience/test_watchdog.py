@@ -22,7 +22,7 @@ ALONE = World(0, 0, 1, torch.device("cpu"))
 
 def at(phase: str, *, patient: bool, hang_seconds: float = 10.0) -> Watchdog:
     found = Watchdog(ALONE, hang_seconds=hang_seconds)
-    found.beat(phase, step=5, patient=patient)
+    found.heartbeat(phase, step=5, patient=patient)
     return found
 
 
@@ -53,7 +53,7 @@ def test_three_of_the_longest_pauses_are_allowed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
     found = at("forward", patient=False)
     now[0] += 20.0
-    found.beat("backward")
+    found.heartbeat("backward")
     assert found.stuck(now[0] + 59.0) is None and found.stuck(now[0] + 61.0) is not None
 
 
@@ -80,9 +80,9 @@ STUCK = """
 import threading, torch
 from trainer.resilience import watchdog
 from trainer.distributed import World
-watchdog._BEAT_SECONDS = 0.01
+watchdog._HEARTBEAT_SECONDS = 0.01
 with watchdog.Watchdog(World(0, 0, 1, torch.device("cpu")), hang_seconds={hang_seconds}) as dog:
-    dog.beat("next batch", step=3, patient=False)
+    dog.heartbeat("next batch", step=3, patient=False)
     if {hang_seconds}:
         threading.Event().wait()
 print("left it")

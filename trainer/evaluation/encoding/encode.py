@@ -2,7 +2,7 @@
 
 `forward` is a callable, so that the same code serves a bare `Encoder`, a DeepSpeed engine in the middle of training
 (whose parameters may be partitioned, so that every rank must make the same number of calls) and a test's stub.
-A size's vector is cut first and normalised after (SPEC.md, SRL): the cosine of TRUNCATED vectors.
+A size's vector is cut first and normalised after (Starbucks §3.1): the cosine of truncated vectors.
 
 Memory: the texts' ids (4 bytes a token of this rank's share), one batch on the device, and the result,
 4 bytes × texts × the sum of the sizes' dimensions (twice that while ranks gather). Corpora that are larger than that

@@ -136,16 +136,16 @@ def read_raw(path: str | Path) -> RawResults:
             f"{path} does not exist; make it by `python -m trainer.evaluate sizes … --output {path.parent}`"
         )
     raw = RawResults()
-    mend = "remove it and evaluate again"
-    with reading(path, what="raw results", mend=mend), gzip.open(path, "rb") as lines:
+    hint = "remove it and evaluate again"
+    with reading(path, what="raw results", hint=hint), gzip.open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             where = f"raw results {path} line {number}"
-            row = parse_record(line, _Line, where=where, mend=mend)
+            row = parse_record(line, _Line, where=where, hint=hint)
             if row.values is None:
                 subsets = tuple(Subset(*part) for part in row.subsets)
                 raw.tasks[row.task] = RawTask(row.task, row.kind, row.queries, row.gold, subsets)
             else:
-                _add_values(raw, row, f"{where} is damaged", mend)
+                _add_values(raw, row, f"{where} is damaged", hint)
     return raw
 
 
@@ -164,15 +164,15 @@ class _Line(Record):
     values: dict[str, list[float | None]] | None = None
 
 
-def _add_values(raw: RawResults, row: _Line, damaged: str, mend: str) -> None:
+def _add_values(raw: RawResults, row: _Line, damaged: str, hint: str) -> None:
     if row.task not in raw.tasks:
-        raise ConfigError(f"{damaged} (it has values of {row.task!r}, of which nothing is told before); {mend}")
+        raise ConfigError(f"{damaged} (it has values of {row.task!r}, of which nothing is told before); {hint}")
     task = raw.tasks[row.task]
     count = len(task.items) if task.kind == "retrieval" else len(task.gold)
     columns = {}
     for name, column in (row.values or {}).items():
         if len(column) != count:
-            raise ConfigError(f"{damaged} ({task.name} has {count} items and {name} {len(column)} values); {mend}")
+            raise ConfigError(f"{damaged} ({task.name} has {count} items and {name} {len(column)} values); {hint}")
         columns[name] = np.array([math.nan if value is None else value for value in column], np.float64)
     shape = (row.layers, row.dim, *(() if row.document_layers is None else (row.document_layers,)))
     raw.set_columns((row.task, row.method, *shape), columns)

@@ -1,7 +1,7 @@
 """Results as records, and records as tables and figures.
 
 One record is one number: tidy data, so that later tables (studies, significance) select and pivot instead of walking
-nested dictionaries. Figures follow SPEC.md, Evaluation: score by size per method, and layers × dimensions heat maps.
+nested dictionaries. Figures: the score by size for each method, and heat maps of layers × dimensions.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _FORMAT = 2
 _CHECKSUM_BYTES = 32
 _LARGEST = float(np.finfo(np.float16).max)
 _Count = Annotated[int, pydantic.Field(ge=1, lt=1 << 40)]
-_MENDS = "remove it, or give another --vectors folder"
+_HINTS = "remove it, or give another --vectors folder"
 
 
 def widest(sizes: Sequence[Size]) -> list[Size]:
@@ -162,11 +162,11 @@ def open_store(
     content = _content(folder)
     for name, value in fingerprints.items():
         if content.fingerprints.get(name) != value:
-            raise ConfigError(f"{folder} holds vectors of other {name}; {_MENDS}")
+            raise ConfigError(f"{folder} holds vectors of other {name}; {_HINTS}")
     store = read_store(folder)
     for size in widest(sizes):
         if store.widths.get(size.layers, 0) < size.dim:
-            raise ConfigError(f"{folder} holds no vectors of size {size}; {_MENDS}")
+            raise ConfigError(f"{folder} holds no vectors of size {size}; {_HINTS}")
     return store
 
 
@@ -207,7 +207,7 @@ class _Description(Record):
 
 
 def _content(folder: Path) -> _Description:
-    return read_record(folder / STORE_FILE, _Description, what="vectors' description", mend=_MENDS)
+    return read_record(folder / STORE_FILE, _Description, what="vectors' description", hint=_HINTS)
 
 
 def _checksum(parts: Iterable[bytes | memoryview]) -> bytes:

@@ -145,7 +145,7 @@ def stored_blocks(
 
 
 def merge_keys(keys: Tensor, k: int, *, world: World) -> Tensor:
-    """The best k keys of all ranks on rank 0, int64 [queries, k]; what the others get means nothing.
+    """The best k keys of all ranks on rank 0, int64 [queries, k]; undefined on other ranks.
 
     `k`: at most as many as there are documents over all ranks. Every rank calls it.
     """

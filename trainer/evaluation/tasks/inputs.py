@@ -12,7 +12,7 @@ from typing import Any
 from data.ground.errors import DataError
 from data.ground.files import first_line, is_unicode, reading
 
-_MEND = "mend or remove it"
+_HINT = "fix or remove it"
 _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
@@ -44,11 +44,11 @@ def json_lines(path: Path, what: str) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             row = json.loads(line)
         except RecursionError as error:
-            raise DataError(f"{where} is nested too deep; {_MEND}") from error
+            raise DataError(f"{where} is nested too deep; {_HINT}") from error
         except ValueError as error:
-            raise DataError(f"{where} is not JSON ({first_line(error)}); {_MEND}") from error
+            raise DataError(f"{where} is not JSON ({first_line(error)}); {_HINT}") from error
         if not isinstance(row, dict):
-            raise DataError(f"{where} is no JSON object; {_MEND}")
+            raise DataError(f"{where} is no JSON object; {_HINT}")
         yield where, row
 
 
@@ -61,7 +61,7 @@ def text_of(row: dict[str, Any], key: str, where: str, *, optional: bool = False
         known = ", ".join(map(repr, list(row)[:6]))
         raise DataError(f"{where} has no {key!r} but {known}; rename the column, or add it")
     if not isinstance(value, str):
-        raise DataError(f"{where}: {key!r} holds {_kind(value)}, not a text; {_MEND}")
+        raise DataError(f"{where}: {key!r} holds {_kind(value)}, not a text; {_HINT}")
     return whole_text(value, where)
 
 
@@ -69,14 +69,14 @@ def id_of(row: dict[str, Any], key: str, where: str) -> str:
     """A row's id: a text that is not empty, or a whole number, which is the same as its digits."""
     value = row.get(key)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise DataError(f"{where} has no {key} that is a text or a whole number; {_MEND}")
+        raise DataError(f"{where} has no {key} that is a text or a whole number; {_HINT}")
     return whole_text(str(value), where)
 
 
 def whole_text(text: str, where: str) -> str:
     """Refuse halves of surrogate pairs, which JSON can write and no encoding of text can."""
     if not text.isascii() and not is_unicode(text):
-        raise DataError(f"{where} holds half of a surrogate pair, which is no character; {_MEND}")
+        raise DataError(f"{where} holds half of a surrogate pair, which is no character; {_HINT}")
     return text
 
 

@@ -332,9 +332,10 @@ class TopK:
         return _sort_keys(best[:, :-1], positions[places[:, :-1]])
 
     def _entering(self, held: Tensor, scores: Tensor, start: int) -> Tensor | None:
-        """Keys of the scores that are not below their row's worst held one; None: few are held, or a row has over k.
+        """The keys of scores that may enter the best k: int64 [rows, c], those at or above the row's worst held one.
 
-        They grow fewer from block to block, and are found in one pass over the scores.
+        One pass over the scores [rows, m] finds them, and they grow fewer from block to block. None where fewer than k
+        are held so far, or where more than k of a row would enter: the general way is then the better one.
         """
         if held.shape[1] < self.k or scores.shape[1] <= self.k:
             return None

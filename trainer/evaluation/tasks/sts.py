@@ -1,4 +1,4 @@
-"""Semantic textual similarity: Spearman's rank correlation of cosine with people's scores (SPEC.md, Evaluation).
+"""Semantic textual similarity: Spearman's rank correlation of cosine with people's scores.
 
 Cosine is the measure whatever a model was trained with, as in SentEval and the paper's STS tables. A file of several
 subsets is reported as a whole ("all": the pairs concatenated) and as the mean over its subsets, because the literature
@@ -51,7 +51,7 @@ class STSTask:
             if subset.start < 0 or subset.rows < 2 or subset.start + subset.rows > len(self.pairs):
                 raise ConfigError(
                     f"subset {subset.name!r} of {self.name!r} covers rows {subset.start} to "
-                    f"{subset.start + subset.rows} of {len(self.pairs)}; mend the subsets file"
+                    f"{subset.start + subset.rows} of {len(self.pairs)}; fix the subsets file"
                 )
 
 
@@ -169,7 +169,7 @@ def _number(value: object, where: str) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise ConfigError(f"{where} has the score {value!r:.60}, which is no number; mend or remove the line")
+        raise ConfigError(f"{where} has the score {value!r:.60}, which is no number; fix or remove the line")
     return number
 
 
@@ -183,7 +183,7 @@ def _read_subsets(path: Path, dataset: str) -> tuple[Subset, ...]:
             continue
         first, rows = (whole_number(each, most=_MOST_ROWS) for each in (*columns, "", "", "", "")[2:4])
         if len(columns) != 4 or first is None or rows is None:
-            raise ConfigError(f"{path} line {number} is not dataset, subset, first row, rows in four columns; mend it")
+            raise ConfigError(f"{path} line {number} is not dataset, subset, first row, rows in four columns; fix it")
         if columns[0] != dataset:
             continue
         if columns[1] in subsets:
