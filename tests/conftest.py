@@ -108,7 +108,7 @@ def minilm() -> Path:
 
 @pytest.fixture(scope="session")
 def docstrings() -> list[str]:
-    """A few thousand texts of torch's documentation, in a fixed order, no two with the same first words.
+    """Three thousand texts of torch's documentation, in a fixed order. No two begin with the same words.
 
     torch is pinned, so every machine has the same texts; the standard library's differ from one Python to the next.
     """

@@ -173,7 +173,7 @@ def _run_with_bar(jobs: Sequence[Job], *, processes: int) -> int:
     """Run the jobs behind a progress bar; returns the bytes of text tokenized."""
     total = sum(job.unit.size for job in jobs) if all(job.unit.size for job in jobs) else None
     text_bytes = samples = tokens = 0
-    # A log file gets a line now and then, a terminal a living bar.
+    # A terminal shows a progress bar; a log file gets a line from time to time.
     interval = 0.2 if sys.stderr.isatty() else 30
     with (
         logging_redirect_tqdm(),

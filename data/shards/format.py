@@ -110,7 +110,7 @@ class Manifest:
     columns: tuple[str, ...]
     tokenizer: dict[str, Any]  # {"fingerprint", "vocab_size", "name"}
     shards: tuple[Shard, ...]
-    fingerprint: str  # sha256 of manifest.json itself: the identity of the data, kept in every checkpoint
+    fingerprint: str  # the sha256 of manifest.json; it identifies the data, and every checkpoint records it
 
     @property
     def samples(self) -> int:

@@ -47,7 +47,7 @@ class Selection(Record):
 
 @dataclass(frozen=True)
 class Plan:
-    """What one command does: `overrides` are the user's, `step` that of the comparison."""
+    """What one command is to do. `overrides`: the user's settings. `step`: where the seeds are compared."""
 
     recipe_file: Path
     overrides: tuple[str, ...]

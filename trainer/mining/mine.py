@@ -39,7 +39,7 @@ _TABLES = ("counts", "positives", "negatives", "dropped")  # in a part's .npz
 _DIGITS = 5  # of the scores that are written
 _WAIT_SECONDS = 5.0
 StopWanted = Callable[[], str | None]
-# Texts and whether they are queries -> float32 [n, dim] a size.
+# Takes texts, and whether they are queries; returns float32 vectors [n, dim] for each size.
 EncodeSide = Callable[[Sequence[str], bool], Mapping[Size, np.ndarray]]
 
 

@@ -104,7 +104,7 @@ def load_teacher(recipe: Recipe, sources: Sequence[ShardFolder]) -> Teacher | No
 
 @dataclass(frozen=True)
 class Teaching:
-    """The terms of trainer/losses/distillation.py over a global batch's texts, whichever rank has them."""
+    """The terms of trainer/losses/distillation.py over all texts of the global batch, of every rank."""
 
     teacher: Teacher
     weights: TeacherConfig

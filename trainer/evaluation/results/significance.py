@@ -1,4 +1,4 @@
-"""Is one method better than another, or is it chance? The tests, as pure functions.
+"""Tests of whether one method is better than another or the difference is chance, as pure functions.
 
 - Retrieval: the two-tailed paired t-test over queries, `paired_t_test`. Queries are the sample; the documents and the
   models are taken as given.
