@@ -26,6 +26,7 @@ from data.ground.errors import DataError
 from data.ground.files import first_line, is_unicode
 from data.ground.secrets import without_secrets
 from data.lines import COMPRESSIONS
+from data.remote import is_remote
 
 logger = logging.getLogger(__name__)
 
@@ -51,18 +52,21 @@ def find_inputs(names: Sequence[str], *, output: Path | None = None) -> list[Pat
     """
     found: list[Path | str] = []
     named: dict[object, Path | str] = {}
-    for one in (one for name in names for each in _expanded(name) for one in _find(each, output)):
-        key = one if isinstance(one, str) else _identity(one)
-        if key in named:
-            other = "" if str(named[key]) == str(one) else f", also as {named[key]}"
-            raise DataError(f"{one} is given twice{other}; name each file once")
-        named[key] = one
-        found.append(one)
+    for pattern in names:
+        for one in (one for name in _expanded(pattern) for one in _find(name, output)):
+            key = one if isinstance(one, str) else _identity(one)
+            if key in named:
+                other = "" if str(named[key]) == str(one) else f", also as {named[key]}"
+                raise DataError(f"{one} is given twice{other}; name each file once")
+            named[key] = one
+            found.append(one)
     return found
 
 
-def kind_of(path: Path) -> FileKind:
-    """What a file holds, by its ending."""
+def kind_of(path: Path | str) -> FileKind:
+    """What one of `find_inputs` is: a file by its ending, and of text an address is a tar, any other name the hub's."""
+    if isinstance(path, str):
+        return "tar" if is_remote(path) else "hub"
     kind = _kind(path)
     if kind is None:
         raise DataError(f"{path} is of an unknown format; give {_known_suffixes()}")
@@ -84,7 +88,7 @@ def check_name(name: str, what: str) -> None:
 def _expanded(name: str) -> list[str]:
     """The names that a pattern with braces stands for, as WebDataset's users write them: shard-{000..127}.tar."""
     check_name(name, "input")
-    if "{" not in name or _status(Path(name)) is not None:
+    if "{" not in name or _status(Path(name).expanduser()) is not None:
         return [name]
     from braceexpand import braceexpand
 
@@ -95,10 +99,9 @@ def _expanded(name: str) -> list[str]:
 
 
 def _find(name: str, output: Path | None) -> list[Path | str]:
-    check_name(name, "input")
     if not name:
         raise DataError("an input is an empty text; name a file, a folder or a data set")
-    if "://" in name:
+    if is_remote(name):
         if _kind(Path(name.partition("?")[0])) != "tar":
             raise DataError(f"{without_secrets(name)} is no .tar, which is all that is read from elsewhere; fetch it")
         return [name]

@@ -1,4 +1,4 @@
-"""Lines of text files, plain and compressed.
+"""Lines of text files, plain and compressed, and what is said of bytes and JSON that are not what they should be.
 
 What is decided here:
 - A compressed file is read to its end, which must be the end of a frame: zstandard's own reader takes a file that was
@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import gzip
 import io
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from data.ground.errors import DataError
-from data.ground.files import open_regular, reading
+from data.ground.files import first_line, open_regular, reading
 
 COMPRESSIONS = (".gz", ".zst")
 LONGEST_LINE = 2**30
@@ -87,6 +88,31 @@ def too_long(where: str, longest: int) -> str:
         f"{where}: a line or a document is longer than {longest / 2**20:g} MiB; cut it, or allow more with "
         "--longest-line"
     )
+
+
+def decoded(content: bytes, where: str | Callable[[], str]) -> str:
+    """The text of a user's bytes, which must be UTF-8. `where`: what they are, or how to find that out."""
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{_told(where)} is not UTF-8; convert the file") from error
+
+
+def json_value(text: str, where: str | Callable[[], str], *, hint: str) -> Any:
+    """The value of a user's JSON text. `where` as in `decoded`; `hint`: what a right text would be."""
+    try:
+        value = json.loads(text)
+        if "\\ud" in text or "\\uD" in text:
+            # Half of a surrogate pair is no character: web crawls hold such escapes, tokenizers refuse them.
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    except (ValueError, RecursionError) as error:
+        what = first_line(error) if isinstance(error, ValueError) else "nested too deep"
+        raise DataError(f"{_told(where)} is no JSON ({what}); {hint}") from error
+    return value
+
+
+def _told(where: str | Callable[[], str]) -> str:
+    return where() if callable(where) else where
 
 
 def _decompressed(path: Path, file: BinaryIO) -> io.BufferedIOBase:

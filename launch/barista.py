@@ -8,6 +8,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from data.ground.command import MISTAKE_CODE, tell
+from data.ground.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Command:
@@ -48,7 +51,6 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
-MISTAKE_CODE = 2
 
 
 def overview() -> str:
@@ -74,8 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if arguments else MISTAKE_CODE
     name, *rest = arguments
     if name not in COMMANDS:
-        print(f"error: barista has no command {name[:40]!r}; `barista --help` lists them", file=sys.stderr)
-        return MISTAKE_CODE
+        return tell(ConfigError(f"barista has no command {name[:40]!r}; `barista --help` lists them"))
     sys.argv = [f"barista {name}", *rest]
     runpy.run_module(COMMANDS[name].module, run_name="__main__", alter_sys=False)
     return 0

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from data.corpora.rows import decoded, json_row, rows_of
+from data.corpora.rows import json_row, rows_of
 from data.corpora.units import DocumentLayout, IdLayout, Unit, join_title, place
 from data.ground.errors import DataError
 from data.ground.files import open_regular, read_text, reading
-from data.lines import Tally, lines
+from data.lines import Tally, decoded, lines
 
 
 def number_of(value: Any) -> float:

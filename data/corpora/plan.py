@@ -1,9 +1,9 @@
-"""Readers of what users hold: text and query/passage files -> records.
+"""What users hold, cut into units: text files, query/passage files, tars, and data sets of the hub.
 
-What is decided here:
+What is decided here and in the modules beside it:
 - A record is {"text"} or {"query", "positives", "negatives", "score"}; every reader is lazy.
 - Inputs are cut into `Unit`s: a byte range of a jsonl or TSV file, row groups of a parquet file, a whole compressed
-  file, a shard of a hub data set. A unit is small enough to pickle, and one process reads it from start to end.
+  file or tar, a shard of a hub data set. A unit is small enough to pickle, and one process reads it from start to end.
   Byte ranges need no scan of the file: a line belongs to the unit in which its first byte lies.
 - Whatever is wrong with the user's data is a DataError that names file and line. Line numbers are counted when an
   error needs them, not while reading.
@@ -26,7 +26,7 @@ from typing import Any, cast
 
 from data.corpora.by_id import TextIndex, read_beir_texts, read_hard_negatives, read_qrels
 from data.corpora.read import read_unit
-from data.corpora.rows import decoded, hub_dataset, open_parquet, require_columns, rows_of
+from data.corpora.rows import hub_dataset, open_parquet, require_columns, rows_of
 from data.corpora.units import (
     NEGATIVE_NAME,
     SCORE_NAMES,
@@ -41,8 +41,7 @@ from data.ground.errors import DataError
 from data.ground.files import first_line, read_text
 from data.ground.secrets import without_secrets
 from data.inputs import FileKind, check_name, find_inputs, kind_of
-from data.lines import LONGEST_LINE, Tally, is_compressed, lines
-from data.remote import is_remote
+from data.lines import LONGEST_LINE, Tally, decoded, is_compressed, lines
 
 logger = logging.getLogger(__name__)
 SMALLEST_UNIT_BYTES = 4 * 2**20
@@ -86,20 +85,24 @@ def plan_documents(
     paths = find_inputs(inputs, output=output)
     unit_bytes = _unit_bytes(paths)
     for path in paths:
-        if isinstance(path, str) and not is_remote(path):
-            units += _hub_units(path, layout, subset=subset, split=split)
-        elif isinstance(path, str) or kind_of(path) == "tar":
+        kind = kind_of(path)
+        if kind == "hub":
+            units += _hub_units(str(path), layout, subset=subset, split=split)
+            continue
+        if kind == "tar":
             units.append(_tar_unit(path, layout))
-        elif (kind := kind_of(path)) == "tsv":
-            columns, header_size = _header(path, longest_line)
-            require_columns(path, columns, [text_column])
-            units += _line_units(path, kind, layout, start=header_size, columns=columns, unit_bytes=unit_bytes)
+            continue
+        file = Path(path)
+        if kind == "tsv":
+            columns, header_size = _header(file, longest_line)
+            require_columns(file, columns, [text_column])
+            units += _line_units(file, kind, layout, start=header_size, columns=columns, unit_bytes=unit_bytes)
         elif kind == "parquet":
-            require_columns(path, _parquet_columns(path), [text_column])
-            units += _parquet_units(path, layout, unit_bytes=unit_bytes)
+            require_columns(file, _parquet_columns(file), [text_column])
+            units += _parquet_units(file, layout, unit_bytes=unit_bytes)
         else:
             whole = kind == "txt" and text_split != "lines"
-            units += _line_units(path, kind, layout, unit_bytes=None if whole else unit_bytes)
+            units += _line_units(file, kind, layout, unit_bytes=None if whole else unit_bytes)
     units = [replace(unit, skip_empty=skip_empty, longest_line=longest_line) for unit in units]
     if units and skip:
         units[0] = replace(units[0], skip=skip)
@@ -144,6 +147,49 @@ def plan_tuples(
     skipped = _read_row_numbers(skip_rows) if skip_rows else ()
     if skipped and len(inputs) > 1:
         raise DataError("rows to skip are counted within one file; prepare one input at a time")
+    units, files = _folders_by_id(
+        inputs, scratch, format=format, split=split, negatives=negatives_file, most=max_negatives
+    )
+    if negatives_file and files:
+        raise DataError(f"{files[0]} is no MS MARCO or BEIR folder, so the hard negatives file does not apply to it")
+    paths = find_inputs(files, output=output)
+    unit_bytes = None if skipped else _unit_bytes(paths)
+    if skipped and len(paths) > 1:
+        raise DataError("rows to skip are counted within one file; prepare one input at a time")
+    said: set[tuple[str, ...]] = set()
+    looked_at: tuple[tuple[str, ...], int, TupleLayout] | None = None
+    for path in paths:
+        kind = kind_of(path)
+        if kind == "hub":
+            # Rows to skip are counted over the whole data set, so one process reads it.
+            units += _hub_units(str(path), wanted, subset=subset, split=split, whole=bool(skipped))
+            continue
+        elsewhere = isinstance(path, str)
+        found = looked_at if elsewhere else None
+        if found is None:
+            found = _columns_of(path, kind, wanted, format=format, given=tuple(columns), longest=longest_line)
+        if elsewhere:
+            looked_at = found  # of one tar for all: each would have to be fetched for a look
+        names, start, asked = found
+        layout = _tuple_layout(path, names, asked, by_row=kind in ("jsonl", "tar"))
+        _say_unread(path, names, layout, said)
+        if kind == "tar":
+            units.append(_tar_unit(path, layout))
+        elif kind == "parquet":
+            units += _parquet_units(Path(path), layout, unit_bytes=unit_bytes)
+        else:
+            in_order = names if kind == "tsv" else ()  # the rows of other formats name their columns
+            units += _line_units(Path(path), kind, layout, start=start, columns=in_order, unit_bytes=unit_bytes)
+    if len({unit.graded for unit in units}) > 1:
+        raise DataError("some inputs have scores and others have none; prepare graded pairs into a folder of their own")
+    units = [replace(unit, skip_empty=skip_empty, skip_rows=skipped, longest_line=longest_line) for unit in units]
+    return _limited(units, limit)
+
+
+def _folders_by_id(
+    inputs: Sequence[str], scratch: Path | None, *, format: str, split: str, negatives: str | None, most: int
+) -> tuple[list[Unit], list[str]]:
+    """(the units of MS MARCO and BEIR folders, the names of all other inputs)."""
     units: list[Unit] = []
     files: list[str] = []
     folders: set[Path] = set()
@@ -160,47 +206,12 @@ def plan_tuples(
             raise DataError(f"folder {name} names passages by id, which takes a scratch folder for their index")
         target = scratch / f"{number:03d}"
         target.mkdir(parents=True)
-        units += _id_units(Path(name), target, found, split=split, negatives=negatives_file, most=max_negatives)
-    if negatives_file and files:
-        raise DataError(f"{files[0]} is no MS MARCO or BEIR folder, so the hard negatives file does not apply to it")
-    paths = find_inputs(files, output=output)
-    unit_bytes = None if skipped else _unit_bytes(paths)
-    if skipped and len(paths) > 1:
-        raise DataError("rows to skip are counted within one file; prepare one input at a time")
-    said: set[tuple[str, ...]] = set()
-    remote_names: tuple[str, ...] = ()
-    for path in paths:
-        if isinstance(path, str) and not is_remote(path):
-            # Rows to skip are counted over the whole data set, so one process reads it.
-            units += _hub_units(path, wanted, subset=subset, split=split, whole=bool(skipped))
-            continue
-        if isinstance(path, str) or kind_of(path) == "tar":
-            if not isinstance(path, str) or not remote_names:
-                names = _first_keys(path, "tar", longest_line)
-                remote_names = names if isinstance(path, str) else remote_names
-            else:
-                names = remote_names  # the others' are not fetched for a look alone
-            layout = _tuple_layout(path, names, wanted, by_row=True)
-            _say_unread(path, names, layout, said)
-            units.append(_tar_unit(path, layout))
-            continue
-        kind = kind_of(path)
-        names, start, asked = _columns_of(path, kind, wanted, format=format, given=tuple(columns), longest=longest_line)
-        layout = _tuple_layout(path, names, asked, by_row=kind == "jsonl")
-        _say_unread(path, names, layout, said)
-        if kind == "parquet":
-            units += _parquet_units(path, layout, unit_bytes=unit_bytes)
-        else:
-            in_order = names if kind == "tsv" else ()  # the rows of other formats name their columns
-            units += _line_units(path, kind, layout, start=start, columns=in_order, unit_bytes=unit_bytes)
-    if len({unit.graded for unit in units}) > 1:
-        raise DataError("some inputs have scores and others have none; prepare graded pairs into a folder of their own")
-    units = [replace(unit, skip_empty=skip_empty, skip_rows=skipped, longest_line=longest_line) for unit in units]
-    return _limited(units, limit)
+        units += _id_units(Path(name), target, found, split=split, negatives=negatives, most=most)
+    return units, files
 
 
 def _columns_of(
-    path: Path, kind: FileKind, wanted: TupleLayout, *, format: str, given: tuple[str, ...], longest: int
+    path: Path | str, kind: FileKind, wanted: TupleLayout, *, format: str, given: tuple[str, ...], longest: int
 ) -> tuple[tuple[str, ...], int, TupleLayout]:
     """(column names, bytes of the header line, the columns asked for) of a file of tuples.
 
@@ -208,10 +219,11 @@ def _columns_of(
     """
     if format in ("nli", "sts") and kind != "tsv":
         raise DataError(f"{path} is not a .tsv file, which format {format} needs; use --format columns")
+    if kind in ("jsonl", "tar"):
+        return _first_keys(path, kind, longest), 0, wanted
+    path = Path(path)
     if kind == "parquet":
         return _parquet_columns(path), 0, wanted
-    if kind == "jsonl":
-        return _first_keys(path, kind, longest), 0, wanted
     if kind != "tsv":
         raise DataError(f"{path} is plain text, which has no queries; give jsonl, TSV or parquet")
     if format == "sts":

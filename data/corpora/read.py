@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from data.corpora.by_id import TextIndex, number_of
-from data.corpora.rows import decoded, require_columns, rows_of, unit_lines
+from data.corpora.rows import require_columns, rows_of, unit_lines
 from data.corpora.units import (
     NEGATIVE_NAME,
     SCORE_NAMES,
@@ -23,7 +24,7 @@ from data.corpora.units import (
     place,
 )
 from data.ground.errors import DataError
-from data.lines import Tally, too_long
+from data.lines import Tally, decoded, too_long
 
 # Lists within lists: as deep as a cell's texts may lie.
 _DEEPEST_LIST = 8
@@ -148,7 +149,7 @@ def _text_documents(unit: Unit, tally: Tally) -> Iterator[tuple[int, Document]]:
     pieces: list[str] = []
     first = length = 0
     for position, line in unit_lines(unit, tally):
-        text = decoded(line, lambda at=position: place(unit, at))
+        text = decoded(line, partial(place, unit, position))
         blank = not text.strip()
         ends = layout.text_split == "lines" or (layout.text_split == "blank-lines" and blank)
         if not blank or (pieces and not ends):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import codecs
-import json
 import socket
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +15,7 @@ from data.corpora.tars import tar_rows
 from data.corpora.units import DocumentLayout, TupleLayout, Unit, place
 from data.ground.errors import DataError
 from data.ground.files import first_line, reading
-from data.lines import Tally, is_compressed, lines
+from data.lines import Tally, decoded, is_compressed, json_value, lines
 
 
 def hub_dataset(name: str, *, subset: str | None, split: str) -> Any:
@@ -73,7 +73,7 @@ def rows_of(unit: Unit, tally: Tally) -> Iterator[tuple[int, Mapping[str, Any]]]
         yield from tar_rows(unit, tally)
     else:
         for position, line in unit_lines(unit, tally):
-            text = decoded(line, lambda at=position: place(unit, at)).rstrip("\r\n")
+            text = decoded(line, partial(place, unit, position)).rstrip("\r\n")
             if not text.strip():
                 continue
             if unit.kind != "tsv":
@@ -96,14 +96,7 @@ def unit_lines(unit: Unit, tally: Tally) -> Iterator[tuple[int, bytes]]:
 
 
 def json_row(unit: Unit, position: int, text: str) -> dict[str, Any]:
-    try:
-        row = json.loads(text)
-        if "\\ud" in text or "\\uD" in text:
-            # Half of a surrogate pair is no character: web crawls hold such escapes, tokenizers refuse them.
-            row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
-    except (ValueError, RecursionError) as error:
-        what = first_line(error) if isinstance(error, ValueError) else "nested too deep"
-        raise DataError(f"{place(unit, position)} is no JSON ({what}); each line must hold one object") from error
+    row = json_value(text, partial(place, unit, position), hint="each line must hold one object")
     if not isinstance(row, dict):
         raise DataError(f"{place(unit, position)} holds a {type(row).__name__}, not an object with named fields")
     return row
@@ -144,10 +137,3 @@ def _hub_rows(unit: Unit) -> Iterator[dict[str, Any]]:
         raise DataError(
             f"{unit.source} broke off ({first_line(error)}); run the same command again to go on from there"
         ) from error
-
-
-def decoded(line: bytes, where: Any) -> str:
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where() if callable(where) else where} is not UTF-8; convert the file") from error

@@ -10,7 +10,6 @@ Members of other endings, such as pictures, are passed over. The tar is read fro
 
 from __future__ import annotations
 
-import json
 import tarfile
 import tempfile
 from collections.abc import Iterator
@@ -21,8 +20,7 @@ from typing import Any, BinaryIO
 from data.corpora.units import Unit, place
 from data.ground.errors import DataError
 from data.ground.files import first_line, open_regular, reading
-from data.ground.secrets import without_secrets
-from data.lines import Tally, too_long
+from data.lines import Tally, decoded, json_value, too_long
 from data.remote import fetch_into, is_remote
 
 # Of a remote tar, which is fetched to this machine's disk before it is read.
@@ -35,7 +33,7 @@ def tar_rows(unit: Unit, tally: Tally) -> Iterator[tuple[int, dict[str, Any]]]:
     # It brings torch, which takes seconds, and which other inputs do not need.
     from webdataset.tariterators import base_plus_ext, group_by_keys
 
-    with _opened(unit) as file, reading(unit.path, what="tar", hint="fetch it again"):
+    with _opened(unit) as file, reading(unit.source, what="tar", hint="fetch it again"):
         try:
             samples = group_by_keys(_members(unit, file, tally), keys=base_plus_ext)
             number = -1
@@ -44,12 +42,12 @@ def tar_rows(unit: Unit, tally: Tally) -> Iterator[tuple[int, dict[str, Any]]]:
             if number < 0:
                 raise DataError(f"tar {unit.source} holds no .txt or .json member; leave it out")
         except tarfile.TarError as error:
-            raise DataError(f"tar {unit.path} is damaged ({first_line(error)}); fetch it again") from error
+            raise DataError(f"tar {unit.source} is damaged ({first_line(error)}); fetch it again") from error
         except ValueError as error:
             if isinstance(error, DataError) or "duplicate file name" not in str(error):
                 raise
             name = str(error.args[0]).partition(":")[0]
-            raise DataError(f"tar {unit.path} holds {name} twice in one sample; drop one of the two") from error
+            raise DataError(f"tar {unit.source} holds {name} twice in one sample; drop one of the two") from error
 
 
 def _members(unit: Unit, file: BinaryIO, tally: Tally) -> Iterator[dict[str, Any]]:
@@ -59,7 +57,7 @@ def _members(unit: Unit, file: BinaryIO, tally: Tally) -> Iterator[dict[str, Any
             tally.bytes_read = member.offset_data + member.size
             if member.isfile() and member.name.lower().endswith(_ENDINGS):
                 if member.size > unit.longest_line:
-                    raise DataError(too_long(f"{unit.path}, {member.name}", unit.longest_line))
+                    raise DataError(too_long(f"{unit.source}, {member.name}", unit.longest_line))
                 content = tar.extractfile(member)
                 assert content is not None
                 yield {"fname": member.name, "data": content.read(), "__url__": unit.path}
@@ -72,17 +70,11 @@ def _row(unit: Unit, number: int, sample: dict[str, Any]) -> dict[str, Any]:
             continue
         column, _, kind = ending.rpartition(".")
         where = f"{place(unit, number)}, {sample['__key__']}.{ending},"
-        try:
-            text = content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{where} is not UTF-8; convert it") from error
+        text = decoded(content, where)
         if kind == "txt":
             row[column or "text"] = text
             continue
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where} is no JSON ({first_line(error)})") from error
+        value = json_value(text, where, hint="write one value into it")
         if column:
             row[column] = value
         elif isinstance(value, dict):
@@ -102,6 +94,6 @@ def _opened(unit: Unit) -> Iterator[BinaryIO]:
         try:
             fetch_into(file, unit.path, limit=LARGEST_REMOTE_BYTES)
         except FileNotFoundError:
-            raise DataError(f"{without_secrets(unit.path)} does not exist; check the address") from None
+            raise DataError(f"{unit.source} does not exist; check the address") from None
         file.seek(0)
         yield file  # type: ignore[misc]

@@ -62,8 +62,9 @@ class Unit:
     kind: FileKind
     layout: DocumentLayout | TupleLayout | IdLayout
     size: int  # bytes to read, 0 if unknown: for progress only
-    start: int = 0  # plain lines: byte; compressed: lines to skip; parquet: row group; hub: shard
-    stop: int | None = None  # exclusive; hub: number of shards
+    # Where it begins: a byte of plain lines, a number of compressed lines, a row group of parquet, a shard of the hub.
+    start: int = 0
+    stop: int | None = None  # where it ends, exclusive; of the hub, how many shards there are
     columns: tuple[str, ...] = ()  # of a TSV file
     skip_rows: tuple[int, ...] = ()  # 0-based data rows, whole-file units only
     skip_empty: bool = False

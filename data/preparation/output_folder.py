@@ -67,7 +67,7 @@ def claimed(output: Path) -> Iterator[None]:
 
 
 def _finished(output: Path) -> list[Path]:
-    """What a command leaves once a part of its work is done."""
+    """The files that show, by being there, that a command has finished a part of its work."""
     return [output / MANIFEST, output / "tokenizer.json", output / "pairs.jsonl", *output.glob("units/*.json")]
 
 
@@ -138,7 +138,7 @@ class Inputs:
                 self._joined[f"{unit.source.rpartition('[')[0]} joined"] = unit.path
                 paths[str(TextIndex.path_in(Path(unit.layout.index)))] = None
             elif not unit.is_file:
-                self._others.append(unit.source.rpartition("[")[0] or unit.source)
+                self._others.append(unit.source.rpartition("[")[0] if unit.kind == "hub" else unit.source)
             else:
                 paths[unit.path] = None
         before = self._read()

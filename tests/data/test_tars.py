@@ -7,7 +7,7 @@ import json
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import webdataset
@@ -150,6 +150,30 @@ def test_a_member_longer_than_a_line_may_be_is_not_read(tmp_path: Path) -> None:
     path = members(tmp_path / "x.tar", {"1.txt": b"a" * 2000})
     with pytest.raises(DataError, match=r"1.txt: a line or a document is longer"):
         list(read_documents([str(path)], longest_line=1000))
+
+
+def test_half_a_surrogate_pair_is_replaced_as_in_lines(tmp_path: Path) -> None:
+    half = b'{"text": "a \\ud83d z"}'
+    (tmp_path / "x.jsonl").write_bytes(half + b"\n")
+    of_lines = list(read_documents([str(tmp_path / "x.jsonl")]))
+    assert list(read_documents([str(members(tmp_path / "x.tar", {"1.json": half}))])) == of_lines
+    of_lines[0]["text"].encode()
+
+
+def test_a_format_of_tsv_files_is_refused(tmp_path: Path) -> None:
+    rows = [{"__key__": "1", "query.txt": "q", "positive.txt": "p"}]
+    with pytest.raises(DataError, match=r"x.tar is not a .tsv file, which format nli needs"):
+        plan_tuples([str(write_tar(tmp_path / "x.tar", rows))], format="nli")
+
+
+def test_an_address_s_password_is_in_no_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(file: BinaryIO, address: str, *, limit: int) -> None:
+        file.write(b"no tar at all" * 100)
+
+    monkeypatch.setattr(tars, "fetch_into", cut)
+    with pytest.raises(DataError, match="damaged") as caught:
+        list(read_documents(["https://user:s3cret@host/x.tar"]))
+    assert "s3cret" not in str(caught.value)
 
 
 @pytest.mark.processes

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import pydantic
 import tomli_w
+from pydantic.fields import FieldInfo
 
 from data.ground.errors import ConfigError
 from data.ground.files import is_unicode, reading
@@ -27,7 +28,7 @@ from data.ground.secrets import without_secrets
 from trainer.config.checks import check
 from trainer.config.presets import preset_settings
 from trainer.config.read_keys import is_read, says_nothing, why_unread
-from trainer.config.schema import Recipe, bounds_of, flat
+from trainer.config.schema import SECTIONS, Recipe, bounds_of, flat, keys_of
 
 _MOST_BASES = 32
 # Folders and files, which may be addresses. What texts and models are made of is never changed for showing it.
@@ -59,7 +60,7 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
         section, dot, name = key.partition(".")
         if not (equals and dot and name):
             raise ConfigError(f"{override!r} is not of the form --section.key=value")
-        hint = _field_type(section, name)
+        hint = _key(section, name).annotation
         given.setdefault(section, {})[name] = _parse(key, text, hint)
     layers.append(given)
     recipe = build_recipe(_merged(layers))
@@ -161,11 +162,10 @@ def _refuse_unread(layers: Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
 
 def build_recipe(values: Mapping[str, Any]) -> Recipe:
     """Nested tables to a Recipe; strict about names, types and bounds. A preset fills in what the tables leave out."""
-    hints = typing.get_type_hints(Recipe)
     sections: dict[str, dict[str, Any]] = {}
     for section, table in values.items():
-        if section not in hints:
-            raise ConfigError(f"unknown section [{section}]; the sections are {', '.join(hints)}")
+        if section not in SECTIONS:
+            raise ConfigError(f"unknown section [{section}]; the sections are {', '.join(SECTIONS)}")
         if not isinstance(table, Mapping):
             raise ConfigError(f"{section} = {table!r} must be a section [{section}] with keys")
         sections[section] = dict(table)
@@ -178,45 +178,48 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
 
 def _section(section: str, table: Mapping[str, Any]) -> Any:
     """One section of a recipe. Raises ConfigError for the first key that is unknown, or whose value cannot be."""
-    kind = typing.get_type_hints(Recipe)[section]
     for name in table:
-        _field_type(section, name)
+        _key(section, name)
     try:
-        return kind(**table)
+        return SECTIONS[section](**table)
     except pydantic.ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        raise ConfigError(_sentence(section, kind, problem)) from None
+        raise ConfigError(_sentence(section, error.errors(include_url=False)[0])) from None
 
 
-def _sentence(section: str, kind: type, problem: Mapping[str, Any]) -> str:
+def _sentence(section: str, problem: Mapping[str, Any]) -> str:
     """What pydantic found wrong with a value: the key, the value, and what would be right."""
-    name, value = str(problem["loc"][0]), problem["input"]
-    hint = typing.get_type_hints(kind)[name]
-    what, bounds = problem["type"], bounds_of(kind, name)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    name, *inside = problem["loc"]
+    key, value, what = keys_of(section)[name], problem["input"], problem["type"]
+    hint: Any = key.annotation
+    whole_for_number = hint is float and isinstance(value, int) and not isinstance(value, bool)
+    if whole_for_number:
         with contextlib.suppress(OverflowError):
             value = float(value)
     given = f"{section}.{name} = {_shown(value)}"
     if what == "literal_error":
         return f"{given} is unknown; choose one of {', '.join(filter(None, typing.get_args(hint)))}"
     if what in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
-        if {"gt", "lt"} <= bounds.keys():
-            return f"{given} must lie between {bounds['gt']} and {bounds['lt']}"
-        if {"ge", "lt"} <= bounds.keys():
-            return f"{given} must be at least {bounds['ge']} and below {bounds['lt']}"
-        if what == "greater_than":
-            return f"{given} must be above {bounds['gt']}"
-        if what == "greater_than_equal":
-            return f"{given} is too small; it must be at least {bounds['ge']}"
-        return f"{given} is too large; it must be at most {_number(bounds['le'])}"
+        return f"{given} {_out_of_bounds(what, bounds_of(key))}"
     if what == "finite_number":
         return f"{given} must be a finite number"
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if whole_for_number:
         return f"{given} is too large"
-    within = typing.get_args(hint)[0] if typing.get_origin(hint) is list and len(problem["loc"]) > 1 else hint
-    if typing.get_origin(within) is list and len(problem["loc"]) > 2:
-        within = typing.get_args(within)[0]
-    return f"{given} must be {_describe(within)}"
+    for _ in inside:  # entries of lists
+        (hint,) = typing.get_args(hint)
+    return f"{given} must be {_describe(hint)}"
+
+
+def _out_of_bounds(what: str, bounds: Mapping[str, float]) -> str:
+    """What is said of a number that pydantic's error `what` is about."""
+    if {"gt", "lt"} <= bounds.keys():
+        return f"must lie between {bounds['gt']} and {bounds['lt']}"
+    if {"ge", "lt"} <= bounds.keys():
+        return f"must be at least {bounds['ge']} and below {bounds['lt']}"
+    if what == "greater_than":
+        return f"must be above {bounds['gt']}"
+    if what == "greater_than_equal":
+        return f"is too small; it must be at least {bounds['ge']}"
+    return f"is too large; it must be at most {_number(bounds['le'])}"
 
 
 def _shown(value: Any) -> str:
@@ -248,14 +251,13 @@ def as_toml(recipe: Recipe) -> str:
     return tomli_w.dumps(as_tables(recipe))
 
 
-def _field_type(section: str, name: str) -> Any:
-    sections = typing.get_type_hints(Recipe)
-    if section not in sections:
-        raise ConfigError(f"unknown section {section!r} in {section}.{name}; the sections are {', '.join(sections)}")
-    fields = typing.get_type_hints(sections[section])
-    if name not in fields:
-        raise ConfigError(f"unknown key {section}.{name}; the keys of [{section}] are {', '.join(fields)}")
-    return fields[name]
+def _key(section: str, name: str) -> FieldInfo:
+    if section not in SECTIONS:
+        raise ConfigError(f"unknown section {section!r} in {section}.{name}; the sections are {', '.join(SECTIONS)}")
+    keys = keys_of(section)
+    if name not in keys:
+        raise ConfigError(f"unknown key {section}.{name}; the keys of [{section}] are {', '.join(keys)}")
+    return keys[name]
 
 
 def _parse(key: str, text: str, hint: Any) -> Any:

@@ -9,6 +9,7 @@ An editor that knows JSON schemas completes and checks a TOML recipe whose first
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import textwrap
 import typing
@@ -21,7 +22,7 @@ import pydantic
 from data.ground.command import run_command
 from data.ground.files import write_atomically
 from trainer.config.read_keys import READ_WHEN
-from trainer.config.schema import Recipe, bounds_of
+from trainer.config.schema import SECTIONS, Recipe, bounds_of, keys_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, SCHEMA = "docs/recipe.md", "launch/recipes/recipe.schema.json"
@@ -43,31 +44,27 @@ class Key:
 
 def keys() -> Iterator[Key]:
     """Every key of a recipe, in the schema's order."""
-    for section, kind in typing.get_type_hints(Recipe).items():
-        defaults, hints = dataclasses.asdict(kind()), typing.get_type_hints(kind)
-        for name, field in kind.__pydantic_fields__.items():
-            conditions = READ_WHEN[f"{section}.{name}"]
+    for section, defaults in dataclasses.asdict(Recipe()).items():
+        for name, key in keys_of(section).items():
             yield Key(
                 section,
                 name,
                 defaults[name],
-                _values(hints[name]),
-                _bounds(bounds_of(kind, name)),
-                field.description or "",
-                tuple(condition.words for condition in conditions),
+                _values(key.annotation),
+                _bounds(bounds_of(key)),
+                key.description or "",
+                tuple(condition.words for condition in READ_WHEN[f"{section}.{name}"]),
             )
 
 
 def help_text() -> str:
     """The keys as `--help` shows them: name, default and what each does, by section."""
     lines = ["settings (sections of the recipe, or --section.key=value on the command line):"]
-    section = ""
-    for key in keys():
-        if key.section != section:
-            section = key.section
-            lines += ["", f"[{section}]"]
-        lines.append(f"  {key.name} = {json.dumps(key.default)}")
-        lines += textwrap.wrap(key.help, width=100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    for section, of_section in itertools.groupby(keys(), lambda key: key.section):
+        lines += ["", f"[{section}]"]
+        for key in of_section:
+            lines.append(f"  {key.name} = {json.dumps(key.default)}")
+            lines += textwrap.wrap(key.help, width=100, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 
@@ -82,11 +79,7 @@ def page() -> str:
         f"Editors complete and check recipes by the JSON schema in `{SCHEMA}`, with `#:schema recipe.schema.json` as "
         "the recipe's first line.",
     ]
-    kinds = typing.get_type_hints(Recipe)
-    by_section: dict[str, list[Key]] = {}
-    for key in keys():
-        by_section.setdefault(key.section, []).append(key)
-    for section, of_section in by_section.items():
+    for section, of_section in itertools.groupby(keys(), lambda key: key.section):
         rows = ["| key | default | values | what it does | read with |", "| --- | --- | --- | --- | --- |"]
         for key in of_section:
             values = ", ".join(filter(None, (key.values, key.bounds)))
@@ -98,7 +91,7 @@ def page() -> str:
                 "; ".join(key.read_when),
             )
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        parts += [f"## [{section}]", (kinds[section].__doc__ or "").strip(), "\n".join(rows)]
+        parts += [f"## [{section}]", (SECTIONS[section].__doc__ or "").strip(), "\n".join(rows)]
     return "\n\n".join(parts) + "\n"
 
 

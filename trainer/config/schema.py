@@ -6,11 +6,14 @@ This is the one place for all of that: `--help`, docs/recipe.md and the JSON sch
 
 from __future__ import annotations
 
+import typing
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
 
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 
@@ -169,7 +172,7 @@ class DataConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ObjectiveConfig:
-    """What is minimised: the task, the sizes it is computed at, and the losses."""
+    """The training objective: its task, its losses, and the sizes at which they are computed."""
 
     name: Literal["", "masked", "contrastive", "distill"] = Field(
         default="",
@@ -330,7 +333,7 @@ class TeacherConfig:
 
     @property
     def terms(self) -> dict[str, float]:
-        """Each term's weight by its name; nothing is computed of a term whose weight is 0."""
+        """The weight of each term, by its name. A term of weight 0 is not computed."""
         kinds = ("vector", "similarity", "gram", "order")
         return {kind: getattr(self, f"{kind}_weight") for kind in kinds}
 
@@ -594,11 +597,20 @@ def flat(recipe: Recipe) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, table in vars(recipe).items() for key, value in vars(table).items()}
 
 
-def bounds_of(section: type, key: str) -> dict[str, float]:
-    """The bounds of a number's key in a section's class: gt, ge, lt and le, those that it has."""
+# section -> its class, in the order in which recipes are written out.
+SECTIONS: Mapping[str, type] = typing.get_type_hints(Recipe)
+
+
+def keys_of(section: str) -> Mapping[str, FieldInfo]:
+    """The keys of a section, each with its type (`annotation`), its bounds and its help."""
+    return SECTIONS[section].__pydantic_fields__  # type: ignore[attr-defined]
+
+
+def bounds_of(key: FieldInfo) -> dict[str, float]:
+    """The bounds of a number's key: gt, ge, lt and le, those that it has."""
     return {
         bound: getattr(each, bound)
-        for each in section.__pydantic_fields__[key].metadata  # type: ignore[attr-defined]
+        for each in key.metadata
         for bound in ("gt", "ge", "lt", "le")
         if hasattr(each, bound)
     }

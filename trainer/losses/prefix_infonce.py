@@ -77,7 +77,7 @@ def prefix_contrastive_(
         penalty = None
         if guide is not None:
             penalty = shares.pop()
-            _find_penalty_of(guide[0][part], guide[1], target, margin=terms.guide_margin, out=penalty)
+            _find_penalty(guide[0][part], guide[1], target, margin=terms.guide_margin, out=penalty)
         pairs = None
         if excluded is not None:
             inside = excluded[edges[number] : edges[number + 1]]
@@ -124,7 +124,7 @@ def prefix_contrastive_(
     return (nce * nce.new_tensor(terms.loss_weights)).sum(), nce
 
 
-def _find_penalty_of(queries: Tensor, passages: Tensor, target: Tensor, *, margin: float, out: Tensor) -> None:
+def _find_penalty(queries: Tensor, passages: Tensor, target: Tensor, *, margin: float, out: Tensor) -> None:
     """`out` [t, m] becomes EXCLUDED_SCORE where a passage scores above the positive less the margin, else 0."""
     torch.mm(queries, passages.T, out=out)
     ceiling = out.gather(1, target) - margin
