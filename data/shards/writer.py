@@ -179,9 +179,7 @@ class UnitWriter:
     def abort(self) -> None:
         """Drop the unit and whatever is written of it."""
         if self._tar is not None:
-            # On a full disk, what is still buffered cannot be written here either, and is not wanted.
-            with suppress(OSError):
-                self._tar.sink.file.close()
+            self._tar.sink.abandon()
             self._tar = None
         self._remove_leftovers()
 
@@ -377,11 +375,19 @@ class _HashedFile:
         self.bytes = 0
 
     def write(self, content: bytes) -> int:
+        if self.file.closed:
+            return len(content)  # abandoned: tarfile still flushes its buffer when it is collected
         with _naming_the_file(self.path):
             self.file.write(content)
         self.sha256.update(content)
         self.bytes += len(content)
         return len(content)
+
+    def abandon(self) -> None:
+        """Close the file, whatever becomes of it; what is written to it from now on is dropped."""
+        # On a full disk, what is still buffered cannot be written here either, and is not wanted.
+        with suppress(OSError):
+            self.file.close()
 
     def close(self) -> None:
         """Make what was written durable."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import io
 import json
 import os
@@ -529,6 +530,18 @@ def test_samples_that_cannot_be_written(tmp_path, texts):
     graded = UnitWriter(tmp_path / "g", 0, kind="tuples", graded=True, vocabulary_size=50)
     refused("score nan", lambda: graded.add_tuple([1], [[2]], score=float("nan")))
     refused("kind 'images'", lambda: UnitWriter(tmp_path, 0, kind="images", vocabulary_size=5))  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_an_aborted_writer_leaves_nothing_to_be_written_later(tmp_path):
+    """What tarfile holds in its buffer is flushed when it is collected, which must not meet a closed file."""
+    with pytest.raises(KeyError), UnitWriter(tmp_path, 0, kind="documents", vocabulary_size=9, chunk_samples=1) as unit:
+        unit.add_document([1])
+        assert unit._tar is not None
+        raise KeyError
+    del unit
+    gc.collect()
+    assert not contents(tmp_path)
 
 
 def test_a_full_disk_and_an_unwritable_folder_are_named(tmp_path, monkeypatch):
