@@ -29,7 +29,7 @@ from data.ground.secrets import HIDDEN, variables_of, without_secrets
 from launch.options import JobOptions
 from trainer.config.checks import check_world
 from trainer.config.load import as_tables, as_toml
-from trainer.config.schema import COMMANDS, Recipe
+from trainer.config.schema import Recipe
 from trainer.resilience.run_lock import is_begun
 
 TEMPLATES = Path(__file__).resolve().parent / "slurm"
@@ -77,7 +77,7 @@ def training_job(recipe: Recipe, options: JobOptions, *, where: str, resume: boo
     names = [path.name for path in (run / "job").glob("[0-9]*")]
     number = 1 + max((int(name) for name in names if re.fullmatch("[0-9]{1,9}", name)), default=0)
     folder = run / "job" / f"{number:03d}"
-    task = COMMANDS[recipe.objective.name]
+    task = recipe.kind.command
     resolved = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, resume="auto"))
     script = fill(
         f"{task}.sbatch",

@@ -272,7 +272,7 @@ _COLUMNS = "nodes  GPUs   batch  ZeRO  micro × accumulation   step s    MFU  li
 
 
 def _text(recipe: Recipe, args: argparse.Namespace, rows: Sequence[Row]) -> str:
-    pretrains = recipe.objective.name == "masked"
+    pretrains = recipe.kind.predicts_tokens
     spans = "".join(f"  days {name:>5}" for name in FINEWEB_TOKENS) if pretrains else "  tokens/s"
     lines = [f"{args.recipe} on {args.gpu}, {args.gpus_per_node} a node, {args.interconnect}: predicted, not measured"]
     lines += ["", _COLUMNS + spans]

@@ -36,14 +36,15 @@ from data.ground.errors import ConfigError, DataError, UserError
 from data.ground.files import describe_os_error, first_line
 from data.ground.records import Record, read_record
 from models.sizes import Ladder
-from trainer.config.schema import ModelConfig, Recipe
+from trainer.config.schema import Recipe
+from trainer.config.sections import ModelConfig
+from trainer.monitoring.names import CHECKPOINT, EVALUATION, loss_of, score_of
 
 _PATIENCE_SECONDS = 600.0
 _PATIENCE_RECORDS = 4.0
 _NEWEST_RECORDS = 10
 _SCORES = {"ndcg_cut_10": "nDCG@10", "recip_rank_10": "MRR@10", "spearman": "Spearman"}
 _HEADLINES = ("ndcg_cut_10", "spearman")
-_LOSSES = ("encoder", "decoder", "loss", "kl")  # first parts of the names of what is measured at every size
 _SLOW_FEED = 0.2
 _MUCH_PADDING = 0.5
 
@@ -61,7 +62,6 @@ _NUMBERS = (
     "skipped_steps",
     "tokens_per_second",
 )
-_GROUPS = (*_LOSSES, "checkpoint", "evaluation")
 _MOST = 2**53  # of a count, beyond which it is none
 _MOST_SECONDS = 1e10
 _LONGEST_WATCH = 86400.0
@@ -76,7 +76,7 @@ class SizeStatus:
     name: str
     layers: int
     dim: int
-    losses: dict[str, float]  # "encoder", "decoder", "loss", "kl"
+    losses: dict[str, float]  # by family: "encoder", "kl"
     scores: dict[str, float]  # "task/metric"
 
 
@@ -143,7 +143,7 @@ def _read_status(folder: Path, *, now: float) -> RunStatus:
     checkpoint = _newest_checkpoint(folder / "checkpoints")
     age = max(0.0, now - _written_at(folder))
     state, reason = _state(folder, plan, steps, step=step, age_seconds=age)
-    scored = [record for record in records if any(name.startswith("evaluation/") for name in record)]
+    scored = [record for record in records if any(name.startswith(EVALUATION) for name in record)]
     evaluation = scored[-1] if scored else {}
     left = None
     if state == "running" and total is not None:
@@ -228,8 +228,10 @@ def _read_line(text: str) -> tuple[Line, bool]:
     kept = {name: value for name, value in values.items() if _is_number(value)}
     if isinstance(values.get("fault"), str):
         kept["fault"] = values["fault"]
-    lacks = [name for name in values.keys() - kept.keys() if name in _NUMBERS or name.partition("/")[0] in _GROUPS]
-    return kept, not lacks
+    numbered = [
+        name for name in values if name in _NUMBERS or name.startswith((EVALUATION, CHECKPOINT)) or loss_of(name)
+    ]
+    return kept, all(name in kept for name in numbered)
 
 
 def _is_number(value: object) -> bool:
@@ -304,18 +306,16 @@ def _checkpoint_seconds(records: Sequence[Line], plan: _Plan, step: int, total: 
 
 def _sizes(ladder: Ladder, newest: Line, evaluation: Line) -> list[SizeStatus]:
     """The ladder's sizes, and others that the newest step trained, smallest first."""
-    parts = [name.partition("/") for name in newest]
-    others = {
-        rest for first, _, rest in parts if first in _LOSSES and re.fullmatch(r"[1-9][0-9]{0,8}x[1-9][0-9]{0,8}", rest)
-    }
+    named = {name: loss for name in newest if (loss := loss_of(name))}
+    others = {loss.size for loss in named.values() if re.fullmatch(r"[1-9][0-9]{0,8}x[1-9][0-9]{0,8}", loss.size)}
     found = []
     for size in sorted({*ladder, *map(ladder.find, others)}):
         name = ladder.name(size)
-        losses = {first: newest[f"{first}/{name}"] for first in _LOSSES if f"{first}/{name}" in newest}
+        losses = {loss.family: newest[key] for key, loss in named.items() if loss.size == name}
         scores = {
-            key.removeprefix("evaluation/").rpartition("/")[0]: value
+            f"{score.task}/{score.metric}": value
             for key, value in evaluation.items()
-            if key.startswith("evaluation/") and key.rpartition("/")[2] == name
+            if (score := score_of(key)) and score.size == name
         }
         if losses or scores:
             found.append(SizeStatus(name, size.layers, size.dim, losses, scores))
@@ -412,7 +412,7 @@ def _details(run: RunStatus, now: float) -> str:
     scored = "" if run.evaluation_step is None else f" · evaluated at step {run.evaluation_step:,}"
     lines.append(f"  newest checkpoint: {kept}{scored}")
     if run.sizes:
-        losses = [name for name in _LOSSES if any(name in size.losses for size in run.sizes)]
+        losses = list(dict.fromkeys(family for size in run.sizes for family in size.losses))
         scores = list(dict.fromkeys(name for size in run.sizes for name in size.scores))
         header = ["size", "layers", "dim", *losses, *(_score_label(name) for name in scores)]
         table = [
@@ -433,7 +433,7 @@ def _details(run: RunStatus, now: float) -> str:
 def _rows(runs: Sequence[RunStatus], now: float) -> str:
     table = []
     for run in runs:
-        loss = next((name for name in _LOSSES if any(name in size.losses for size in run.sizes)), "loss")
+        loss = next((family for size in run.sizes for family in size.losses), "loss")
         score = next((s for size in run.sizes for s in size.scores if s.rpartition("/")[2] in _HEADLINES), "")
         table.append(
             [

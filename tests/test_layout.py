@@ -24,6 +24,7 @@ ALLOWED = {
         "launch",
         "trainer.config",
         "trainer.costs.counts",
+        "trainer.monitoring.names",
         "trainer.resilience.run_lock",
         "models.sizes",
         "data.minilm",

@@ -18,14 +18,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from data.collate import MaskedCollator, MaskedPairCollator, PairCollator, SpanCollator, TextCollator
-from data.ground.errors import ConfigError, DataError
+from data.collate import PairCollator
+from data.ground.errors import ConfigError
 from data.ground.files import refused_by
 from data.model_folders import transformer_folder
 from data.remote import Cache, is_remote
 from data.shards.reader import ShardFolder
 from data.stream import Stream
-from data.tokens import load_tokenizer, prompt_ids
+from data.tokens import load_tokenizer
 from models.adapters import add_adapters, freeze_lower_layers
 from models.encoder import (
     EmbeddingSettings,
@@ -44,12 +44,13 @@ from models.packed_attention import check_packs, fast_on, packs
 from models.sentence_transformers import read_sentence_model
 from models.sizes import ModelError
 from models.static_embedding import MODEL_TYPE, build_static, special_ids_of
-from trainer.config.read_keys import is_read
-from trainer.config.schema import DRAWN_SIZES, Recipe
+from trainer.config.schema import Recipe
+from trainer.config.sections import DRAWN_SIZES
 from trainer.costs.flops import Shape
 from trainer.engine import multiplies_in_bf16, read_ds_config
+from trainer.objectives.collators import total_samples
 from trainer.objectives.guide import Guide, load_guide
-from trainer.objectives.registry import REGISTRY, Objective, wanted_layers
+from trainer.objectives.registry import Materials, Objective, maker_of
 from trainer.objectives.size_schedules import build_schedule
 from trainer.objectives.teacher import LiveTeacher, Teacher, Teaching, load_teacher
 
@@ -106,7 +107,7 @@ def open_shards(recipe: Recipe) -> list[ShardFolder]:
                 f"data.shards: {source.path} holds {source.kind}, and this objective trains on {kind}; "
                 f"make them with `python -m data.prepare {kind}`"
             )
-        if recipe.objective.name == "contrastive" and recipe.objective.loss == "cosent" and not source.graded:
+        if recipe.kind.grades_pairs(recipe) and not source.graded:
             raise ConfigError(f"objective.loss = 'cosent' needs graded pairs, and {source.path} has no scores")
     return sources
 
@@ -125,7 +126,7 @@ def check_shared_memory(num_workers: int) -> None:
 
 def open_stream(recipe: Recipe, sources: Sequence[ShardFolder], *, rank: int, world_size: int) -> Stream:
     data = recipe.data
-    collate = collator(recipe, sources)
+    collate = maker_of(recipe).collator(recipe, sources)
     if rank == 0 and max(len(set(prompts)) for prompts in recipe.prompts) > 1:
         log.warning("the folders' prompts differ, so barista.json will name none; write the one to embed with into it")
     return Stream(
@@ -139,7 +140,7 @@ def open_stream(recipe: Recipe, sources: Sequence[ShardFolder], *, rank: int, wo
         mixture_temperature=1.0 if data.weights else data.mixture_temperature,
         batches=data.batches,
         distinct_texts=collate.drawn_texts if data.no_duplicates and isinstance(collate, PairCollator) else None,
-        total_samples=None if recipe.train.steps else _total_samples(recipe, sources),
+        total_samples=None if recipe.train.steps else total_samples(recipe, sources),
         num_workers=data.num_workers,
         shuffle=data.shuffle,
     )
@@ -168,7 +169,7 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
     masked_lm: PreTrainedModel | None = None
     head_is_fresh = True
     if source:
-        if recipe.objective.name == "masked":
+        if recipe.kind.predicts_tokens:
             refuse_heads(source)
             masked_lm, head_is_fresh = load_masked_lm(source)
             encoder = Encoder(base_of(masked_lm), recipe.model.pooling)
@@ -207,8 +208,8 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
         return ModelParts(encoder, encoder, encoder.backbone, tokenizer)
     _check_lengths(recipe, encoder)
     set_dropout(encoder.backbone, recipe.model.dropout)
-    truncate_layers(encoder.backbone, wanted_layers(recipe))
-    encoder.heads = heads_up_to(encoder.heads, wanted_layers(recipe))
+    truncate_layers(encoder.backbone, recipe.num_layers)
+    encoder.heads = heads_up_to(encoder.heads, recipe.num_layers)
     encoder.backbone.set_attn_implementation(_attention(recipe, encoder.backbone))
     adapter = _adapters(recipe, encoder)
     if recipe.train.activation_checkpointing:
@@ -219,7 +220,7 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
         # Lengths differ from one micro-batch to the next.
         encoder.backbone.compile(dynamic=True)
     _say_what_stays(recipe)
-    if recipe.objective.name != "masked":
+    if not recipe.kind.predicts_tokens:
         freeze_lower_layers(encoder.backbone, recipe.model.frozen_layers)
         if recipe.model.trains == "heads":
             if not len(encoder.heads):
@@ -279,13 +280,19 @@ def build_objective(recipe: Recipe, parts: ModelParts, *, pad_id: int) -> Object
         kl_size_weights=recipe.objective.kl_size_weights,
         teacher_outside=recipe.guide_teaches,
     )
-    backbone = parts.encoder.backbone
-    make = REGISTRY[recipe.objective.name]
-    shape, static = Shape.of(parts.encoder.config), {"static": True} if parts.encoder.is_static else {}
-    frozen: dict[str, Any] = {"guide": parts.guide} if recipe.objective.name != "distill" else {}
+    teaching: Teaching | None = None
     if parts.teacher is not None:
-        frozen["teaching"] = Teaching(parts.teacher, recipe.teacher, recipe.train.score_memory_mib)
-    return make(recipe, schedule, shape=shape, pad_id=pad_id, packed=packs(backbone), **frozen, **static)
+        teaching = Teaching(parts.teacher, recipe.teacher, recipe.train.score_memory_mib)
+    materials = Materials(
+        schedule,
+        Shape.of(parts.encoder.config),
+        pad_id=pad_id,
+        packed=packs(parts.encoder.backbone),
+        static=parts.encoder.is_static,
+        guide=parts.guide,
+        teaching=teaching,
+    )
+    return maker_of(recipe).objective(recipe, materials)
 
 
 def _made_of_config() -> contextlib.AbstractContextManager[None]:
@@ -302,7 +309,7 @@ def _check_model_config(config: Mapping[str, Any]) -> None:
 def _check_static(recipe: Recipe) -> None:
     """What a token table has no use for is refused, not left out."""
     chosen, sizes = recipe.model, recipe.objective.sizes
-    if recipe.objective.name != "contrastive":
+    if not recipe.kind.contrasts:
         raise ConfigError('model_type = "static" has no layers to pre-train; set objective.name to "contrastive"')
     if chosen.pooling != "mean":
         raise ConfigError(f'model.pooling = {chosen.pooling!r} is not what a static encoder does; set it to "mean"')
@@ -376,75 +383,3 @@ def _check_lengths(recipe: Recipe, encoder: Encoder) -> None:
     for name in used:
         if getattr(recipe.data, name) > room:
             raise ConfigError(f"data.{name} = {getattr(recipe.data, name)} is beyond the encoder's {room} positions")
-
-
-Collator = MaskedCollator | SpanCollator | MaskedPairCollator | PairCollator | TextCollator
-
-
-def collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> Collator:
-    chosen, vocabulary = recipe.objective, sources[0].vocabulary
-    if chosen.name == "distill":
-        prompts = _prompt_ids("passage_prompts", recipe.prompts[1], sources)
-        return TextCollator(vocabulary, max_length=recipe.data.max_length, prompts=prompts)
-    if chosen.name != "masked":
-        return _pair_collator(recipe, sources)
-    if vocabulary.mask_id is None:
-        raise ConfigError("the shards' tokenizer has no mask token; prepare the data with one that has")
-    masked = MaskedCollator(
-        vocabulary,
-        max_length=recipe.data.max_length,
-        encoder_mask_ratio=chosen.encoder_mask_ratio,
-        decoder_mask_ratio=chosen.decoder_mask_ratio if chosen.decoder else None,
-        nested=chosen.nested_masks,
-        seed=recipe.run.seed,
-        enhanced=recipe.decodes_enhanced,
-    )
-    if chosen.pairs == "tuples":
-        return MaskedPairCollator(masked, _pair_collator(recipe, sources))
-    return SpanCollator(masked) if chosen.pairs == "spans" else masked
-
-
-def _pair_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> PairCollator:
-    query_prompts, passage_prompts = recipe.prompts
-    return PairCollator(
-        sources[0].vocabulary,
-        query_max_length=recipe.data.query_max_length,
-        passage_max_length=recipe.data.passage_max_length,
-        num_negatives=recipe.data.num_negatives,
-        seed=recipe.run.seed,
-        graded=sources[0].graded,
-        query_prompts=_prompt_ids("query_prompts", query_prompts, sources),
-        passage_prompts=_prompt_ids("passage_prompts", passage_prompts, sources),
-        negatives_from=_negatives_from(recipe, sources),
-    )
-
-
-def _negatives_from(recipe: Recipe, sources: Sequence[ShardFolder]) -> list[int]:
-    """The position in the stream from which each negative is drawn: that of a whole step."""
-    if not is_read(recipe, "data.negatives_from"):
-        return []
-    shares, batch = recipe.data.negatives_from, recipe.train.global_batch_size
-    steps = total_steps(recipe, sources)
-    return [round(share * steps) * batch for share in shares] * (recipe.data.num_negatives if len(shares) == 1 else 1)
-
-
-def total_steps(recipe: Recipe, sources: Sequence[ShardFolder]) -> int:
-    """Of a whole run, by steps or by epochs."""
-    return recipe.train.steps or -(-_total_samples(recipe, sources) // recipe.train.global_batch_size)
-
-
-def _total_samples(recipe: Recipe, sources: Sequence[ShardFolder]) -> int:
-    """Of a run by epochs."""
-    return max(1, round(recipe.train.epochs * sum(source.num_samples for source in sources)))
-
-
-def _prompt_ids(name: str, prompts: Sequence[str], sources: Sequence[ShardFolder]) -> list[np.ndarray]:
-    """The ids of each folder's prompt; none at all where there are no prompts."""
-    if not any(prompts):
-        return []
-    tokenizer = load_tokenizer(sources[0].tokenizer_path)
-    try:
-        found = [prompt_ids(tokenizer, prompt) for prompt in prompts]
-    except DataError as error:
-        raise ConfigError(f"data.{name}: {error}") from None
-    return found * len(sources) if len(found) == 1 else found

@@ -6,4 +6,4 @@ from data.ground.command import run_command
 from trainer.run import main
 
 if __name__ == "__main__":
-    run_command(lambda: main("masked", __doc__ or ""))
+    run_command(lambda: main("pretrain", __doc__ or ""))

@@ -36,7 +36,7 @@ from trainer.checkpoint import Checkpointer, SavedCheckpoint, Saves
 from trainer.config.checks import check_world
 from trainer.config.load import as_toml, load_recipe
 from trainer.config.reference import help_text
-from trainer.config.schema import COMMANDS, Recipe
+from trainer.config.schema import Recipe
 from trainer.costs.flops import bf16_slowdown
 from trainer.distributed import Refused, World, gather_objects, start
 from trainer.engine import Engine, check_ds_config, ds_config_of, multiplies_in_bf16, read_ds_config, zero_stage
@@ -57,10 +57,10 @@ from trainer.run_folder import check_output_folder, lost_training, no_checkpoint
 log = logging.getLogger(__name__)
 
 
-def main(task: str, description: str, argv: Sequence[str] | None = None) -> None:
-    """The body of `trainer.pretrain`, `trainer.finetune` and `trainer.distill`. `task`: the objective's name."""
+def main(command: str, description: str, argv: Sequence[str] | None = None) -> None:
+    """The body of `trainer.pretrain`, `trainer.finetune` and `trainer.distill`; `command` is the module's name."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m trainer.{COMMANDS[task]}",
+        prog=f"python -m trainer.{command}",
         description=description,
         epilog=help_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -78,10 +78,10 @@ def main(task: str, description: str, argv: Sequence[str] | None = None) -> None
     if args.resume:
         overrides.append(f"run.resume={args.resume}")
     recipe = load_recipe(args.config, overrides)
-    if recipe.objective.name != task:
-        other = COMMANDS[recipe.objective.name]
+    if recipe.kind.command != command:
         raise ConfigError(
-            f"objective.name = {recipe.objective.name!r} in {args.config} is trained by `python -m trainer.{other}`"
+            f"objective.name = {recipe.objective.name!r} in {args.config} is trained by "
+            f"`python -m trainer.{recipe.kind.command}`"
         )
     execute(recipe)
 

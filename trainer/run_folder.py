@@ -18,6 +18,7 @@ from data.ground.secrets import without_variables
 from trainer.checkpoint import Checkpointer
 from trainer.config.load import build_recipe, read_toml
 from trainer.config.schema import Recipe, flat
+from trainer.monitoring.names import CHECKPOINT
 from trainer.resilience.run_lock import LOCK, PROBE, is_begun
 
 # What may change between the parts of one run: how it is watched and kept, and where it runs.
@@ -137,7 +138,7 @@ def steps_trained(metrics: Path, *, saved: bool = False) -> int:
             with contextlib.suppress(ValueError, RecursionError):  # cut off, or no record
                 record = json.loads(line)
                 counts = isinstance(record, dict) and isinstance(record.get("step"), int)
-                if counts and (not saved or any(key.startswith("checkpoint/") for key in record)):
+                if counts and (not saved or any(key.startswith(CHECKPOINT) for key in record)):
                     steps.append(record["step"])
     return max(steps)
 

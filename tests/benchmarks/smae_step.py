@@ -53,7 +53,7 @@ from models.masked_autoencoder import MaskedAutoencoder
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from tests.benchmarks.support import SHARED, Figures, alternate, peak_mib
 from tests.models.naive import bert_layer_like, naive_loss
-from trainer.config.schema import TrainConfig
+from trainer.config.sections import TrainConfig
 from trainer.costs.flops import FORWARD_AND_BACKWARD, Shape, bf16_slowdown, masked_flops, peak_flops
 from trainer.objectives.backward import micro_batches
 from trainer.optim import adamw

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.ground.command import run_command
-from data.stream import Sample
+from data.stream import Sample, Stream
 from trainer import build, checkpoint, run
+from trainer.config.kinds import kind_named
 from trainer.distributed import World, start
 from trainer.engine import MASTER, Engine, Piece
 
@@ -44,16 +45,15 @@ def main() -> None:
     cases = json.loads(Path(sys.argv[-1]).read_text())
     world = start()
     patch = unittest.mock.patch.object
-    collator = build.collator
     for case in cases:
         ids = Path(case["ids"])
         ids.mkdir(parents=True, exist_ok=True)
 
-        def recorded(*args: Any, ids: Path = ids) -> Recorded:
-            return Recorded(collator(*args), ids / f"{world.size}-{world.rank}.jsonl")
+        def recorded(*args: Any, collate: Any, ids: Path = ids, **settings: Any) -> Stream:
+            return Stream(*args, collate=Recorded(collate, ids / f"{world.size}-{world.rank}.jsonl"), **settings)
 
-        with patch(dist, "destroy_process_group"), patch(build, "collator", recorded), _broken(case["control"], world):
-            run.main(case["task"], "", case["arguments"])
+        with patch(dist, "destroy_process_group"), patch(build, "Stream", recorded), _broken(case["control"], world):
+            run.main(kind_named(case["task"]).command, "", case["arguments"])
     dist.barrier()
     dist.destroy_process_group()
 

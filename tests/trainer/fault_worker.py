@@ -28,6 +28,7 @@ from torch import Tensor
 from data.ground.command import run_command
 from tests.launcher import step_clock
 from trainer import build, checkpoint, run
+from trainer.config.kinds import kind_named
 from trainer.distributed import start
 from trainer.engine import Engine
 from trainer.resilience import stopping, watchdog
@@ -47,11 +48,11 @@ def main() -> None:
         os.environ[stopping.STOP_FILE_VARIABLE] = case.get("stop_file", "")
         with planted(case["fault"]):
             if len(cases) == 1:
-                run.main(case["task"], "", case["arguments"])
+                run.main(kind_named(case["task"]).command, "", case["arguments"])
                 continue
             with patch(dist, "destroy_process_group"):
                 try:
-                    run.main(case["task"], "", case["arguments"])
+                    run.main(kind_named(case["task"]).command, "", case["arguments"])
                 except stopping.Stopped as stopped:
                     print(stopped, flush=True)
 

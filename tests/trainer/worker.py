@@ -27,6 +27,7 @@ import torch.distributed as dist
 from data.ground.command import run_command
 from tests.trainer.support import recipe_of
 from trainer import build, engine, run
+from trainer.config.kinds import kind_named
 from trainer.distributed import World, gather_counts, gather_rows, seed_step, start, sum_over_ranks
 from trainer.objectives import backward, contrastive, distillation, masked, teacher
 
@@ -50,7 +51,7 @@ def main() -> None:
                 torch.save(results, args.output / f"{case['name']}.pt")
         else:
             with unittest.mock.patch.object(dist, "destroy_process_group"):
-                run.main(case["task"], "", case["arguments"])
+                run.main(kind_named(case["task"]).command, "", case["arguments"])
     dist.barrier()
     dist.destroy_process_group()
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from data.ground.errors import ConfigError
 from data.ground.secrets import HIDDEN
 from models.sizes import ModelError
-from trainer.config.presets import PRESETS_FOR
+from trainer.config.kinds import KINDS
 from trainer.config.read_keys import is_read
-from trainer.config.schema import COMMANDS, DRAWN_SIZES, ObjectiveConfig, Recipe
+from trainer.config.schema import Recipe
 
 
 def check(recipe: Recipe) -> None:
     """Everything that can be known to be wrong without a device, a model or data."""
     if not recipe.objective.name:
-        raise ConfigError(f"objective.name = '' is unknown; choose one of {', '.join(COMMANDS)}")
+        raise ConfigError(f"objective.name = '' is unknown; choose one of {', '.join(KINDS)}")
     try:
         ladder = recipe.ladder
         one = recipe.single_size
@@ -61,35 +61,17 @@ def check(recipe: Recipe) -> None:
             "objective.symmetric_spans = true needs objective.mask_false_negatives = true, which keeps a span from "
             "being its own negative"
         )
-    if objective.name == "masked" and objective.sizes in DRAWN_SIZES:
-        raise ConfigError(
-            f'objective.sizes = "{objective.sizes}" is a fine-tuning schedule; use "ladder" or "full" for masked'
-        )
     if objective.sizes == "two_d_all_widths" and len(ladder) < 2:
         raise ConfigError(
             'objective.sizes = "two_d_all_widths" draws a layer of the ladder below the last, and this ladder has one '
             "size; add smaller ones to model.ladder"
         )
-    if objective.kl == "margins" and objective.name == "contrastive" and not recipe.data.num_negatives:
-        raise ConfigError('objective.kl = "margins" is of hard negatives; set data.num_negatives, or kl = "scores"')
-    if objective.name == "contrastive" and objective.loss == "cosent" and objective.kl in ("scores", "margins"):
-        raise ConfigError(
-            'objective.loss = "cosent" has no negatives to score; set objective.kl to "none" or "coordinates"'
-        )
-    _check_preset(objective)
+    recipe.kind.check(recipe)
     num_sizes = 1 if objective.sizes in ("full", "one") else len(ladder.grid if objective.sizes == "grid" else ladder)
     _check_size_weights(recipe, num_sizes)
     _check_guide(recipe)
     _check_teacher(recipe)
     _check_trained_part(recipe)
-
-
-def _check_preset(objective: ObjectiveConfig) -> None:
-    if objective.preset and objective.name == "contrastive" and not objective.preset_for:
-        raise ConfigError(
-            f"objective.preset = {objective.preset!r} differs between fine-tunings; "
-            f"set objective.preset_for to one of {', '.join(PRESETS_FOR)}"
-        )
 
 
 def _check_size_weights(recipe: Recipe, num_sizes: int) -> None:
@@ -136,10 +118,6 @@ def _check_teacher(recipe: Recipe) -> None:
         )
     if teacher.vectors == "live" and not (teacher.model or recipe.model.source):
         raise ConfigError("there is no teacher; name its folder in teacher.model")
-    if objective.name == "distill" and objective.sizes in DRAWN_SIZES:
-        raise ConfigError(
-            f'objective.sizes = "{objective.sizes}" is a schedule of contrastive fine-tuning; use "grid" or "ladder"'
-        )
 
 
 def _check_trained_part(recipe: Recipe) -> None:
@@ -154,7 +132,7 @@ def _check_trained_part(recipe: Recipe) -> None:
         for key in ("frozen_layers", "lora_rank"):
             if getattr(model, key):
                 raise ConfigError(f'model.{key} = {getattr(model, key)} has nothing to do where model.trains = "heads"')
-    deepest = (recipe.single_size or recipe.ladder.full).layers
+    deepest = recipe.num_layers
     if is_read(recipe, "model.frozen_layers") and model.frozen_layers >= deepest:
         raise ConfigError(
             f"model.frozen_layers = {model.frozen_layers} freezes all of the {deepest} layers that are trained; "

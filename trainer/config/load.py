@@ -26,6 +26,7 @@ from data.ground.errors import ConfigError
 from data.ground.files import is_unicode, reading
 from data.ground.secrets import without_secrets
 from trainer.config.checks import check
+from trainer.config.kinds import kind_named
 from trainer.config.presets import preset_settings
 from trainer.config.read_keys import is_read, says_nothing, why_unread
 from trainer.config.schema import SECTIONS, Recipe, bounds_of, flat, keys_of
@@ -170,6 +171,7 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
             raise ConfigError(f"{section} = {table!r} must be a section [{section}] with keys")
         sections[section] = dict(table)
     chosen = _section("objective", sections.get("objective", {}))
+    kind_named(chosen.name)  # refuses an unknown name
     for key, value in preset_settings(chosen.name, chosen.preset, chosen.preset_for).items():
         section, _, name = key.partition(".")
         sections.setdefault(section, {}).setdefault(name, value)

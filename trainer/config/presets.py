@@ -125,10 +125,10 @@ _TABLES = {("masked", ""): SMAE, ("contrastive", "retrieval"): SRL_RETRIEVAL, ("
 def preset_settings(name: str, preset: str, preset_for: str) -> dict[str, Any]:
     """All settings of a preset; none where the three do not name one.
 
-    name: objective.name. preset_for: which fine-tuning; masked pre-training is one, and does not look at it.
+    name: objective.name. preset_for: which fine-tuning; there is one pre-training, which does not look at it.
     """
     settings: dict[str, Any] = {}
     if preset in PRESETS:
-        for row in _TABLES.get((name, preset_for if name == "contrastive" else ""), ()):
+        for row in _TABLES.get((name, preset_for), _TABLES.get((name, ""), ())):
             settings |= row.paper if preset == "paper" else row.released_code
     return settings

@@ -26,13 +26,11 @@ class Condition:
 _SEVERAL = ("ladder", "grid", "mrl", "adaptive_layers")  # objective.sizes of several fixed sizes
 _ALONE = ("full", "one")  # and of one
 
-MASKED = Condition('objective.name = "masked"', lambda recipe: recipe.objective.name == "masked")
-CONTRASTIVE = Condition('objective.name = "contrastive"', lambda recipe: recipe.objective.name == "contrastive")
-EMBEDS = Condition(
-    'objective.name = "contrastive" or "distill"', lambda recipe: recipe.objective.name in ("contrastive", "distill")
-)
+MASKED = Condition('objective.name = "masked"', lambda recipe: recipe.kind.predicts_tokens)
+CONTRASTIVE = Condition('objective.name = "contrastive"', lambda recipe: recipe.kind.contrasts)
+EMBEDS = Condition('objective.name = "contrastive" or "distill"', lambda recipe: not recipe.kind.predicts_tokens)
 DOCUMENTS = Condition(
-    'objective.name = "masked" or "distill"', lambda recipe: recipe.objective.name in ("masked", "distill")
+    'objective.name = "masked" or "distill"', lambda recipe: recipe.kind.predicts_tokens or recipe.reads_documents
 )
 TAUGHT = Condition(
     'a teacher (objective.name = "distill", or teacher.model beside objective.name = "contrastive")',
@@ -47,14 +45,12 @@ TUPLES = Condition(
 )
 COMPARISONS = Condition(
     'a contrastive term (objective.name = "contrastive", or objective.pairs beside masked losses)',
-    lambda recipe: recipe.objective.name == "contrastive" or recipe.pairs != "none",
+    lambda recipe: recipe.kind.contrasts or recipe.pairs != "none",
 )
-SIMILARITY = Condition(
-    COMPARISONS.words, lambda recipe: COMPARISONS.holds(recipe) or recipe.objective.name == "distill"
-)
+SIMILARITY = Condition(COMPARISONS.words, lambda recipe: COMPARISONS.holds(recipe) or recipe.is_taught)
 NEGATIVES = Condition(
     'objective.loss = "infonce"',
-    lambda recipe: recipe.objective.name != "contrastive" or recipe.objective.loss == "infonce",
+    lambda recipe: not recipe.kind.contrasts or recipe.objective.loss == "infonce",
 )
 SCORED = Condition(
     'a contrastive term with objective.loss = "infonce", or teacher.similarity_weight or order_weight above 0',
@@ -111,6 +107,9 @@ TASKS = Condition(
 )
 BEIR = Condition("evaluation.beir", lambda recipe: bool(recipe.evaluation.beir))
 
+# Such an objective lists the key among its `own_keys`.
+OWN = Condition("an objective of another package that reads it", lambda recipe: False)
+
 ALWAYS: tuple[Condition, ...] = ()
 
 # Every key of every section. All conditions of a key must hold for it to be read.
@@ -150,6 +149,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "data.verify": ALWAYS,
     "data.bad_shards": ALWAYS,
     "objective.name": ALWAYS,
+    "objective.own": (OWN,),
     "objective.sizes": ALWAYS,
     "objective.size": (ONE_SIZE,),
     "objective.preset": ALWAYS,
@@ -235,7 +235,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
 
 def is_read(recipe: Recipe, key: str) -> bool:
     """Whether a run of this recipe reads `section.key`."""
-    return all(condition.holds(recipe) for condition in READ_WHEN[key])
+    return key in recipe.kind.own_keys or all(condition.holds(recipe) for condition in READ_WHEN[key])
 
 
 def why_unread(recipe: Recipe, key: str, value: Any) -> str:

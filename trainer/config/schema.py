@@ -1,521 +1,30 @@
-"""What a recipe can say: every section and key with its type, default, bounds, choices, and what it does.
+"""A recipe: its sections (trainer/config/sections.py), and what follows from them.
 
-This is the one place for all of that: `--help`, docs/recipe.md and the JSON schema for editors are made from it
-(trainer/config/reference.py). Torch-free, because login nodes check and submit recipes without a GPU stack.
+Torch-free, because login nodes check and submit recipes without a GPU stack.
 """
 
 from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
-from dataclasses import field
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
-from models.sizes import STARBUCKS_LADDER, Ladder, Size
-
-# objective.name -> the command `python -m trainer.…` that trains it.
-COMMANDS = {"masked": "pretrain", "contrastive": "finetune", "distill": "distill"}
-DRAWN_SIZES = ("two_d", "two_d_listed", "two_d_all_widths")  # objective.sizes that draw sizes each step
-LEAST_LENGTH = 4  # tokens of a text, special ones included
-# Far beyond what makes sense, and within what 64-bit counts, float32 and a machine's memory take.
-_STEPS, _TOKENS, _TEXTS, _LAYERS = 10**12, 2**24, 2**24, 2**16
-_LARGEST = 1e6
-# What divides must not become 0 in float32.
-_SMALLEST_DIVISOR = 1e-6
-
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+from models.sizes import Ladder, Size
+from trainer.config.kinds import Kind, kind_named
+from trainer.config.sections import STRICT, Sections
 
 
 @dataclass(frozen=True, config=STRICT)
-class RunConfig:
-    """The run itself: where it goes, its seed, and whether it goes on from what is there."""
-
-    output: str = Field(default="runs/run", description="The run's folder.")
-    seed: int = Field(
-        default=42, ge=0, le=2**64 - 1, description="Seed of the data's order, of masks, dropout and fresh weights."
-    )
-    resume: Literal["never", "auto", "required"] = Field(
-        default="never",
-        description="never refuses a folder that holds a run; auto goes on from its newest checkpoint, or starts; "
-        "required goes on or fails.",
-    )
-
-
-@dataclass(frozen=True, config=STRICT)
-class ModelConfig:
-    """The encoder, the sizes it is trained at, and which of its weights train."""
-
-    source: str = Field(
-        default="",
-        description="Folder or hub name of a Hugging Face encoder; empty starts from random weights by `config`.",
-    )
-    config: dict[str, Any] = Field(
-        default_factory=dict, description="model_type and that family's own keys, for a model from random weights."
-    )
-    pooling: Literal["cls", "mean"] = Field(default="cls", description="How a text's token vectors become one vector.")
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "packed"] = Field(
-        default="auto",
-        description="The implementation of attention; packed computes no padding (docs/performance.md), and auto takes "
-        "the fastest that the model and the machine have.",
-    )
-    ladder: list[list[int]] = Field(
-        default_factory=lambda: [[size.layers, size.dim] for size in STARBUCKS_LADDER],
-        description="The sizes, each [layers, dimensions], from the smallest to the full one.",
-    )
-    trains: Literal["all", "heads"] = Field(
-        default="all",
-        description="heads trains the linear maps after each depth alone, so that a depth without one stays as it is.",
-    )
-    dropout: float = Field(
-        default=-1.0,
-        le=0.99,
-        description="Every dropout probability of the encoder; below 0 it is what its config says.",
-    )
-    output_dim: int = Field(
-        default=0,
-        ge=0,
-        le=2**20,
-        description="Dimensions at which the ladder of a reduced-dimension model ends; 0 means the encoder's own.",
-    )
-    frozen_layers: int = Field(
-        default=0, ge=0, le=_LAYERS, description="With k above 0, the embeddings and the first k layers do not train."
-    )
-    lora_rank: int = Field(
-        default=0,
-        ge=0,
-        le=_LAYERS,
-        description="Above 0, adapters of this rank train and the weights do not; needs peft.",
-    )
-    lora_alpha: float = Field(
-        default=16.0, gt=0, le=_LARGEST, description="An adapter's product is multiplied by lora_alpha / lora_rank."
-    )
-    lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout probability before an adapter.")
-    lora_targets: list[str] = Field(
-        default_factory=list,
-        description='Names of the linear layers that get adapters, such as "query"; none means all of the blocks.',
-    )
-
-
-@dataclass(frozen=True, config=STRICT)
-class DataConfig:
-    """Which shards are read, how they are mixed, and how long their texts may be."""
-
-    shards: list[str] = Field(default_factory=list, description="Folders written by `python -m data.prepare`.")
-    weights: list[float] = Field(
-        default_factory=list, description="Weight of each folder in the mixture; none means by its number of samples."
-    )
-    mixture_temperature: float = Field(
-        default=1.0,
-        ge=1,
-        le=1e9,
-        description="Without weights, a folder's share grows with samples^(1 / this): 1 is by samples, and a large "
-        "number makes all alike.",
-    )
-    batches: Literal["mixed", "one_dataset"] = Field(
-        default="mixed", description="one_dataset takes every global batch from one folder, the folders in turn."
-    )
-    no_duplicates: bool = Field(
-        default=False,
-        description="No text twice in a global batch: samples change places with those of nearby batches.",
-    )
-    max_length: int = Field(
-        default=512, ge=LEAST_LENGTH, le=_TOKENS, description="Tokens of a pre-training text, special tokens included."
-    )
-    query_max_length: int = Field(
-        default=64,
-        ge=LEAST_LENGTH,
-        le=_TOKENS,
-        description="Tokens of a query, its prompt and special tokens included.",
-    )
-    passage_max_length: int = Field(
-        default=256,
-        ge=LEAST_LENGTH,
-        le=_TOKENS,
-        description="Tokens of a passage, its prompt and special tokens included.",
-    )
-    query_prompts: list[str] = Field(
-        default_factory=list, description="What stands before queries: none, one for all folders, or one for each."
-    )
-    passage_prompts: list[str] = Field(
-        default_factory=list, description="What stands before passages: none, one for all folders, or one for each."
-    )
-    num_negatives: int = Field(
-        default=0, ge=0, le=2**16, description="Hard negatives of a query, drawn from those in the shards."
-    )
-    negatives_from: list[float] = Field(
-        default_factory=list, description="Share of the training at which each negative joins; none means at once."
-    )
-    num_workers: int = Field(default=1, ge=0, le=1024, description="Processes that read data, for each rank.")
-    shuffle: bool = Field(default=True, description="Whether every epoch has an order of its own.")
-    cache_dir: str = Field(
-        default="",
-        description="Where remote shards and marks of verified ones are kept; empty means the temporary folder.",
-    )
-    cache_gib: float = Field(
-        default=32.0,
-        gt=0,
-        le=2**30,
-        description="GiB of remote shards on this machine; the least recently used make room.",
-    )
-    verify: Literal["first_read", "size"] = Field(
-        default="first_read",
-        description="first_read hashes a shard once on each machine; size looks at its length alone.",
-    )
-    bad_shards: Literal["refuse", "skip"] = Field(
-        default="refuse", description="skip reads other samples in place of those of a missing or damaged shard."
-    )
-
-
-@dataclass(frozen=True, config=STRICT)
-class ObjectiveConfig:
-    """The training objective: its task, its losses, and the sizes at which they are computed."""
-
-    name: Literal["", "masked", "contrastive", "distill"] = Field(
-        default="",
-        description="The task: masked language modelling, contrastive fine-tuning, or learning from a teacher.",
-    )
-    sizes: Literal[
-        "ladder", "grid", "full", "one", "mrl", "adaptive_layers", "two_d", "two_d_listed", "two_d_all_widths"
-    ] = Field(
-        default="ladder",
-        description="The sizes of a step: the ladder; each of its depths with each of its widths (grid); the full "
-        "size; one size; every width at full depth (mrl); every depth at full width (adaptive_layers); or sizes that "
-        "each step draws (two_d, two_d_listed, two_d_all_widths; docs/objectives.md).",
-    )
-    size: str = Field(
-        default="", description='For sizes = "one": LAYERSxDIMENSIONS; the encoder is cut to so many layers.'
-    )
-    preset: Literal["", "paper", "released-code"] = Field(
-        default="", description="Sets what the recipe does not write out as the Starbucks paper, or its code, has it."
-    )
-    preset_for: Literal["", "retrieval", "sts"] = Field(
-        default="", description="Which fine-tuning the preset is of; empty for masked."
-    )
-    reduction: Literal["mean", "sum"] = Field(default="mean", description="How the losses of the sizes become one.")
-    size_weights: list[float] = Field(
-        default_factory=list, description="Weight of each size's loss besides the reduction's; none means 1 each."
-    )
-    encoder_mask_ratio: float = Field(
-        default=0.2, gt=0, lt=1, description="Share of the tokens that the encoder does not see."
-    )
-    decoder_mask_ratio: float = Field(
-        default=0.4,
-        gt=0,
-        lt=1,
-        description="Share of the tokens that the decoder does not see; in enhanced decoding, the share of the other "
-        "tokens that each position does not see.",
-    )
-    decoder: bool = Field(
-        default=True, description="False is masked language modelling at each size, without an autoencoder."
-    )
-    decoding: Literal["basic", "enhanced"] = Field(
-        default="basic", description="enhanced predicts every token, each from its own sample of the others (RetroMAE)."
-    )
-    bottleneck: Literal["head", "cls"] = Field(
-        default="head",
-        description="What stands at the decoder's position 0: head(CLS) as in SMAE, or CLS itself as in RetroMAE.",
-    )
-    nested_masks: bool = Field(default=True, description="The encoder's masked words are among the decoder's.")
-    pairs: Literal["none", "spans", "tuples"] = Field(
-        default="none",
-        description="A contrastive term beside masked losses: of two spans of a document, or of a tuple's texts.",
-    )
-    symmetric_spans: bool = Field(
-        default=False, description='With pairs = "spans", each span is a query once, against all others (coCondenser).'
-    )
-    pair_weight: float = Field(
-        default=1.0, gt=0, le=_LARGEST, description="Weight of the contrastive term beside masked losses."
-    )
-    loss_scale: float = Field(
-        default=1.0,
-        gt=0,
-        le=_LARGEST,
-        description="Multiplies the masked losses; the paper's code halves L_enc + L_dec (0.5).",
-    )
-    loss: Literal["infonce", "cosent"] = Field(
-        default="infonce", description="The contrastive loss: InfoNCE over the global batch, or CoSENT of graded pairs."
-    )
-    similarity: Literal["dot", "cosine"] = Field(default="cosine", description="How two vectors are compared.")
-    temperature: float = Field(default=0.05, ge=_SMALLEST_DIVISOR, le=_LARGEST, description="Divides the similarities.")
-    kl: Literal["scores", "coordinates", "margins", "none"] = Field(
-        default="scores",
-        description="What a size learns from the teacher: its scores, its coordinates, its margins on hard negatives "
-        "(MarginMSE), or nothing.",
-    )
-    kl_weight: float = Field(default=1.0, ge=0, le=_LARGEST, description="Weight of that divergence.")
-    kl_teacher: Literal["full", "guide"] = Field(
-        default="full",
-        description="Whose scores are learnt: the full size's, or the guide's, by every size, the full one too.",
-    )
-    kl_size_weights: list[float] = Field(
-        default_factory=list, description="Weight of each student's divergence; none means 1 each."
-    )
-    kl_temperature: float = Field(
-        default=1.0, ge=_SMALLEST_DIVISOR, le=_LARGEST, description='With kl = "coordinates", divides the coordinates.'
-    )
-    detach_teacher: bool = Field(default=True, description="Whether the divergence moves the students alone.")
-    mask_false_negatives: bool = Field(
-        default=True, description="Leave out passages that are known not to be negatives of a query."
-    )
-    filter_false_negatives: bool = Field(
-        default=False, description="Leave out passages that score above the query's positive less the margin."
-    )
-    filter_by: Literal["full", "guide"] = Field(
-        default="full", description="Whose scores filter: the full size's, or those of [guide]."
-    )
-    false_negative_margin: float = Field(
-        default=0.0,
-        le=_LARGEST,
-        description="The filter's margin, in units of the similarity; below 0 spares fewer passages.",
-    )
-    backward: Literal["grad_cache", "direct"] = Field(
-        default="grad_cache",
-        description="grad_cache computes large batches in micro-batches, exactly, with a second forward pass; direct "
-        "keeps the whole batch's graph.",
-    )
-
-
-@dataclass(frozen=True, config=STRICT)
-class GuideConfig:
-    """A frozen encoder that says which passages are no negatives, or whose scores are learnt."""
-
-    model: str = Field(default="", description="Folder or hub name of the encoder; it must have the shards' tokenizer.")
-    pooling: Literal["", "cls", "mean"] = Field(
-        default="", description="Its pooling; empty means as its barista.json says."
-    )
-    temperature: float = Field(
-        default=0.0,
-        ge=0,
-        le=_LARGEST,
-        description="Divides its scores where it teaches; 0 means as its barista.json says.",
-    )
-
-
-@dataclass(frozen=True, config=STRICT)
-class TeacherConfig:
-    """A frozen encoder whose vectors are learnt at every size."""
-
-    model: str = Field(default="", description="Folder or hub name of the encoder; empty means model.source as it is.")
-    pooling: Literal["", "cls", "mean"] = Field(default="", description="Its pooling; empty means as its folder says.")
-    vectors: Literal["live", "stored"] = Field(
-        default="live",
-        description="live computes its vectors at each step; stored reads them from `store`, of any model.",
-    )
-    store: str = Field(default="", description="Folder written by `python -m trainer.teacher_vectors`.")
-    vector_weight: float = Field(
-        default=1.0,
-        ge=0,
-        le=_LARGEST,
-        description="Weight of 1 minus the cosine to the teacher's vector, cut to the size's width.",
-    )
-    similarity_weight: float = Field(
-        default=0.0, ge=0, le=_LARGEST, description="Weight of the KL of the similarities within the global batch."
-    )
-    gram_weight: float = Field(
-        default=0.0,
-        ge=0,
-        le=_LARGEST,
-        description="Weight of the squared error of the similarities within the global batch.",
-    )
-    order_weight: float = Field(
-        default=0.0,
-        ge=0,
-        le=_LARGEST,
-        description="Weight of the loss of their order, by triples of the global batch's texts.",
-    )
-    temperature: float = Field(
-        default=0.05, ge=_SMALLEST_DIVISOR, le=_LARGEST, description="Divides similarities in the KL."
-    )
+class Recipe(Sections):
+    """A run: what the recipe says, and what follows from it."""
 
     @property
-    def terms(self) -> dict[str, float]:
-        """The weight of each term, by its name. A term of weight 0 is not computed."""
-        kinds = ("vector", "similarity", "gram", "order")
-        return {kind: getattr(self, f"{kind}_weight") for kind in kinds}
-
-    @property
-    def compares_texts(self) -> bool:
-        """Whether a text's gradient depends on the batch's other texts."""
-        return any(weight for kind, weight in self.terms.items() if kind != "vector")
-
-    @property
-    def gathers(self) -> bool:
-        """Whether every rank needs all texts' vectors; Gram matrices are compared through sums over ranks."""
-        return bool(self.similarity_weight or self.order_weight)
-
-
-@dataclass(frozen=True, config=STRICT)
-class OptimConfig:
-    """AdamW and the course of its learning rate."""
-
-    lr: float = Field(default=1e-4, gt=0, le=_LARGEST, description="The highest learning rate.")
-    weight_decay: float = Field(
-        default=0.01, ge=0, le=_LARGEST, description="Decoupled weight decay; biases and norms have none."
-    )
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the gradients' mean.")
-    beta2: float = Field(default=0.999, ge=0, lt=1, description="Decay of the squared gradients' mean.")
-    eps: float = Field(default=1e-8, gt=0, le=_LARGEST, description="Added to the denominator of a step.")
-    schedule: Literal["linear", "cosine", "constant"] = Field(
-        default="linear", description="How the learning rate falls after the warm-up."
-    )
-    warmup_ratio: float = Field(
-        default=0.1, ge=0, lt=1, description="Share of all steps in which the learning rate rises."
-    )
-    max_grad_norm: float = Field(
-        default=1.0, ge=0, le=1e30, description="Gradients are scaled down to this norm; 0 leaves them as they are."
-    )
-
-
-@dataclass(frozen=True, config=STRICT)
-class TrainConfig:
-    """How long is trained, with which batches, and within which memory."""
-
-    steps: int = Field(default=0, ge=0, le=_STEPS, description="Optimizer steps; 0 means by epochs.")
-    epochs: float = Field(default=1.0, le=1e9, description="Passes over the data, where steps is 0.")
-    stop_at_step: int = Field(
-        default=0,
-        ge=0,
-        le=_STEPS,
-        description="Ends this process after that step, with a checkpoint, the schedule still set by steps; 0 never.",
-    )
-    stop_after_minutes: float = Field(
-        default=0.0,
-        ge=0,
-        le=1e9,
-        description="Ends this process after a step, with a checkpoint and exit code 75; 0 never.",
-    )
-    hang_seconds: float = Field(
-        default=45.0,
-        ge=0,
-        le=1e9,
-        description="Gives up when no rank makes progress for so long, and for three of the longest pauses; 0 never.",
-    )
-    max_skipped_steps: int = Field(
-        default=5,
-        ge=1,
-        le=_STEPS,
-        description="Gives up after so many steps in a row without a finite loss and gradient.",
-    )
-    global_batch_size: int = Field(default=128, ge=1, le=_TEXTS, description="Texts, or queries, of an optimizer step.")
-    micro_batch_size: int = Field(
-        default=32,
-        ge=1,
-        le=_TEXTS,
-        description="Texts of the longest length in a micro-batch of a rank; of shorter texts more fit.",
-    )
-    activation_checkpointing: bool = Field(
-        default=False, description="Keeps one activation a layer and computes the others again."
-    )
-    compile: bool = Field(
-        default=False,
-        description="torch.compile of the encoder: minutes at the start, worth it in long runs; not with ZeRO stage 3.",
-    )
-    logits_memory_mib: float = Field(
-        default=64.0, gt=0, description="MiB of the largest block of vocabulary logits that is held at once."
-    )
-    score_memory_mib: float = Field(
-        default=256.0, gt=0, description="MiB of the largest block of query-passage scores that is held at once."
-    )
-
-
-@dataclass(frozen=True, config=STRICT)
-class EngineConfig:
-    """DeepSpeed."""
-
-    ds_config: str = Field(
-        default="ds_configs/zero1.json", description="A file of ds_configs/: ZeRO stage and precision."
-    )
-
-
-@dataclass(frozen=True, config=STRICT)
-class CheckpointConfig:
-    """When checkpoints are written, and which are kept."""
-
-    every_steps: int = Field(default=1000, ge=1, le=_STEPS, description="Steps between checkpoints.")
-    keep: int = Field(default=2, ge=1, le=_STEPS, description="How many of the newest are kept.")
-    keep_every_steps: int = Field(
-        default=0, ge=0, le=_STEPS, description="Checkpoints of every so many steps are kept for good; 0 none."
-    )
-    overlap: bool = Field(
-        default=True,
-        description="Writes a copy in host memory while training goes on: 12 bytes a parameter, over all ranks.",
-    )
-
-
-@dataclass(frozen=True, config=STRICT)
-class LogConfig:
-    """What is written down while a run trains, and where."""
-
-    every_steps: int = Field(default=10, ge=1, le=_STEPS, description="Steps between lines of metrics.jsonl.")
-    tensorboard: bool = Field(default=True, description="Writes <run>/tensorboard.")
-    wandb: bool = Field(default=False, description="Tells Weights & Biases; needs the package wandb.")
-    mlflow: bool = Field(
-        default=False,
-        description="Tells MLflow; needs the package mlflow, and the server's address in MLFLOW_TRACKING_URI.",
-    )
-    spike_deviations: float = Field(
-        default=6.0,
-        ge=0,
-        le=1e9,
-        description="Marks a loss so many standard deviations above the running mean; 0 none.",
-    )
-    samples: bool = Field(default=False, description="Writes which samples each step was of, in samples/rank_*.jsonl.")
-
-
-@dataclass(frozen=True, config=STRICT)
-class EvaluationConfig:
-    """Evaluation during training."""
-
-    every_steps: int = Field(
-        default=0, ge=0, le=_STEPS, description="Steps between evaluations; 0 never during training."
-    )
-    sts: list[str] = Field(default_factory=list, description="STS files.")
-    beir: list[str] = Field(default_factory=list, description="BEIR folders.")
-    split: str = Field(default="test", description="Which judgements of the BEIR folders.")
-    max_documents: int = Field(
-        default=0,
-        ge=0,
-        le=_STEPS,
-        description="Documents of a BEIR corpus, the judged ones always among them; 0 means all.",
-    )
-    grid: bool = Field(
-        default=False, description="Scores every pair of the ladder's layers and dimensions, for the heat map."
-    )
-
-
-@dataclass(frozen=True, config=STRICT)
-class DebugConfig:
-    """Looking for what went wrong."""
-
-    replay: int = Field(
-        default=0,
-        ge=0,
-        le=_STEPS,
-        description="Looks at this step of the run in run.output again, in float32, instead of training; 0 trains.",
-    )
-
-
-@dataclass(frozen=True, config=STRICT)
-class Recipe:
-    """A run, section by section."""
-
-    run: RunConfig = field(default_factory=RunConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    guide: GuideConfig = field(default_factory=GuideConfig)
-    teacher: TeacherConfig = field(default_factory=TeacherConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    debug: DebugConfig = field(default_factory=DebugConfig)
+    def kind(self) -> Kind:
+        """What is known of the objective without training it. Raises ConfigError if its name is unknown."""
+        return kind_named(self.objective.name)
 
     @property
     def ladder(self) -> Ladder:
@@ -524,8 +33,7 @@ class Recipe:
     @property
     def reads_documents(self) -> bool:
         """Whether its shards hold documents; else they hold tuples."""
-        name = self.objective.name
-        return name == "distill" or (name == "masked" and self.objective.pairs != "tuples")
+        return self.kind.reads_documents(self)
 
     @property
     def is_static(self) -> bool:
@@ -535,37 +43,36 @@ class Recipe:
     @property
     def pairs(self) -> str:
         """The kind of pairs beside masked losses, "none" where there are none."""
-        return self.objective.pairs if self.objective.name == "masked" else "none"
+        return self.kind.pairs(self)
 
     @property
     def decodes_enhanced(self) -> bool:
         """Whether there is a decoder that predicts every token."""
         objective = self.objective
-        return objective.name == "masked" and objective.decoder and objective.decoding == "enhanced"
+        return self.kind.predicts_tokens and objective.decoder and objective.decoding == "enhanced"
 
     @property
     def adapter_rank(self) -> int:
         """0: the weights train."""
-        return self.model.lora_rank if self.objective.name != "masked" else 0
+        return 0 if self.kind.predicts_tokens else self.model.lora_rank
 
     @property
     def prompts(self) -> tuple[list[str], list[str]]:
         """Before queries and before passages: none, one for all folders, or one each; none in pre-training."""
-        name, data = self.objective.name, self.data
-        return data.query_prompts if name != "masked" else [], data.passage_prompts if name != "masked" else []
+        return ([], []) if self.kind.predicts_tokens else (self.data.query_prompts, self.data.passage_prompts)
 
     @property
     def guide_filters(self) -> bool:
         """Whether the guide says what is no negative."""
         objective = self.objective
-        negatives = objective.loss == "infonce" if objective.name == "contrastive" else self.pairs != "none"
+        negatives = objective.loss == "infonce" if self.kind.contrasts else self.pairs != "none"
         return negatives and objective.filter_false_negatives and objective.filter_by == "guide"
 
     @property
     def guide_teaches(self) -> bool:
         """Whether every size learns the guide's scores."""
         objective = self.objective
-        learns = objective.name == "contrastive" and objective.kl in ("scores", "margins")
+        learns = self.kind.contrasts and objective.kl in ("scores", "margins")
         return learns and objective.kl_teacher == "guide"
 
     @property
@@ -575,21 +82,22 @@ class Recipe:
     @property
     def is_taught(self) -> bool:
         """Whether a teacher's vectors are learnt, alone or beside a contrastive loss."""
-        objective = self.objective
-        return objective.name == "distill" or (
-            objective.name == "contrastive" and bool(self.teacher.model or self.teacher.store)
-        )
+        return self.kind.is_taught(self)
 
     @property
     def compares_texts(self) -> bool:
         """Whether a text's gradient depends on the other texts of its batch."""
-        name = self.objective.name
-        return name == "contrastive" or (name == "distill" and self.teacher.compares_texts)
+        return self.kind.compares_texts(self)
 
     @property
     def single_size(self) -> Size | None:
         """The size that is trained on its own, for objective.sizes = "one"."""
         return Size.parse(self.objective.size) if self.objective.sizes == "one" else None
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers the encoder keeps: those of the full size, or of the one size that is trained on its own."""
+        return (self.single_size or self.ladder.full).layers
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:

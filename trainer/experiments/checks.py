@@ -53,7 +53,7 @@ def check_given(study: Study, runs: Sequence[Run], results: Sequence[Result]) ->
             if values[key] and values[key] not in makers:
                 _check_there(values[key], f"{study.path}, run {run.name}: {key} names")
         source = _first_source(run, makers)
-        if run.recipe.objective.name == "masked" and Path(source).is_dir():
+        if run.recipe.kind.predicts_tokens and Path(source).is_dir():
             refuse_heads(source)
     for result in results:
         if result.run is None:

@@ -29,12 +29,12 @@ from typing import Any
 
 from data.ground.errors import ConfigError
 from models.sizes import Ladder, ModelError, Size
+from trainer.config.kinds import names_that
 from trainer.config.load import load_recipe, parse_toml
-from trainer.config.schema import COMMANDS, LEAST_LENGTH, Recipe
+from trainer.config.schema import Recipe
+from trainer.config.sections import LEAST_LENGTH
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
-# objective.name of what makes a backbone, and of what fine-tunes one.
-_MAKES, _TUNES = ("masked", "distill"), ("contrastive",)
 # What the study itself decides for every run.
 _OWN_KEYS = ("run.output", "run.seed", "run.resume", "model.source", "model.config", "model.ladder", "objective.size")
 
@@ -236,7 +236,7 @@ def _pretraining(study: Study, backbone: Backbone) -> Run | None:
     own: dict[str, Any] = {"model.ladder": _pairs(study.ladder)}
     if backbone.start:
         own |= {"model.source": _source(study, backbone.start), "model.config": {}}
-    return _run(study, f"pretrain/{backbone.name}", _MAKES, backbone.recipe, backbone.settings, own)
+    return _run(study, f"pretrain/{backbone.name}", True, backbone.recipe, backbone.settings, own)
 
 
 def _finetuning(
@@ -250,18 +250,18 @@ def _finetuning(
     }
     if size is not None:
         own |= {"objective.sizes": "one", "objective.size": str(size)}
-    return _run(study, f"runs/{name}", _TUNES, recipe, method.settings, own)
+    return _run(study, f"runs/{name}", False, recipe, method.settings, own)
 
 
 def _run(
     study: Study,
     name: str,
-    objectives: tuple[str, ...],
+    makes_backbone: bool,
     recipe: Path,
     settings: Mapping[str, Any],
     own: Mapping[str, Any],
 ) -> Run:
-    """A training run of a recipe, which must have one of these objectives; the objective decides the command."""
+    """A training run of a recipe, whose objective must be of the right sort, and decides the command."""
     folder = study.output / name
     values = {**study.settings, **settings, **own, "run.output": str(folder), "run.resume": "auto"}
     overrides = tuple(f"{key}={_text(value)}" for key, value in values.items())
@@ -269,12 +269,13 @@ def _run(
         resolved = load_recipe(recipe, overrides)
     except ConfigError as error:
         raise ConfigError(f"{study.path}, run {name}: {error}") from None
-    if resolved.objective.name not in objectives:
+    if resolved.kind.makes_backbone != makes_backbone:
+        names = names_that(make_backbones=makes_backbone)
         raise ConfigError(
             f"{study.path}, run {name}: {recipe} has objective.name = {resolved.objective.name!r}; "
-            f"this run needs a recipe with {' or '.join(map(repr, objectives))}"
+            f"this run needs a recipe with {' or '.join(map(repr, names))}"
         )
-    module = f"trainer.{COMMANDS[resolved.objective.name]}"
+    module = f"trainer.{resolved.kind.command}"
     return Run(name, module, recipe, overrides, folder, resolved)
 
 

@@ -19,12 +19,13 @@ from pydantic import ConfigDict
 from data.ground.errors import ConfigError, DataError
 from data.ground.files import write_atomically
 from data.ground.records import Record, parse_json, read_record
-from trainer.build import open_shards, total_steps
+from trainer.build import open_shards
 from trainer.config.load import as_toml, load_recipe
-from trainer.config.schema import COMMANDS
 from trainer.evaluation.tasks.retrieval import load_beir
 from trainer.evaluation.tasks.sts import read_sts
 from trainer.experiments.jobs import Job, Work, training_job
+from trainer.monitoring.names import score_of
+from trainer.objectives.collators import total_steps
 
 log = logging.getLogger(__name__)
 SELECTION = "selection.json"
@@ -103,7 +104,7 @@ def make_plan(args: argparse.Namespace, settings: Sequence[str]) -> Plan:
         )
     if not saved.is_file() and output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"--output {output} holds other files; choose a new or empty folder")
-    module = f"trainer.{COMMANDS[recipe.objective.name]}"
+    module = f"trainer.{recipe.kind.command}"
     return Plan(
         Path(args.recipe), tuple(overrides), tuple(args.seeds), step, output, args.ranks, identity, module
     )  # fmt: skip
@@ -155,8 +156,10 @@ def scores_at(run: Path, step: int) -> dict[str, float]:
         with contextlib.suppress(DataError):  # a line that was cut off
             entry = parse_json(line, where=str(path))
         if isinstance(entry, dict) and entry.get("step") == step:
-            scores = {name.removeprefix("evaluation/"): value for name, value in entry.items() if "/" in name}
-            found |= {name: value for name, value in scores.items() if name.split("/")[-2] in _METRICS}
+            for name, value in entry.items():
+                score = score_of(name)
+                if score and score.metric in _METRICS:
+                    found["/".join(score)] = value
     return found
 
 

@@ -21,7 +21,8 @@ from trainer.config.load import as_tables
 from trainer.config.read_keys import is_read
 from trainer.config.schema import Recipe
 from trainer.evaluation.results.report import HEADLINE_METRICS, METRIC_LABELS, close_figure, draw_heat_map
-from trainer.monitoring.trackers import Layout, MLflow, Settings, Sink, TensorBoard, WeightsAndBiases
+from trainer.monitoring.names import EVALUATION, score_of
+from trainer.monitoring.trackers import Layout, MLflow, Settings, Sink, TensorBoard, WeightsAndBiases, size_run
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class Dashboard:
         self._failed_before, self._failed_now = self._failed_now, set()
         self._each(lambda sink: sink.scalars(step, values))
         self._newest |= results_of(values, self.ladder)
-        scores = {name: value for name, value in values.items() if name.startswith("evaluation/")}
+        scores = {name: value for name, value in values.items() if name.startswith(EVALUATION)}
         if not scores:
             return
         for (task, metric), grid in heat_maps(scores, self.ladder).items():
@@ -172,20 +173,10 @@ def shown_sizes(recipe: Recipe) -> list[str]:
 
 def layout_of(recipe: Recipe) -> Layout:
     """The Custom Scalars tab: categories of charts, each of the tags that its patterns match."""
-    objective, evaluation = recipe.objective, recipe.evaluation
-    # Runs of both objectives are often under one folder, and TensorBoard shows the charts of all: so a place for each.
-    if objective.name == "masked":
-        title, losses = "Losses by size, pre-training", {"encoder loss": ["^losses/encoder"]}
-        if objective.decoder:
-            losses["decoder loss"] = ["^losses/decoder"]
-    elif objective.name == "distill":
-        title, losses = "Losses by size, distillation", {"all terms of the teacher": ["^losses/distillation"]}
-    else:
-        title, losses = "Losses by size, fine-tuning", {"loss": ["^losses/contrastive"]}
-        if objective.kl != "none":
-            losses["KL to the full size"] = ["^losses/kl"]
-        if recipe.is_taught:
-            losses["all terms of the teacher"] = ["^losses/distillation"]
+    evaluation = recipe.evaluation
+    # Runs of several objectives are often under one folder, and TensorBoard shows the charts of all, so each objective
+    # has a title of its own.
+    title, losses = recipe.kind.charts(recipe)
     metrics = ["spearman"] * bool(evaluation.sts) + ["ndcg_cut_10", "recip_rank_10"] * bool(evaluation.beir)
     scores = {METRIC_LABELS[metric]: [f"^evaluation/.*/{metric}$"] for metric in metrics}
     return {
@@ -238,27 +229,20 @@ def results_of(values: Mapping[str, float], ladder: Ladder) -> dict[str, float]:
     names = list(ladder.names.values())
     chosen = {name: values[name] for name in ("loss", "tokens_per_second") if name in values}
     for name, value in values.items():
-        if name.startswith("evaluation/"):
-            task, metric, size = _parts_of_score(name)
-            if metric in HEADLINE_METRICS.values() and size in names:
-                chosen[f"{task} {METRIC_LABELS[metric]} {names.index(size) + 1}_{size}"] = value
+        score = score_of(name)
+        if score and score.metric in HEADLINE_METRICS.values() and score.size in names:
+            chosen[f"{score.task} {METRIC_LABELS[score.metric]} {size_run(names, score.size)}"] = value
     return chosen
 
 
 def heat_maps(scores: Mapping[str, float], ladder: Ladder) -> dict[tuple[str, str], dict[Size, float]]:
-    """(task, headline metric) -> size -> score, of a record's "evaluation/task/metric/size" entries."""
+    """(task, headline metric) -> size -> score, of a record's scores."""
     grids: dict[tuple[str, str], dict[Size, float]] = {}
     for name, value in scores.items():
-        task, metric, size = _parts_of_score(name)
-        if metric in HEADLINE_METRICS.values() and math.isfinite(value):
-            grids.setdefault((task, metric), {})[ladder.find(size)] = value
+        score = score_of(name)
+        if score and score.metric in HEADLINE_METRICS.values() and math.isfinite(value):
+            grids.setdefault((score.task, score.metric), {})[ladder.find(score.size)] = value
     return grids
-
-
-def _parts_of_score(name: str) -> tuple[str, str, str]:
-    """ "evaluation/task/metric/size"; a task's own name may have slashes."""
-    task, metric, size = name.removeprefix("evaluation/").rsplit("/", 2)
-    return task, metric, size
 
 
 def _short_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
@@ -266,7 +250,7 @@ def _short_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
     lines = []
     for section, table in sections.items():
         below = {key: value for key, value in table.items() if isinstance(value, dict) and value}
-        own = {key: value for key, value in table.items() if not isinstance(value, dict)}
+        own = {key: value for key, value in table.items() if key not in below}
         if own:
             lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in own.items()), ""]
         if below:

@@ -33,6 +33,7 @@ from data.ground.records import parse_json
 from trainer.costs.flops import peak_flops
 from trainer.distributed import World, gather_objects, sum_over_ranks
 from trainer.monitoring.dashboard import Dashboard
+from trainer.monitoring.names import CHECKPOINT, EVALUATION, FAULT
 from trainer.objectives.backward import StepReport
 from trainer.resilience.anomalies import Fault
 
@@ -196,12 +197,12 @@ class Metrics:
 
     def evaluation(self, step: int, scores: dict[str, float]) -> None:
         """Scores of an evaluation during training, by name."""
-        self._write({"step": step, **{f"evaluation/{name}": value for name, value in scores.items()}})
+        self._write({"step": step, **{f"{EVALUATION}{name}": value for name, value in scores.items()}})
 
     def checkpoint(self, step: int, *, seconds: float, still_seconds: float, mib: float) -> None:
         """What a checkpoint cost: seconds to write it, those that training stood still, and its size over all ranks."""
         names = ("seconds", "still_seconds", "mib")
-        costs = {f"checkpoint/{name}": value for name, value in zip(names, (seconds, still_seconds, mib))}
+        costs = {f"{CHECKPOINT}{name}": value for name, value in zip(names, (seconds, still_seconds, mib))}
         self._write({"step": step, **costs})
 
     def fault(self, kind: Fault, step: int, *, loss: float, own_loss: float, grad_norm: float, batch: Any) -> None:
@@ -220,8 +221,8 @@ class Metrics:
             {
                 "step": step,
                 "fault": kind,
-                "fault/loss": repr(loss),  # JSON has no number that is none
-                "fault/grad_norm": repr(grad_norm),
+                f"{FAULT}loss": repr(loss),  # JSON has no number that is none
+                f"{FAULT}grad_norm": repr(grad_norm),
                 "by_rank": [repr(value) for value, _ in everyone],
                 "samples": [sample for _, part in everyone for sample in part],
             }
@@ -278,7 +279,7 @@ def forget_after(path: Path, step: int) -> None:
             record = None
         if not isinstance(record, dict) or type(record.get("step")) is not int or not line.endswith(b"\n"):
             broken += 1
-        elif record["step"] < step + (not any(name.startswith("evaluation/") for name in record)):
+        elif record["step"] < step + (not any(name.startswith(EVALUATION) for name in record)):
             kept.append(line)
     if broken:
         log.warning("%s: dropped %d line%s that %s cut off or no record", path, broken, *_plural(broken))

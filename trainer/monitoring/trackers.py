@@ -34,7 +34,8 @@ from typing import Any, Protocol
 from data.ground.errors import ConfigError
 from data.ground.files import write_atomically
 from data.ground.records import Record, read_record
-from trainer.config.schema import LogConfig
+from trainer.config.sections import LogConfig
+from trainer.monitoring.names import CHECKPOINT, EVALUATION, loss_of
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +45,6 @@ Settings = Mapping[str, bool | float | str]
 MAIN_RUN = "."
 RESULTS_RUN = "results"
 _SPEED = ("tokens_per_second", "mfu", "seconds", "padding_share", "data_wait_share", "memory_mib")
-# The first part of a name that is measured at every size -> its tag.
-_FAMILIES = {
-    **{name: f"losses/{name}" for name in ("encoder", "decoder", "kl", "vector", "similarity", "gram", "order")},
-    "loss": "losses/contrastive",
-    "distill": "losses/distillation",
-}
 _TRACKING_FILE = "tracking.json"
 _PROJECT = "barista"
 _SECONDS_TO_FINISH = 60.0
@@ -100,17 +95,16 @@ def tensorboard_place(name: str, sizes: Sequence[str]) -> tuple[str, str] | None
 
     `sizes`: names of those that have a run of their own. Evaluations of other sizes are cells of the heat map.
     """
-    first, _, rest = name.partition("/")
     stem, _, last = name.rpartition("/")
-    if first == "evaluation":
+    if name.startswith(EVALUATION):
         if last in sizes:
             return size_run(sizes, last), stem
         return None if re.fullmatch(r"\d+x\d+", last) else (MAIN_RUN, name)
-    if first in _FAMILIES and rest:
-        return (size_run(sizes, rest), _FAMILIES[first]) if rest in sizes else (MAIN_RUN, f"{_FAMILIES[first]}/{rest}")
-    if first == "checkpoint":
-        return MAIN_RUN, f"speed/checkpoint_{rest}"
-    if rest:
+    if loss := loss_of(name):
+        return (size_run(sizes, last), loss.tag) if last in sizes else (MAIN_RUN, f"{loss.tag}/{last}")
+    if name.startswith(CHECKPOINT):
+        return MAIN_RUN, f"speed/checkpoint_{name.removeprefix(CHECKPOINT)}"
+    if stem:
         return MAIN_RUN, name
     return MAIN_RUN, f"speed/{name}" if name in _SPEED else f"train/{name}"
 

@@ -1,33 +1,104 @@
-"""Objectives: task × size schedule × inner loss × backward strategy.
+"""What trains: an objective, and what makes its batches, for each name of `objective.name`.
 
 An objective turns this rank's share of a global batch into gradients in the engine and says what it saw. All it returns
-adds up over ranks: losses are parts of the global batch's means. The registry maps a recipe's `objective.name` to what
-makes it (trainer/objectives/masked.py, contrastive.py, distillation.py); a new idea is one class and one line.
+adds up over ranks: losses are parts of the global batch's means. What else the program asks of an objective is answered
+without torch, by its kind (trainer/config/kinds.py). An objective of another package is one class: a kind with the two
+methods of `Maker` (docs/objectives.md shows one).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
+from data.ground.errors import ConfigError
+from data.shards.reader import ShardFolder
 from trainer.config.schema import Recipe
+from trainer.costs.flops import Shape
 from trainer.objectives.backward import Passes, StepReport
+from trainer.objectives.collators import masked_collator, pair_collator, text_collator
 from trainer.objectives.contrastive import contrastive
 from trainer.objectives.distillation import distillation
+from trainer.objectives.guide import Guide
 from trainer.objectives.masked import masked
+from trainer.objectives.size_schedules import Schedule
+from trainer.objectives.teacher import Teaching
 
 
 class Objective(Protocol):
     def forward_backward(self, engine: Passes, batch: Any, step: int) -> StepReport: ...
 
 
-REGISTRY: dict[str, Callable[..., Objective]] = {
-    "masked": masked,
-    "contrastive": contrastive,
-    "distill": distillation,
+@dataclass(frozen=True)
+class Materials:
+    """What an objective is made of beside its recipe.
+
+    pad_id: the tokenizer's. packed: whether the encoder's attention runs over texts without padding. static: whether
+    the encoder is a table of token embeddings. guide, teaching: of the frozen models that the recipe names.
+    """
+
+    schedule: Schedule
+    shape: Shape
+    pad_id: int
+    packed: bool
+    static: bool = False
+    guide: Guide | None = None
+    teaching: Teaching | None = None
+
+
+@runtime_checkable
+class Maker(Protocol):
+    """Makes an objective, and the collator of its batches."""
+
+    def collator(self, recipe: Recipe, sources: Sequence[ShardFolder]) -> Any: ...
+
+    def objective(self, recipe: Recipe, materials: Materials) -> Objective: ...
+
+
+@dataclass(frozen=True)
+class _Made:
+    collator: Callable[[Recipe, Sequence[ShardFolder]], Any]
+    objective: Callable[[Recipe, Materials], Objective]
+
+
+def _masked(recipe: Recipe, of: Materials) -> Objective:
+    return masked(recipe, of.schedule, shape=of.shape, pad_id=of.pad_id, packed=of.packed, guide=of.guide)
+
+
+def _contrastive(recipe: Recipe, of: Materials) -> Objective:
+    return contrastive(
+        recipe,
+        of.schedule,
+        shape=of.shape,
+        pad_id=of.pad_id,
+        packed=of.packed,
+        static=of.static,
+        guide=of.guide,
+        teaching=of.teaching,
+    )
+
+
+def _distill(recipe: Recipe, of: Materials) -> Objective:
+    assert of.teaching is not None  # every recipe of this kind has a teacher
+    return distillation(recipe, of.schedule, shape=of.shape, pad_id=of.pad_id, packed=of.packed, teaching=of.teaching)
+
+
+MAKERS: Mapping[str, Maker] = {
+    "masked": _Made(masked_collator, _masked),
+    "contrastive": _Made(pair_collator, _contrastive),
+    "distill": _Made(text_collator, _distill),
 }
 
 
-def wanted_layers(recipe: Recipe) -> int:
-    """How many layers the encoder keeps: all, but for a size trained on its own."""
-    return (recipe.single_size or recipe.ladder.full).layers
+def maker_of(recipe: Recipe) -> Maker:
+    """What makes the recipe's objective. Raises ConfigError where the kind of another package cannot."""
+    if recipe.objective.name in MAKERS:
+        return MAKERS[recipe.objective.name]
+    kind = recipe.kind
+    if not isinstance(kind, Maker):
+        raise ConfigError(
+            f"objective.name = {recipe.objective.name!r} is {type(kind).__qualname__}, which lacks the methods "
+            "collator and objective; add them (docs/objectives.md)"
+        )
+    return kind

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from data.collate import PairBatch, TextBatch
 from data.shards.reader import ShardFolder
-from trainer.config.schema import Recipe, TeacherConfig
+from trainer.config.schema import Recipe
+from trainer.config.sections import TeacherConfig
 from trainer.distributed import World, gather_counts, gather_rows, scatter_gradients, sum_over_ranks
 from trainer.losses.distillation import (
     add_gram_gradients,

@@ -22,6 +22,7 @@ from models.encoder import build_masked_lm
 from tests import ROOT
 from tests.launcher import launch, run_process
 from tests.trainer.support import LADDER, MODEL, recipe_of, recipe_values
+from trainer.config.kinds import kind_named
 from trainer.config.load import as_toml
 from trainer.config.schema import Recipe
 from trainer.run import main
@@ -64,7 +65,7 @@ def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         monkeypatch.setattr(trainer.run, "start", lambda: pytest.fail("refused only after the devices started"))
         capfd.readouterr()
         with pytest.raises(SystemExit) as stopped:
-            run_command(lambda: main(task, "a command"))
+            run_command(lambda: main(kind_named(task).command, "a command"))
         out, err = capfd.readouterr()
         assert stopped.value.code == 2
         sentence = the_sentence(out + err)
@@ -483,7 +484,7 @@ def test_what_cannot_be_gone_on_with(values: Values, refusal: Callable[..., str]
 
 def test_bare_arguments_are_not_understood(values: Values, tmp_path: Path, capfd: Any) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main("contrastive", "a command", ["--config", "x.toml", "--train.steps", "5"])
+        main("finetune", "a command", ["--config", "x.toml", "--train.steps", "5"])
     assert stopped.value.code == 2
     assert "--section.key=value" in capfd.readouterr().err
 
@@ -491,7 +492,7 @@ def test_bare_arguments_are_not_understood(values: Values, tmp_path: Path, capfd
 @pytest.mark.parametrize("task", ["masked", "contrastive"])
 def test_help_lists_every_key(task: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(task, "a command", ["--help"])
+        main(kind_named(task).command, "a command", ["--help"])
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
     for section, table in dataclasses.asdict(Recipe()).items():

@@ -25,7 +25,8 @@ from tests.launcher import launch
 from tests.run_folder import lines_of
 from tests.trainer.support import float32_ds_config, recipe_of, recipe_values
 from trainer.config.load import as_toml
-from trainer.config.schema import LogConfig, Recipe
+from trainer.config.schema import Recipe
+from trainer.config.sections import LogConfig
 from trainer.monitoring.dashboard import (
     COMPARED,
     Dashboard,
@@ -218,7 +219,8 @@ def test_what_is_no_number_is_not_drawn(tmp_path: Path) -> None:
         ("evaluation/a/b/ndcg_cut_10/tall", ("3_tall", "evaluation/a/b/ndcg_cut_10")),
         ("evaluation/a/spearman/2x32", None),
         ("checkpoint/mib", (".", "speed/checkpoint_mib")),
-        ("gradient/bias", (".", "gradient/bias")),
+        ("pairs/tall", ("3_tall", "losses/pairs")),
+        ("fault/loss", (".", "fault/loss")),
     ],
 )
 def test_places(name: str, place: tuple[str, str] | None) -> None:

@@ -14,7 +14,7 @@ from models.encoder import build_masked_lm
 from models.masked_autoencoder import MaskedAutoencoder
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from tests.trainer.support import MODEL
-from trainer.config.schema import DRAWN_SIZES
+from trainer.config.sections import DRAWN_SIZES
 from trainer.objectives import size_schedules
 from trainer.objectives.size_schedules import build_schedule, two_dimensional
 from trainer.optim import adamw, learning_rate, parameter_groups

@@ -20,10 +20,10 @@ from data.stream import Sample
 from models.encoder import EmbeddingSettings
 from tests.trainer.support import loaded, recipe_values
 from trainer import teacher_vectors
-from trainer.build import collator
 from trainer.evaluation.encoding.encode import encoding_of
 from trainer.evaluation.subject import load_model
 from trainer.exporting.model_folder import write_model_folder
+from trainer.objectives.registry import maker_of
 from trainer.objectives.teacher import StoredTeacher, load_teacher
 from trainer.objectives.vector_store import STORE_FILE, VectorStore
 
@@ -89,7 +89,9 @@ def stored(
 
 def batch_of(recipe: Any, source: ShardFolder, payloads: list[Any]) -> Any:
     """These samples of a folder as training gets them."""
-    return collator(recipe, [source])([Sample(0, i, 0, i, payload) for i, payload in enumerate(payloads)])
+    return maker_of(recipe).collator(recipe, [source])(
+        [Sample(0, i, 0, i, payload) for i, payload in enumerate(payloads)]
+    )
 
 
 def test_vectors_are_the_teachers_of_the_text_itself(

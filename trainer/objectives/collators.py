@@ -1,0 +1,93 @@
+"""From a recipe and its shards to what makes batches of their samples, one function for each kind of batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from data.collate import MaskedCollator, MaskedPairCollator, PairCollator, SpanCollator, TextCollator
+from data.ground.errors import ConfigError, DataError
+from data.shards.reader import ShardFolder
+from data.tokens import load_tokenizer, prompt_ids
+from trainer.config.read_keys import is_read
+from trainer.config.schema import Recipe
+
+Collator = MaskedCollator | SpanCollator | MaskedPairCollator | PairCollator | TextCollator
+
+
+def text_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> TextCollator:
+    """Of documents as they are, each behind its folder's prompt."""
+    prompts = _prompt_ids("passage_prompts", recipe.prompts[1], sources)
+    return TextCollator(sources[0].vocabulary, max_length=recipe.data.max_length, prompts=prompts)
+
+
+def masked_collator(
+    recipe: Recipe, sources: Sequence[ShardFolder]
+) -> MaskedCollator | SpanCollator | MaskedPairCollator:
+    """Of texts with masks, with spans or training examples beside them where the recipe has pairs.
+
+    Raises ConfigError where the shards' tokenizer has no mask token.
+    """
+    chosen, vocabulary = recipe.objective, sources[0].vocabulary
+    if vocabulary.mask_id is None:
+        raise ConfigError("the shards' tokenizer has no mask token; prepare the data with one that has")
+    masked = MaskedCollator(
+        vocabulary,
+        max_length=recipe.data.max_length,
+        encoder_mask_ratio=chosen.encoder_mask_ratio,
+        decoder_mask_ratio=chosen.decoder_mask_ratio if chosen.decoder else None,
+        nested=chosen.nested_masks,
+        seed=recipe.run.seed,
+        enhanced=recipe.decodes_enhanced,
+    )
+    if chosen.pairs == "tuples":
+        return MaskedPairCollator(masked, pair_collator(recipe, sources))
+    return SpanCollator(masked) if chosen.pairs == "spans" else masked
+
+
+def pair_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> PairCollator:
+    """Of queries with their positives and hard negatives, or of graded pairs."""
+    query_prompts, passage_prompts = recipe.prompts
+    return PairCollator(
+        sources[0].vocabulary,
+        query_max_length=recipe.data.query_max_length,
+        passage_max_length=recipe.data.passage_max_length,
+        num_negatives=recipe.data.num_negatives,
+        seed=recipe.run.seed,
+        graded=sources[0].graded,
+        query_prompts=_prompt_ids("query_prompts", query_prompts, sources),
+        passage_prompts=_prompt_ids("passage_prompts", passage_prompts, sources),
+        negatives_from=_negatives_from(recipe, sources),
+    )
+
+
+def _negatives_from(recipe: Recipe, sources: Sequence[ShardFolder]) -> list[int]:
+    """The position in the stream from which each negative is drawn: that of a whole step."""
+    if not is_read(recipe, "data.negatives_from"):
+        return []
+    shares, batch = recipe.data.negatives_from, recipe.train.global_batch_size
+    steps = total_steps(recipe, sources)
+    return [round(share * steps) * batch for share in shares] * (recipe.data.num_negatives if len(shares) == 1 else 1)
+
+
+def total_steps(recipe: Recipe, sources: Sequence[ShardFolder]) -> int:
+    """Of a whole run, by steps or by epochs."""
+    return recipe.train.steps or -(-total_samples(recipe, sources) // recipe.train.global_batch_size)
+
+
+def total_samples(recipe: Recipe, sources: Sequence[ShardFolder]) -> int:
+    """Of a run by epochs."""
+    return max(1, round(recipe.train.epochs * sum(source.num_samples for source in sources)))
+
+
+def _prompt_ids(name: str, prompts: Sequence[str], sources: Sequence[ShardFolder]) -> list[np.ndarray]:
+    """The ids of each folder's prompt; none at all where there are no prompts."""
+    if not any(prompts):
+        return []
+    tokenizer = load_tokenizer(sources[0].tokenizer_path)
+    try:
+        found = [prompt_ids(tokenizer, prompt) for prompt in prompts]
+    except DataError as error:
+        raise ConfigError(f"data.{name}: {error}") from None
+    return found * len(sources) if len(found) == 1 else found
