@@ -48,7 +48,7 @@ _HEADLINES = ("ndcg_cut_10", "spearman")
 _SLOW_FEED = 0.2
 _MUCH_PADDING = 0.5
 
-# What a line of metrics.jsonl holds as numbers, if it has it at all: these, and everything of these groups.
+# Numbers of a line of metrics.jsonl, beside losses by size, scores and what checkpoints cost.
 _NUMBERS = (
     "data_wait_share",
     "epoch",

@@ -1,6 +1,6 @@
 """Reading a recipe: what a run is, in one place, checked before any device work.
 
-A recipe is a TOML file with the sections of trainer/config/schema.py. Values come from the defaults there, then from
+A recipe is a TOML file with the sections of trainer/config/sections.py. Values come from the defaults there, then from
 what `objective.preset` stands for (trainer/config/presets.py), then from the recipe's `base` (a file beside it), then
 the recipe, then the command line (`--section.key=value`). Unknown keys, wrong types, impossible combinations, and keys
 that are written out and read by nothing (trainer/config/read_keys.py), are refused with one sentence naming the key,

@@ -2,7 +2,7 @@
 
 A key that is written out and that nothing reads is a setting that its author believes in and that changes nothing, so
 `trainer.config.load.load_recipe` refuses it, naming what would make it read. A key that stands at its default because
-nobody wrote it is no such mistake. Torch-free, like trainer/config/schema.py.
+nobody wrote it is no such mistake. Torch-free, like trainer/config/sections.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Command: the recipe's reference page and its JSON schema for editors, both made from trainer/config/schema.py.
+"""Command: the recipe's reference page and its JSON schema for editors, both made from trainer/config/sections.py.
 
     python -m trainer.config.reference          writes docs/recipe.md and launch/recipes/recipe.schema.json
 
@@ -72,7 +72,7 @@ def page() -> str:
     """The reference page, as Markdown."""
     parts = [
         "# Recipe keys",
-        "Made from `trainer/config/schema.py` by `python -m trainer.config.reference`; edit that file, not this page. "
+        "Made from `trainer/config/sections.py` by `python -m trainer.config.reference`; edit that file, not this page. "
         "A recipe is a TOML file with these sections. On the command line a key is set by `--section.key=value`. A key "
         "that is written out where nothing reads it is refused; the last column says when it is read, where that is "
         "not always.",
