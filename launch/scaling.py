@@ -15,7 +15,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from models.sizes import Size
 from trainer.config.schema import Recipe
 from trainer.costs.counts import FORWARD_AND_BACKWARD, Shape, Texts, encoder_flops, masked_flops
 
@@ -176,33 +175,6 @@ class Model:
         return cls(shape, total, trained, divided, guide)
 
 
-def sizes_of(recipe: Recipe) -> list[Size]:
-    """The sizes of a step; of drawn ones, those of the mean draw."""
-    ladder = recipe.ladder
-    full = ladder.full
-    kind = recipe.objective.sizes
-    if kind == "full":
-        return [full]
-    if kind == "one":
-        assert recipe.single_size is not None
-        return [recipe.single_size]
-    if kind == "grid":
-        return list(ladder.grid)
-    if kind == "mrl":
-        return [Size(full.layers, size.dim) for size in ladder]
-    if kind == "adaptive_layers":
-        return [Size(size.layers, full.dim) for size in ladder]
-    if kind in ("two_d", "two_d_listed"):
-        layers, dim = max(1, full.layers // 2), max(1, full.dim // 2)
-        if kind == "two_d_listed":
-            dim = round(sum(size.dim for size in ladder) / len(ladder))
-        return [Size(layers, dim), Size(layers, full.dim), Size(full.layers, dim), full]
-    if kind == "two_d_all_widths":
-        below = [size.layers for size in ladder][:-1]
-        return [Size(depth, size.dim) for depth in (round(sum(below) / len(below)), full.layers) for size in ladder]
-    return list(ladder)
-
-
 @dataclass(frozen=True)
 class Lengths:
     """Mean tokens of a text, special tokens included. All texts are taken to be of mean length."""
@@ -251,7 +223,7 @@ def model_flops(recipe: Recipe, shape: Shape, texts: Texts) -> float:
         texts,
         encoder_rows=encoder_rows,
         decoder_rows=decoder_rows,
-        sizes=sizes_of(recipe),
+        sizes=recipe.step_sizes.planned,
         enhanced=recipe.decodes_enhanced,
     )
     return FORWARD_AND_BACKWARD * forward
@@ -275,9 +247,9 @@ def computed_flops(recipe: Recipe, shape: Shape, texts: Texts, *, all_passages: 
         skipped = texts.tokens - encoder_rows - texts.count
         total = model_flops(recipe, shape, texts) + (passes - FORWARD_AND_BACKWARD) * encoder_flops(shape, texts)
         # The decoder computes its feed-forward's first product again in backward.
-        total += 2 * hidden * shape.inner * decoder_rows * len(sizes_of(recipe))
+        total += 2 * hidden * shape.inner * decoder_rows * len(recipe.step_sizes.planned)
         if recipe.decodes_enhanced:  # and attention
-            total += len(sizes_of(recipe)) * decoder_rows * 4 * hidden * texts.tokens / texts.count
+            total += len(recipe.step_sizes.planned) * decoder_rows * 4 * hidden * texts.tokens / texts.count
         return total - passes * last_feed_forward * skipped
     total = passes * encoder_flops(shape, texts)
     if recipe.model.pooling == "cls":
@@ -288,12 +260,12 @@ def computed_flops(recipe: Recipe, shape: Shape, texts: Texts, *, all_passages: 
 def _loss_flops(recipe: Recipe, texts: Texts, all_passages: float) -> float:
     """Scores, and the gradients of queries and passages, at every size; scores again where a row does not fit."""
     if recipe.objective.name == "distill":  # similarities of a rank's texts to all; none where none are compared
-        widths = sum(size.dim for size in sizes_of(recipe))
+        widths = sum(size.dim for size in recipe.step_sizes.planned)
         return 3 * 2 * texts.count * all_passages * widths
     if recipe.objective.loss == "cosent":
         return 0.0
     queries, once = _loss_queries(recipe, texts, all_passages)
-    return (3 if once else 4) * 2 * queries * all_passages * sum(size.dim for size in sizes_of(recipe))
+    return (3 if once else 4) * 2 * queries * all_passages * sum(size.dim for size in recipe.step_sizes.planned)
 
 
 def _loss_queries(recipe: Recipe, texts: Texts, all_passages: float) -> tuple[float, bool]:
@@ -322,7 +294,7 @@ def moved_bytes(recipe: Recipe, model: Model, texts: Texts, *, stage: int, ranks
     if model.guide is not None:
         total += _forward_bytes(model.guide.shape, texts, width)
     if recipe.objective.name == "masked":
-        rows = sum(masked_rows(recipe, texts)) * len(sizes_of(recipe))
+        rows = sum(masked_rows(recipe, texts)) * len(recipe.step_sizes.planned)
         total += 2 * width * rows * shape.vocabulary  # softmax over logits, read and written
         total += FORWARD_AND_BACKWARD * width * rows * (14 * shape.hidden + 2 * shape.inner) / 2
     share = model.trained / (ranks if stage else 1)
@@ -391,7 +363,7 @@ def activation_bytes(recipe: Recipe, shape: Shape, texts: Texts, *, width: float
     total += 2 * texts.tokens * hidden * width
     if recipe.objective.name == "masked":
         encoder_rows, decoder_rows = masked_rows(recipe, texts)
-        sizes = sizes_of(recipe)
+        sizes = recipe.step_sizes.planned
         widths = sum(size.dim for size in sizes)
         total += encoder_rows * width * (widths + 4 * len(sizes) * hidden)  # head: input, product, gelu, norm; gradient
         if decoder_rows:
@@ -407,7 +379,7 @@ def loss_bytes(recipe: Recipe, shape: Shape, texts: Texts, *, all_passages: floa
     """Whole on a rank while the loss is computed. texts: of the rank's whole share."""
     if recipe.objective.name == "masked":
         return 3 * recipe.train.logits_memory_mib * MIB
-    floats = sum(size.dim for size in sizes_of(recipe))
+    floats = sum(size.dim for size in recipe.step_sizes.planned)
     return 8 * floats * (texts.count + all_passages) + recipe.train.score_memory_mib * MIB
 
 
@@ -489,7 +461,7 @@ def collectives(
         found.append(Collective("all_gather", kept.sent_weights * (model.trained - model.divided)))
     distills = recipe.objective.name == "distill" and passages > 0
     if distills or (recipe.objective.name == "contrastive" and recipe.objective.loss == "infonce"):
-        whole = 4.0 * passages * sum(size.dim for size in sizes_of(recipe))
+        whole = 4.0 * passages * sum(size.dim for size in recipe.step_sizes.planned)
         found += [Collective("all_gather", whole), Collective("reduce_scatter", whole)]
         if model.guide is not None:
             found.append(Collective("all_gather", 4.0 * passages * model.guide.shape.hidden))

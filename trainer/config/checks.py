@@ -7,7 +7,7 @@ from data.ground.secrets import HIDDEN
 from models.sizes import ModelError
 from trainer.config.presets import PRESETS_FOR
 from trainer.config.read_keys import is_read
-from trainer.config.schema import COMMANDS, DRAWN_SIZES, ObjectiveConfig, Recipe
+from trainer.config.schema import COMMANDS, ObjectiveConfig, Recipe
 
 
 def check(recipe: Recipe) -> None:
@@ -61,7 +61,7 @@ def check(recipe: Recipe) -> None:
             "objective.symmetric_spans = true needs objective.mask_false_negatives = true, which keeps a span from "
             "being its own negative"
         )
-    if objective.name == "masked" and objective.sizes in DRAWN_SIZES:
+    if objective.name == "masked" and recipe.step_sizes.drawn:
         raise ConfigError(
             f'objective.sizes = "{objective.sizes}" is a fine-tuning schedule; use "ladder" or "full" for masked'
         )
@@ -77,8 +77,8 @@ def check(recipe: Recipe) -> None:
             'objective.loss = "cosent" has no negatives to score; set objective.kl to "none" or "coordinates"'
         )
     _check_preset(objective)
-    num_sizes = 1 if objective.sizes in ("full", "one") else len(ladder.grid if objective.sizes == "grid" else ladder)
-    _check_size_weights(recipe, num_sizes)
+    if not recipe.step_sizes.drawn:
+        _check_size_weights(recipe)
     _check_guide(recipe)
     _check_teacher(recipe)
     _check_trained_part(recipe)
@@ -92,9 +92,10 @@ def _check_preset(objective: ObjectiveConfig) -> None:
         )
 
 
-def _check_size_weights(recipe: Recipe, num_sizes: int) -> None:
+def _check_size_weights(recipe: Recipe) -> None:
     """Factors a size, where sizes are fixed: one each; of the KL, one each but the last, where it is the teacher."""
     objective, teaches = recipe.objective, not recipe.guide_teaches
+    num_sizes = len(recipe.step_sizes.fixed)
     for key, weights, count in (
         ("size_weights", objective.size_weights, num_sizes),
         ("kl_size_weights", objective.kl_size_weights, num_sizes - teaches),
@@ -136,7 +137,7 @@ def _check_teacher(recipe: Recipe) -> None:
         )
     if teacher.vectors == "live" and not (teacher.model or recipe.model.source):
         raise ConfigError("there is no teacher; name its folder in teacher.model")
-    if objective.name == "distill" and objective.sizes in DRAWN_SIZES:
+    if objective.name == "distill" and recipe.step_sizes.drawn:
         raise ConfigError(
             f'objective.sizes = "{objective.sizes}" is a schedule of contrastive fine-tuning; use "grid" or "ladder"'
         )

@@ -16,10 +16,10 @@ from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
+from trainer.config.step_sizes import StepSizes
 
 # objective.name -> the command `python -m trainer.…` that trains it.
 COMMANDS = {"masked": "pretrain", "contrastive": "finetune", "distill": "distill"}
-DRAWN_SIZES = ("two_d", "two_d_listed", "two_d_all_widths")  # objective.sizes that draw sizes each step
 LEAST_LENGTH = 4  # tokens of a text, special ones included
 # Far beyond what makes sense, and within what 64-bit counts, float32 and a machine's memory take.
 _STEPS, _TOKENS, _TEXTS, _LAYERS = 10**12, 2**24, 2**24, 2**16
@@ -590,6 +590,11 @@ class Recipe:
     def single_size(self) -> Size | None:
         """The size that is trained on its own, for objective.sizes = "one"."""
         return Size.parse(self.objective.size) if self.objective.sizes == "one" else None
+
+    @property
+    def step_sizes(self) -> StepSizes:
+        """The sizes that a step trains."""
+        return StepSizes(self.objective.sizes, self.ladder, self.single_size)
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:
