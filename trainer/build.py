@@ -45,7 +45,6 @@ from models.sentence_transformers import read_sentence_model
 from models.sizes import ModelError
 from models.static_embedding import MODEL_TYPE, build_static, special_ids_of
 from trainer.config.schema import Recipe
-from trainer.config.sections import DRAWN_SIZES
 from trainer.costs.flops import Shape
 from trainer.engine import multiplies_in_bf16, read_ds_config
 from trainer.objectives.collators import total_samples
@@ -308,13 +307,15 @@ def _check_model_config(config: Mapping[str, Any]) -> None:
 
 def _check_static(recipe: Recipe) -> None:
     """What a token table has no use for is refused, not left out."""
-    chosen, sizes = recipe.model, recipe.objective.sizes
+    chosen = recipe.model
     if not recipe.kind.contrasts:
         raise ConfigError('model_type = "static" has no layers to pre-train; set objective.name to "contrastive"')
     if chosen.pooling != "mean":
         raise ConfigError(f'model.pooling = {chosen.pooling!r} is not what a static encoder does; set it to "mean"')
-    if sizes in DRAWN_SIZES:
-        raise ConfigError(f'objective.sizes = {sizes!r} draws layers, and a static encoder has one; use "ladder"')
+    if recipe.step_sizes.drawn:
+        raise ConfigError(
+            f'objective.sizes = {recipe.objective.sizes!r} draws layers, and a static encoder has one; use "ladder"'
+        )
     for key, value in (
         ("model.lora_rank", chosen.lora_rank),
         ("model.frozen_layers", chosen.frozen_layers),

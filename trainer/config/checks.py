@@ -67,16 +67,17 @@ def check(recipe: Recipe) -> None:
             "size; add smaller ones to model.ladder"
         )
     recipe.kind.check(recipe)
-    num_sizes = 1 if objective.sizes in ("full", "one") else len(ladder.grid if objective.sizes == "grid" else ladder)
-    _check_size_weights(recipe, num_sizes)
+    if not recipe.step_sizes.drawn:
+        _check_size_weights(recipe)
     _check_guide(recipe)
     _check_teacher(recipe)
     _check_trained_part(recipe)
 
 
-def _check_size_weights(recipe: Recipe, num_sizes: int) -> None:
+def _check_size_weights(recipe: Recipe) -> None:
     """Factors a size, where sizes are fixed: one each; of the KL, one each but the last, where it is the teacher."""
     objective, teaches = recipe.objective, not recipe.guide_teaches
+    num_sizes = len(recipe.step_sizes.fixed)
     for key, weights, count in (
         ("size_weights", objective.size_weights, num_sizes),
         ("kl_size_weights", objective.kl_size_weights, num_sizes - teaches),

@@ -14,7 +14,8 @@ from typing import ClassVar
 
 from data.ground.errors import ConfigError
 from trainer.config.presets import PRESETS_FOR
-from trainer.config.sections import DRAWN_SIZES, Sections
+from trainer.config.sections import Sections
+from trainer.config.step_sizes import DRAWN
 
 ENTRY_POINTS = "barista.objectives"
 # The title of a page of charts; chart -> patterns of its metrics' tags.
@@ -84,7 +85,7 @@ class Masked(Kind):
         return "Losses by size, pre-training", charts
 
     def check(self, recipe: Sections) -> None:
-        if recipe.objective.sizes in DRAWN_SIZES:
+        if recipe.objective.sizes in DRAWN:
             raise ConfigError(
                 f'objective.sizes = "{recipe.objective.sizes}" is a fine-tuning schedule; use "ladder" or "full" for '
                 "masked"
@@ -145,7 +146,7 @@ class Distill(Kind):
         return "Losses by size, distillation", {"all terms of the teacher": ["^losses/distillation"]}
 
     def check(self, recipe: Sections) -> None:
-        if recipe.objective.sizes in DRAWN_SIZES:
+        if recipe.objective.sizes in DRAWN:
             raise ConfigError(
                 f'objective.sizes = "{recipe.objective.sizes}" is a schedule of contrastive fine-tuning; use "grid" or '
                 '"ladder"'

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.schema import Recipe
+from trainer.config.step_sizes import ALONE, FIXED, SEVERAL
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,6 @@ class Condition:
     words: str
     holds: Callable[[Recipe], bool]
 
-
-_SEVERAL = ("ladder", "grid", "mrl", "adaptive_layers")  # objective.sizes of several fixed sizes
-_ALONE = ("full", "one")  # and of one
 
 MASKED = Condition('objective.name = "masked"', lambda recipe: recipe.kind.predicts_tokens)
 CONTRASTIVE = Condition('objective.name = "contrastive"', lambda recipe: recipe.kind.contrasts)
@@ -69,19 +67,21 @@ BASIC = Condition('objective.decoding = "basic"', lambda recipe: recipe.objectiv
 PRESET = Condition("objective.preset", lambda recipe: bool(recipe.objective.preset))
 ONE_SIZE = Condition('objective.sizes = "one"', lambda recipe: recipe.objective.sizes == "one")
 SEVERAL_SIZES = Condition(
-    "several fixed sizes (objective.sizes = " + ", ".join(f'"{kind}"' for kind in _SEVERAL) + ")",
-    lambda recipe: recipe.objective.sizes in _SEVERAL,
+    "several fixed sizes (objective.sizes = " + ", ".join(f'"{kind}"' for kind in SEVERAL) + ")",
+    lambda recipe: recipe.objective.sizes in SEVERAL,
 )
 FIXED_SIZES = Condition(
-    "fixed sizes (objective.sizes = " + ", ".join(f'"{kind}"' for kind in (*_SEVERAL, *_ALONE)) + ")",
-    lambda recipe: recipe.objective.sizes in (*_SEVERAL, *_ALONE),
+    "fixed sizes (objective.sizes = " + ", ".join(f'"{kind}"' for kind in FIXED) + ")",
+    lambda recipe: recipe.objective.sizes in FIXED,
 )
 KL = Condition('objective.kl other than "none"', lambda recipe: recipe.objective.kl != "none")
 SCORES = Condition('objective.kl = "scores" or "margins"', lambda recipe: recipe.objective.kl in ("scores", "margins"))
 COORDINATES = Condition('objective.kl = "coordinates"', lambda recipe: recipe.objective.kl == "coordinates")
 STUDENTS = Condition(
-    'sizes that learn (objective.sizes other than "full" and "one", or objective.kl_teacher = "guide")',
-    lambda recipe: recipe.objective.sizes not in _ALONE or recipe.guide_teaches,
+    "sizes that learn (objective.sizes other than "
+    + " and ".join(f'"{kind}"' for kind in ALONE)
+    + ', or objective.kl_teacher = "guide")',
+    lambda recipe: recipe.objective.sizes not in ALONE or recipe.guide_teaches,
 )
 STUDENTS_OR_NO_KL = Condition(STUDENTS.words, lambda recipe: recipe.objective.kl == "none" or STUDENTS.holds(recipe))
 OWN_TEACHER = Condition('objective.kl_teacher = "full"', lambda recipe: not recipe.guide_teaches)

@@ -73,9 +73,9 @@ def page() -> str:
     parts = [
         "# Recipe keys",
         "Made from `trainer/config/sections.py` by `python -m trainer.config.reference`; edit that file, not this "
-        "page. A recipe is a TOML file with these sections. On the command line a key is set by `--section.key=value`. A key "
-        "that is written out where nothing reads it is refused; the last column says when it is read, where that is "
-        "not always.",
+        "page. A recipe is a TOML file with these sections. On the command line a key is set by "
+        "`--section.key=value`. A key that is written out where nothing reads it is refused; the last column says "
+        "when it is read, where that is not always.",
         f"Editors complete and check recipes by the JSON schema in `{SCHEMA}`, with `#:schema recipe.schema.json` as "
         "the recipe's first line.",
     ]

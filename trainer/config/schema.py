@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from models.sizes import Ladder, Size
 from trainer.config.kinds import Kind, kind_named
 from trainer.config.sections import STRICT, Sections
+from trainer.config.step_sizes import StepSizes
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -98,6 +99,11 @@ class Recipe(Sections):
     def num_layers(self) -> int:
         """How many layers the encoder keeps: those of the full size, or of the one size that is trained on its own."""
         return (self.single_size or self.ladder.full).layers
+
+    @property
+    def step_sizes(self) -> StepSizes:
+        """The sizes that a step trains."""
+        return StepSizes(self.objective.sizes, self.ladder, self.single_size)
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:

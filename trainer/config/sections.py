@@ -14,7 +14,6 @@ from pydantic.dataclasses import dataclass
 
 from models.sizes import STARBUCKS_LADDER
 
-DRAWN_SIZES = ("two_d", "two_d_listed", "two_d_all_widths")  # objective.sizes that draw sizes each step
 LEAST_LENGTH = 4  # tokens of a text, special ones included
 # Far beyond what makes sense, and within what 64-bit counts, float32 and a machine's memory take.
 _STEPS, _TOKENS, _TEXTS, _LAYERS = 10**12, 2**24, 2**24, 2**16

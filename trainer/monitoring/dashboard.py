@@ -158,17 +158,7 @@ def open_dashboard(recipe: Recipe, *, start_step: int) -> Dashboard:
 
 def shown_sizes(recipe: Recipe) -> list[str]:
     """Names of the sizes that get a line of their own, smallest first: the ladder's and the fixed ones trained."""
-    ladder = recipe.ladder
-    sizes = set(ladder)
-    if recipe.objective.sizes == "grid":
-        sizes |= set(ladder.grid)
-    elif recipe.objective.sizes in ("mrl", "two_d_all_widths"):
-        sizes |= {Size(ladder.full.layers, size.dim) for size in ladder}
-    elif recipe.objective.sizes == "adaptive_layers":
-        sizes |= {Size(size.layers, ladder.full.dim) for size in ladder}
-    elif recipe.single_size is not None:
-        sizes.add(recipe.single_size)
-    return [ladder.name(size) for size in sorted(sizes)]
+    return [recipe.ladder.name(size) for size in recipe.step_sizes.shown]
 
 
 def layout_of(recipe: Recipe) -> Layout:

@@ -1,7 +1,8 @@
-"""Which sizes a step trains, with what weights.
+"""The sizes of a step with their weights.
 
-A schedule maps a step to a SizePlan; losses and models take the plan and know nothing of where it came from. Draws
-depend on (seed, step) alone, so they are the same on all ranks and in both passes of gradient caching.
+trainer/config/step_sizes.py says which sizes a kind trains; a schedule adds draws, weights and names. It maps a step
+to a SizePlan; losses and models take the plan and know nothing of where it came from. Draws depend on (seed, step)
+alone, so they are the same on all ranks and in both passes of gradient caching.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from models.sizes import Ladder, Size
+from trainer.config.step_sizes import StepSizes, around, at_two_depths
 
 
 @dataclass(frozen=True)
@@ -39,41 +41,16 @@ class SizePlan:
 Schedule = Callable[[int], SizePlan]
 
 
-def _weighted(sizes: list[Size], names: list[str], *, reduction: str) -> SizePlan:
-    weight = 1.0 / len(sizes) if reduction == "mean" else 1.0
-    kl = tuple(weight if size != sizes[-1] else 0.0 for size in sizes)
-    return SizePlan(tuple(names), tuple(sizes), (weight,) * len(sizes), kl)
+def of_fixed_sizes(sizes: StepSizes, *, reduction: str) -> Schedule:
+    """The same sizes each step, with the weight that the reduction gives each: 1/|S| or 1 (Starbucks §3.1, eq. 4, 5).
 
-
-def every_size(ladder: Ladder, *, reduction: str) -> Schedule:
-    """Starbucks: all pairs of the ladder, each step (§3.1, eq. 4 and 5)."""
-    plan = _weighted(list(ladder), [ladder.name(size) for size in ladder], reduction=reduction)
-    return lambda step: plan
-
-
-def whole_grid(ladder: Ladder, *, reduction: str) -> Schedule:
-    """Every depth of the ladder with every one of its widths, each step."""
-    plan = _weighted(list(ladder.grid), [ladder.name(size) for size in ladder.grid], reduction=reduction)
-    return lambda step: plan
-
-
-def one_size(size: Size, name: str) -> Schedule:
-    """Full-only training, or one separately trained size."""
-    plan = SizePlan((name,), (size,), (1.0,), (0.0,))
-    return lambda step: plan
-
-
-def matryoshka(ladder: Ladder, *, reduction: str) -> Schedule:
-    """1-D MRL: all widths of the ladder at the last layer."""
-    sizes = [Size(ladder.full.layers, size.dim) for size in ladder]
-    plan = _weighted(sizes, [str(size) for size in sizes], reduction=reduction)
-    return lambda step: plan
-
-
-def adaptive_layers(ladder: Ladder, *, reduction: str) -> Schedule:
-    """All depths of the ladder at full width."""
-    sizes = [Size(size.layers, ladder.full.dim) for size in ladder]
-    plan = _weighted(sizes, [str(size) for size in sizes], reduction=reduction)
+    KL runs from the last size to the others; a size that is trained alone has none.
+    """
+    chosen = sizes.fixed
+    weight = 1.0 / len(chosen) if reduction == "mean" else 1.0
+    kl = tuple(weight if size != chosen[-1] else 0.0 for size in chosen)
+    name = str if sizes.kind in _NAMED_BY_NUMBERS else sizes.ladder.name
+    plan = SizePlan(tuple(map(name, chosen)), chosen, (weight,) * len(chosen), kl)
     return lambda step: plan
 
 
@@ -88,7 +65,7 @@ def two_dimensional(ladder: Ladder, *, seed: int) -> Schedule:
         rng = _generator(seed, step)
         layers = int(rng.integers(1, max(2, full.layers)))
         dim = int(rng.integers(1, max(2, full.dim)))
-        sizes = (Size(layers, dim), Size(layers, full.dim), Size(full.layers, dim), full)
+        sizes = around(ladder, layers=layers, inner=dim, outer=dim)
         return SizePlan(_DRAWN, sizes, (1.0,) * 4, (1.0, 1.0, 0.0, 0.0))
 
     return plan
@@ -106,7 +83,7 @@ def two_dimensional_listed(ladder: Ladder, *, seed: int) -> Schedule:
         rng = _generator(seed, step)
         layers = int(rng.integers(1, max(2, full.layers)))
         inner, outer = (dims[int(rng.integers(len(dims)))] for _ in range(2))
-        sizes = (Size(layers, inner), Size(layers, full.dim), Size(full.layers, outer), full)
+        sizes = around(ladder, layers=layers, inner=inner, outer=outer)
         return SizePlan(_DRAWN, sizes, (1.0 / layers, 0.0, 1.0, 0.0), (0.0, 1.0, 0.0, 0.0))
 
     return plan
@@ -124,12 +101,13 @@ def two_dimensional_all_widths(ladder: Ladder, *, seed: int) -> Schedule:
 
     def plan(step: int) -> SizePlan:
         layers = below[int(_generator(seed, step).integers(len(below)))]
-        sizes = tuple(Size(depth, dim) for depth in (layers, full.layers) for dim in dims)
+        sizes = at_two_depths(ladder, layers=layers)
         return SizePlan(names, sizes, (1.0,) * len(sizes), (*(1.0,) * (len(sizes) - 1), 0.0))
 
     return plan
 
 
+_NAMED_BY_NUMBERS = ("mrl", "adaptive_layers")  # metrics call these kinds' sizes 12x32, also where the ladder has cups
 _DRAWN = ("drawn_size", "drawn_layers", "drawn_dim", "full")  # what metrics call (n, d), (n, D), (N, d), (N, D)
 
 
@@ -182,25 +160,10 @@ def build_schedule(
     kl_size_weights: Sequence[float] = (),
     teacher_outside: bool = False,
 ) -> Schedule:
-    """The schedule a recipe names in `objective.sizes`, with its factors a size."""
+    """The schedule a recipe names in `objective.sizes`, with its factors a size. size: that of the kind "one"."""
     teach = taught_from_outside if teacher_outside else (lambda schedule: schedule)
-    if kind in _DRAWING:
+    sizes = StepSizes(kind, ladder, size)
+    if sizes.drawn:
         return teach(_DRAWING[kind](ladder, seed=seed))
-    fixed = teach(_fixed(kind, ladder, reduction=reduction, size=size))
+    fixed = teach(of_fixed_sizes(sizes, reduction=reduction))
     return reweighted(fixed, size_weights=size_weights, kl_size_weights=kl_size_weights)
-
-
-def _fixed(kind: str, ladder: Ladder, *, reduction: str, size: Size | None) -> Schedule:
-    if kind == "ladder":
-        return every_size(ladder, reduction=reduction)
-    if kind == "grid":
-        return whole_grid(ladder, reduction=reduction)
-    if kind == "full":
-        return one_size(ladder.full, ladder.name(ladder.full))
-    if kind == "one":
-        assert size is not None
-        return one_size(size, ladder.name(size))
-    if kind == "mrl":
-        return matryoshka(ladder, reduction=reduction)
-    assert kind == "adaptive_layers", kind
-    return adaptive_layers(ladder, reduction=reduction)

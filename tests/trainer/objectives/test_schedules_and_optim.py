@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
+from typing import get_args
 
 import pytest
 import torch
@@ -14,7 +17,8 @@ from models.encoder import build_masked_lm
 from models.masked_autoencoder import MaskedAutoencoder
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from tests.trainer.support import MODEL
-from trainer.config.sections import DRAWN_SIZES
+from trainer.config.schema import keys_of
+from trainer.config.step_sizes import ALONE, DRAWN, FIXED, SEVERAL, StepSizes
 from trainer.objectives import size_schedules
 from trainer.objectives.size_schedules import build_schedule, two_dimensional
 from trainer.optim import adamw, learning_rate, parameter_groups
@@ -85,8 +89,52 @@ def test_two_dimensional_matryoshka() -> None:
         assert plan.kl_weights == (1.0, 1.0, 0.0, 0.0)
 
 
-def test_the_recipes_schedules_that_draw_are_those_there_are() -> None:
-    assert set(size_schedules._DRAWING) == set(DRAWN_SIZES)
+def test_every_kind_that_a_recipe_can_name_is_of_one_sort() -> None:
+    kinds = [*SEVERAL, *ALONE, *DRAWN]
+    assert len(kinds) == len(set(kinds)) and set(kinds) == set(get_args(keys_of("objective")["sizes"].annotation))
+    assert set(size_schedules._DRAWING) == set(DRAWN)
+
+
+ONE = Size(3, 10)
+
+
+def mean_sizes(kind: str, *, steps: int) -> list[tuple[float, float]]:
+    """Mean layers and dimensions of each place in a schedule's plans."""
+    plan = schedule(kind, size=ONE)
+    places = list(zip(*(plan(step).sizes for step in range(steps)), strict=True))
+    return [(fmean(size.layers for size in place), fmean(size.dim for size in place)) for place in places]
+
+
+def planned(kind: str) -> list[tuple[int, int]]:
+    return [(size.layers, size.dim) for size in StepSizes(kind, LADDER, ONE).planned]
+
+
+@pytest.mark.parametrize("kind", FIXED)
+def test_what_is_planned_and_shown_of_fixed_sizes_is_what_is_trained(kind: str) -> None:
+    sizes, plan = StepSizes(kind, LADDER, ONE), schedule(kind, size=ONE)(0)
+    assert plan.sizes == sizes.fixed == sizes.planned
+    assert set(sizes.shown) == set(LADDER) | set(plan.sizes) and list(sizes.shown) == sorted(sizes.shown)
+    # Negative control: no other kind of as many sizes would pass.
+    others = [each for each in FIXED if each != kind and StepSizes(each, LADDER, ONE).fixed == plan.sizes]
+    assert not others
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_what_is_planned_of_drawn_sizes_is_their_mean(kind: str) -> None:
+    """To a layer's rounding, and to what 2,000 draws leave of chance: five standard deviations of 23 widths are 0.8."""
+    drawn = mean_sizes(kind, steps=2000)
+    assert near(planned(kind), drawn)
+    # Negative control: what another kind draws is noticed.
+    assert not any(near(planned(other), drawn) for other in DRAWN if other != kind)
+    # Every chart's own line is a size that every step trains, or the ladder's.
+    always = set.intersection(*(set(schedule(kind)(step).sizes) for step in range(200)))
+    assert set(StepSizes(kind, LADDER).shown) == set(LADDER) | always
+
+
+def near(sizes: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> bool:
+    return len(sizes) == len(others) and all(
+        abs(a[0] - b[0]) < 0.7 and abs(a[1] - b[1]) < 1.0 for a, b in zip(sizes, others)
+    )
 
 
 def test_two_dimensional_matryoshka_of_sentence_transformers() -> None:
@@ -116,7 +164,7 @@ def test_two_dimensional_matryoshka_of_all_widths() -> None:
     assert abs(drawn[2] - 200) < 5 * 10  # five standard deviations
 
 
-@pytest.mark.parametrize("kind", DRAWN_SIZES)
+@pytest.mark.parametrize("kind", DRAWN)
 def test_every_drawn_schedule_depends_on_seed_and_step_alone(kind: str) -> None:
     """So all ranks and both passes of gradient caching draw alike, whatever other generators did meanwhile."""
     one, again, other = schedule(kind, seed=1), schedule(kind, seed=1), schedule(kind, seed=2)

@@ -1,0 +1,93 @@
+"""Which sizes a step trains, by the kind that `objective.sizes` names: fixed, or drawn at each step.
+
+The trainer's schedules (trainer/objectives/size_schedules.py) add the draws, weights and names; checks, charts and the
+planner ask here, too. Torch-free and numpy-free, like trainer/config/schema.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from models.sizes import Ladder, Size
+
+SEVERAL = ("ladder", "grid", "mrl", "adaptive_layers")  # kinds of several fixed sizes
+ALONE = ("full", "one")  # kinds of one fixed size
+FIXED = (*SEVERAL, *ALONE)
+DRAWN = ("two_d", "two_d_listed", "two_d_all_widths")  # kinds that draw sizes at each step
+
+
+def at_full_depth(ladder: Ladder) -> tuple[Size, ...]:
+    """All widths of the ladder at the last layer (1-D Matryoshka)."""
+    return tuple(Size(ladder.full.layers, size.dim) for size in ladder)
+
+
+def at_full_width(ladder: Ladder) -> tuple[Size, ...]:
+    """All depths of the ladder at full width."""
+    return tuple(Size(size.layers, ladder.full.dim) for size in ladder)
+
+
+def around(ladder: Ladder, *, layers: int, inner: int, outer: int) -> tuple[Size, ...]:
+    """2DMSE's four sizes of a drawn depth n: (n, inner), (n, D), (N, outer) and (N, D) (Starbucks §3.1, eq. 3)."""
+    full = ladder.full
+    return Size(layers, inner), Size(layers, full.dim), Size(full.layers, outer), full
+
+
+def at_two_depths(ladder: Ladder, *, layers: int) -> tuple[Size, ...]:
+    """All widths of the ladder at a drawn depth, and all of them at the last layer."""
+    return (*(Size(layers, size.dim) for size in ladder), *at_full_depth(ladder))
+
+
+_FIXED: Mapping[str, Callable[[Ladder], Iterable[Size]]] = {
+    "ladder": lambda ladder: ladder,  # Starbucks §3.1, eq. 4
+    "grid": lambda ladder: ladder.grid,  # every depth with every width
+    "full": lambda ladder: (ladder.full,),
+    "mrl": at_full_depth,
+    "adaptive_layers": at_full_width,
+}
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """The sizes of a step. `one`: the size that is trained on its own, for the kind "one"."""
+
+    kind: str
+    ladder: Ladder
+    one: Size | None = None
+
+    @property
+    def drawn(self) -> bool:
+        """Whether each step draws its sizes, so that `fixed` has none to name."""
+        return self.kind in DRAWN
+
+    @property
+    def fixed(self) -> tuple[Size, ...]:
+        """The sizes of every step, the largest last. A size may come twice in a ladder of one layer."""
+        assert not self.drawn, self.kind
+        if self.kind == "one":
+            assert self.one is not None
+            return (self.one,)
+        return tuple(_FIXED[self.kind](self.ladder))
+
+    @property
+    def planned(self) -> tuple[Size, ...]:
+        """The sizes to plan a step with: the fixed ones, or those of the mean draw."""
+        ladder, full = self.ladder, self.ladder.full
+        if not self.drawn:
+            return self.fixed
+        if self.kind == "two_d_all_widths":
+            below = [size.layers for size in ladder][:-1]
+            return at_two_depths(ladder, layers=round(sum(below) / len(below)))
+        dim = max(1, full.dim // 2)
+        if self.kind == "two_d_listed":
+            dim = round(sum(size.dim for size in ladder) / len(ladder))
+        return around(ladder, layers=max(1, full.layers // 2), inner=dim, outer=dim)
+
+    @property
+    def shown(self) -> tuple[Size, ...]:
+        """The sizes with a line of their own in charts, smallest first: the ladder's, and those of every step."""
+        if self.kind == "two_d_all_widths":
+            of_every_step = at_full_depth(self.ladder)
+        else:
+            of_every_step = () if self.drawn else self.fixed
+        return tuple(sorted({*self.ladder, *of_every_step}))
