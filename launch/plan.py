@@ -36,6 +36,7 @@ from launch.scaling import (
 from trainer.config.load import load_recipe, parse_json
 from trainer.config.schema import Recipe
 from trainer.costs.counts import Shape
+from trainer.costs.objective_costs import costs_of
 
 FINEWEB_TOKENS = {"10BT": 10e9, "100BT": 100e9}
 # Beyond these nothing that could exist is meant, and the formulas leave the numbers that a computer has.
@@ -272,7 +273,7 @@ _COLUMNS = "nodes  GPUs   batch  ZeRO  micro × accumulation   step s    MFU  li
 
 
 def _text(recipe: Recipe, args: argparse.Namespace, rows: Sequence[Row]) -> str:
-    pretrains = recipe.objective.name == "masked"
+    pretrains = costs_of(recipe).pretrains
     spans = "".join(f"  days {name:>5}" for name in FINEWEB_TOKENS) if pretrains else "  tokens/s"
     lines = [f"{args.recipe} on {args.gpu}, {args.gpus_per_node} a node, {args.interconnect}: predicted, not measured"]
     lines += ["", _COLUMNS + spans]

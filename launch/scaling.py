@@ -1,5 +1,8 @@
 """What a step of a recipe costs on hardware that is not here: operations, memory, bytes sent and time, from counts.
 
+This is the hardware's side: GPUs, links, ZeRO's states, collectives and the step. The objective's own share of the
+costs comes from trainer/costs/objective_costs.py.
+
 Nothing is fitted. Operations, stored activations, states and bytes sent follow from the model's shape and from what
 trainer/ and DeepSpeed do, which tests/launch/test_plan.py compares with measurements; speeds are the makers' data
 sheets times three stated shares (`Assumptions`). docs/scaling.md derives the formulas, with references, and says what
@@ -16,10 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.config.schema import Recipe
-from trainer.costs.counts import FORWARD_AND_BACKWARD, Shape, Texts, encoder_flops, masked_flops
+from trainer.costs.counts import Shape, Texts
+from trainer.costs.objective_costs import costs_of
+from trainer.costs.parameters import encoder_parameters
 
 STAGES = (0, 1, 2, 3)
-MIB, GIB = 2**20, 2**30
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -118,19 +123,6 @@ PERSISTENT_ELEMENTS = 100_000  # stage 3 leaves smaller parameters whole (stage3
 # --- the model ---------------------------------------------------------------------------------------------------
 
 
-def parameter_sizes(shape: Shape, *, positions: int, masked: bool, decoder: bool) -> list[int]:
-    """Elements of every parameter of a BERT; of its MLM head and the decoder where pre-training has them."""
-    hidden, inner = shape.hidden, shape.inner
-    norm = [hidden, hidden]
-    layer = 4 * [hidden**2, hidden] + norm + [hidden * inner, inner, inner * hidden, hidden] + norm
-    sizes = [shape.vocabulary * hidden, positions * hidden, 2 * hidden, *norm] + shape.layers * layer
-    if masked:
-        sizes += [hidden**2, hidden, *norm, shape.vocabulary]
-    if decoder:
-        sizes += layer
-    return sizes
-
-
 @dataclass(frozen=True)
 class FrozenGuide:
     """A guide (trainer/objectives/guide.py): whole on every rank at any stage, one forward pass of all texts a step."""
@@ -142,7 +134,7 @@ class FrozenGuide:
     def of(cls, shape: Shape, *, positions: int = 512) -> FrozenGuide:
         if not shape.layers:  # a table stays in float32
             return cls(shape, 4.0 * shape.vocabulary * shape.hidden)
-        return cls(shape, 2.0 * sum(parameter_sizes(shape, positions=positions, masked=False, decoder=False)))
+        return cls(shape, 2.0 * sum(encoder_parameters(shape, positions=positions)))
 
 
 @dataclass(frozen=True)
@@ -159,14 +151,12 @@ class Model:
     def of(cls, recipe: Recipe, shape: Shape, *, positions: int = 512, guide: FrozenGuide | None = None) -> Model:
         if recipe.single_size is not None:
             shape = dataclasses.replace(shape, layers=recipe.single_size.layers)
-        masked = recipe.objective.name == "masked"
-        decoder = masked and recipe.objective.decoder
-        sizes = parameter_sizes(shape, positions=positions, masked=masked, decoder=decoder)
+        sizes = encoder_parameters(shape, positions=positions) + costs_of(recipe).own_parameters(shape)
         total = trained = sum(sizes)
         hidden, inner = shape.hidden, shape.inner
         if frozen := recipe.model.frozen_layers:
             kept = dataclasses.replace(shape, layers=frozen)
-            trained -= sum(parameter_sizes(kept, positions=positions, masked=False, decoder=False))
+            trained -= sum(encoder_parameters(kept, positions=positions))
         if rank := recipe.adapter_rank:  # on all linear layers of a block; fewer where lora_targets says so
             layers = shape.layers - recipe.model.frozen_layers
             trained = layers * rank * (4 * 2 * hidden + 2 * (hidden + inner))
@@ -199,111 +189,6 @@ def texts_of(recipe: Recipe, samples: float, lengths: Lengths) -> Texts:
         return alike(samples * (2 if recipe.pairs == "spans" else 1), lengths.document)
     passages = samples * (1 + recipe.data.num_negatives)
     return alike(samples, lengths.query) + alike(passages, lengths.passage)
-
-
-# --- operations --------------------------------------------------------------------------------------------------
-
-
-def masked_rows(recipe: Recipe, texts: Texts) -> tuple[float, float]:
-    """Predicted positions of the encoder and of the decoder."""
-    objective = recipe.objective
-    decoder = objective.decoder_mask_ratio * texts.tokens if objective.decoder else 0.0
-    if recipe.decodes_enhanced:
-        decoder = texts.tokens - 2 * texts.count  # all but the special tokens
-    return objective.encoder_mask_ratio * texts.tokens, decoder
-
-
-def model_flops(recipe: Recipe, shape: Shape, texts: Texts) -> float:
-    """As metrics.jsonl's mfu counts them: the mathematics of a step, forward and backward."""
-    if recipe.objective.name != "masked":
-        return FORWARD_AND_BACKWARD * encoder_flops(shape, texts)
-    encoder_rows, decoder_rows = masked_rows(recipe, texts)
-    forward = masked_flops(
-        shape,
-        texts,
-        encoder_rows=encoder_rows,
-        decoder_rows=decoder_rows,
-        sizes=recipe.step_sizes.planned,
-        enhanced=recipe.decodes_enhanced,
-    )
-    return FORWARD_AND_BACKWARD * forward
-
-
-def encoder_passes(recipe: Recipe) -> float:
-    """In forward passes: the backward pass is two; caching embeds once more, checkpointing computes once more."""
-    cached = recipe.pairs != "none" or (recipe.compares_texts and recipe.objective.backward == "grad_cache")
-    return FORWARD_AND_BACKWARD + cached + recipe.train.activation_checkpointing
-
-
-def computed_flops(recipe: Recipe, shape: Shape, texts: Texts, *, all_passages: float) -> float:
-    """Products that a rank computes, for its texts: the model's, less what is skipped, plus what is repeated.
-
-    all_passages: of the global batch, which a contrastive loss scores this rank's queries with.
-    """
-    passes, hidden = encoder_passes(recipe), shape.hidden
-    last_feed_forward = 4 * hidden * shape.inner  # a token
-    if recipe.objective.name == "masked":
-        encoder_rows, decoder_rows = masked_rows(recipe, texts)
-        skipped = texts.tokens - encoder_rows - texts.count
-        total = model_flops(recipe, shape, texts) + (passes - FORWARD_AND_BACKWARD) * encoder_flops(shape, texts)
-        # The decoder computes its feed-forward's first product again in backward.
-        total += 2 * hidden * shape.inner * decoder_rows * len(recipe.step_sizes.planned)
-        if recipe.decodes_enhanced:  # and attention
-            total += len(recipe.step_sizes.planned) * decoder_rows * 4 * hidden * texts.tokens / texts.count
-        return total - passes * last_feed_forward * skipped
-    total = passes * encoder_flops(shape, texts)
-    if recipe.model.pooling == "cls":
-        total -= passes * last_feed_forward * (texts.tokens - texts.count)
-    return total + _loss_flops(recipe, texts, all_passages)
-
-
-def _loss_flops(recipe: Recipe, texts: Texts, all_passages: float) -> float:
-    """Scores, and the gradients of queries and passages, at every size; scores again where a row does not fit."""
-    if recipe.objective.name == "distill":  # similarities of a rank's texts to all; none where none are compared
-        widths = sum(size.dim for size in recipe.step_sizes.planned)
-        return 3 * 2 * texts.count * all_passages * widths
-    if recipe.objective.loss == "cosent":
-        return 0.0
-    queries, once = _loss_queries(recipe, texts, all_passages)
-    return (3 if once else 4) * 2 * queries * all_passages * sum(size.dim for size in recipe.step_sizes.planned)
-
-
-def _loss_queries(recipe: Recipe, texts: Texts, all_passages: float) -> tuple[float, bool]:
-    """A rank's queries, and whether their scores are made once: where a row fits."""
-    queries = texts.count / (2 + recipe.data.num_negatives)
-    return queries, 4 * 2 * min(128, queries) * all_passages <= recipe.train.score_memory_mib * MIB
-
-
-def guide_flops(recipe: Recipe, guide: FrozenGuide, texts: Texts, *, all_passages: float) -> float:
-    """Its forward pass, and its scores as often as the loss makes the student's."""
-    total = encoder_flops(guide.shape, texts)
-    if recipe.objective.name == "contrastive":
-        queries, once = _loss_queries(recipe, texts, all_passages)
-        total += (1 if once else 2) * 2 * queries * all_passages * guide.shape.hidden
-    return total
-
-
-def moved_bytes(recipe: Recipe, model: Model, texts: Texts, *, stage: int, ranks: int, micro_batches: float) -> float:
-    """Through the GPU's memory, by all that is no matrix product: elementwise kernels, softmax, optimizer.
-
-    A layer's unfused forward reads and writes, a token: dropout 2h, residual 3h, norm 2h, each twice, and the
-    activation 2i; its backward twice as much (docs/scaling.md).
-    """
-    shape, width = model.shape, 2.0
-    total = _forward_bytes(shape, texts, width) * encoder_passes(recipe)
-    if model.guide is not None:
-        total += _forward_bytes(model.guide.shape, texts, width)
-    if recipe.objective.name == "masked":
-        rows = sum(masked_rows(recipe, texts)) * len(recipe.step_sizes.planned)
-        total += 2 * width * rows * shape.vocabulary  # softmax over logits, read and written
-        total += FORWARD_AND_BACKWARD * width * rows * (14 * shape.hidden + 2 * shape.inner) / 2
-    share = model.trained / (ranks if stage else 1)
-    accumulation = (10 if stage == 1 else 12) * model.trained * micro_batches
-    return total + accumulation + 30 * share  # Adam: weight, two moments, gradient, new weights
-
-
-def _forward_bytes(shape: Shape, texts: Texts, width: float) -> float:
-    return shape.layers * texts.tokens * (14 * shape.hidden + 2 * shape.inner) * width
 
 
 # --- memory ------------------------------------------------------------------------------------------------------
@@ -341,82 +226,29 @@ def resting_bytes(model: Model, stage: int, ranks: int, *, kept: Stage | None = 
     return weights + model.trained * (own + divided / ranks) + bucket
 
 
-def activation_bytes(recipe: Recipe, shape: Shape, texts: Texts, *, width: float = 2.0, drops: bool = True) -> float:
-    """Kept for backward by one micro-batch with a fused or packed attention (no matrix of scores).
-
-    A layer keeps, a token: its input, q, k, v, the attention's output, both norms' inputs, the first one's output, and
-    the feed-forward's two wide states: 8h + 2i elements (Korthikanti et al. 2022, table 2, without recomputable
-    scores), and two dropout masks of h bytes. Before and after the layers 2h more.
-    """
-    hidden, inner = shape.hidden, shape.inner
-    masks = 2 * hidden if drops else 0
-    layer = (8 * hidden + 2 * inner) * width + masks
-    if recipe.train.activation_checkpointing:
-        total = texts.tokens * (shape.layers * hidden * width + layer)
-    else:
-        read = texts.tokens
-        if recipe.objective.name == "masked":
-            read = masked_rows(recipe, texts)[0] + texts.count
-        elif recipe.model.pooling == "cls":
-            read = texts.count
-        total = texts.tokens * shape.layers * layer - (texts.tokens - read) * (2 * inner + hidden) * width
-    total += 2 * texts.tokens * hidden * width
-    if recipe.objective.name == "masked":
-        encoder_rows, decoder_rows = masked_rows(recipe, texts)
-        sizes = recipe.step_sizes.planned
-        widths = sum(size.dim for size in sizes)
-        total += encoder_rows * width * (widths + 4 * len(sizes) * hidden)  # head: input, product, gelu, norm; gradient
-        if decoder_rows:
-            total += texts.tokens * width * 3 * hidden  # embeddings, keys, values
-            total += decoder_rows * width * len(sizes) * 10 * hidden  # merged; norms; feed-forward's ends; head
-        if recipe.decodes_enhanced:
-            total += decoder_rows * width * len(sizes) * hidden  # queries
-            total += texts.pairs * (1 + width)  # what each position sees, as flags and added to scores
-    return total
-
-
-def loss_bytes(recipe: Recipe, shape: Shape, texts: Texts, *, all_passages: float) -> float:
-    """Whole on a rank while the loss is computed. texts: of the rank's whole share."""
-    if recipe.objective.name == "masked":
-        return 3 * recipe.train.logits_memory_mib * MIB
-    floats = sum(size.dim for size in recipe.step_sizes.planned)
-    return 8 * floats * (texts.count + all_passages) + recipe.train.score_memory_mib * MIB
-
-
 def memory_of(
     recipe: Recipe, model: Model, *, stage: int, ranks: int, share: Texts, micro: Texts, assumed: Assumptions
 ) -> Memory:
     """share: the rank's texts of a step; micro: of its largest micro-batch."""
-    kept = STAGE_CONFIGS[stage]
-    passages = _passages(recipe, share) * ranks
-    table = 4.0 * model.shape.vocabulary * model.shape.hidden if recipe.objective.name == "masked" else 0.0
+    kept, costs = STAGE_CONFIGS[stage], costs_of(recipe)
+    vectors = costs.vectors(share) * ranks
     # Under autocast, at stage 0, norms and residuals stay in float32 and weights have copies in bf16.
     autocast = stage == 0
     states = state_bytes(model, stage, ranks) + (2.0 * model.parameters if autocast else 0.0)
-    loss = loss_bytes(recipe, model.shape, share, all_passages=passages)
+    loss = costs.loss_bytes(share, vectors=vectors)
     if model.guide is not None:
         # Its activations are gone before the student's are kept.
         states += model.guide.bytes
-        loss += 4.0 * model.guide.shape.hidden * (share.count + passages)
+        loss += 4.0 * model.guide.shape.hidden * (share.count + vectors)
     return Memory(
         states=states,
-        buckets=kept.bucket * BUCKET_ELEMENTS + table,
-        activations=activation_bytes(recipe, model.shape, micro, width=3.0 if autocast else 2.0)
+        buckets=kept.bucket * BUCKET_ELEMENTS + costs.table_gradient_bytes(model.shape),
+        activations=costs.activation_bytes(model.shape, micro, width=3.0 if autocast else 2.0)
         # Gradients alive inside the layer that is sent back.
         + 2.0 * micro.tokens * (2 * model.shape.inner + 4 * model.shape.hidden),
         loss=loss,
         context=assumed.context_bytes,
     )
-
-
-def _passages(recipe: Recipe, texts: Texts) -> float:
-    """Vectors that every rank gathers: passages, or in distillation all texts, where a term needs them."""
-    if recipe.objective.name == "masked":
-        return 0.0
-    if recipe.objective.name == "distill":
-        return texts.count if recipe.teacher.gathers else 0.0
-    each = 1 + recipe.data.num_negatives
-    return texts.count * each / (1 + each)
 
 
 # --- communication -----------------------------------------------------------------------------------------------
@@ -436,15 +268,18 @@ class Collective:
 
 
 def collectives(
-    recipe: Recipe, model: Model, *, stage: int, micro_batches: float, passages: float, kept: Stage | None = None
+    recipe: Recipe, model: Model, *, stage: int, micro_batches: float, vectors: float, kept: Stage | None = None
 ) -> list[Collective]:
-    """What a step calls. passages: of the global batch. kept: in place of the shipped configuration of the stage.
+    """What a step calls.
+
+    vectors: of the global batch, with which a rank's own are compared. kept: in place of the shipped configuration of
+    the stage.
 
     DeepSpeed's stages 1 and 2 reduce gradients by all-reduce, of which each rank keeps its part. Stages 2 and 3 with
     bf16 weights reduce at every micro-batch. Stage 3 gathers the divided weights once a forward and keeps them for its
     backward; with gradient caching, whose first pass has no backward, three times a micro-batch.
     """
-    kept = kept or STAGE_CONFIGS[stage]
+    kept, costs = kept or STAGE_CONFIGS[stage], costs_of(recipe)
     times = micro_batches if kept.reduces_each_micro_batch else 1.0
     kind = "reduce_scatter" if stage == 3 else "all_reduce"
     buckets = max(1.0, model.trained / BUCKET_ELEMENTS)
@@ -452,19 +287,16 @@ def collectives(
     if stage in (1, 2):
         found.append(Collective("all_gather", kept.sent_weights * model.trained, 2))
     if stage == 3:
-        cached = recipe.compares_texts and recipe.objective.backward == "grad_cache"
-        gathers = micro_batches * (3 if cached else 1)
+        gathers = micro_batches * (3 if costs.caches else 1)
         # Parameters one by one, about a matrix a call.
         found.append(
             Collective("all_gather", gathers * kept.sent_weights * model.divided, gathers * model.shape.layers)
         )
         found.append(Collective("all_gather", kept.sent_weights * (model.trained - model.divided)))
-    distills = recipe.objective.name == "distill" and passages > 0
-    if distills or (recipe.objective.name == "contrastive" and recipe.objective.loss == "infonce"):
-        whole = 4.0 * passages * sum(size.dim for size in recipe.step_sizes.planned)
-        found += [Collective("all_gather", whole), Collective("reduce_scatter", whole)]
+    if gathered := costs.gathered_bytes(vectors):
+        found += [Collective("all_gather", gathered), Collective("reduce_scatter", gathered)]
         if model.guide is not None:
-            found.append(Collective("all_gather", 4.0 * passages * model.guide.shape.hidden))
+            found.append(Collective("all_gather", 4.0 * vectors * model.guide.shape.hidden))
     return found
 
 
@@ -512,6 +344,15 @@ class Prediction:
         return tokens / self.tokens_per_second / 86400
 
 
+def moved_bytes(recipe: Recipe, model: Model, texts: Texts, *, stage: int, ranks: int, micro_batches: float) -> float:
+    """Through the GPU's memory, by all that is no matrix product: objective, sums of gradients, optimizer."""
+    guide = model.guide.shape if model.guide is not None else None
+    total = costs_of(recipe).moved_bytes(model.shape, texts, guide=guide)
+    share = model.trained / (ranks if stage else 1)
+    accumulation = (10 if stage == 1 else 12) * model.trained * micro_batches
+    return total + accumulation + 30 * share  # Adam: weight, two moments, gradient, new weights
+
+
 def predict(
     recipe: Recipe,
     model: Model,
@@ -528,17 +369,16 @@ def predict(
     whole = texts_of(recipe, batch, lengths)
     # The fullest rank, for which the others wait.
     share = texts_of(recipe, math.ceil(batch / ranks), lengths)
-    data, alike = recipe.data, recipe.reads_documents or recipe.objective.name == "masked"
-    longest = data.max_length if alike else max(data.query_max_length, data.passage_max_length)
-    cut = not recipe.compares_texts or recipe.objective.backward == "grad_cache"
-    micro_batches = max(1, math.ceil(share.tokens / (micro_batch_size * longest))) if cut else 1
-    part = min(1.0, micro_batch_size * longest / share.tokens) if cut else 1.0
+    costs = costs_of(recipe)
+    budget = micro_batch_size * costs.longest_text
+    micro_batches = max(1, math.ceil(share.tokens / budget)) if costs.cuts else 1
+    part = min(1.0, budget / share.tokens) if costs.cuts else 1.0
     micro = Texts(share.count * part, share.tokens * part, share.pairs * part)
-    all_passages = _passages(recipe, whole)
-    products = computed_flops(recipe, model.shape, share, all_passages=all_passages)
-    passes = encoder_passes(recipe) * model.shape.layers
+    vectors = costs.vectors(whole)
+    products = costs.computed_flops(model.shape, share, vectors=vectors)
+    passes = costs.encoder_passes * model.shape.layers
     if model.guide is not None:
-        products += guide_flops(recipe, model.guide, share, all_passages=all_passages)
+        products += costs.guide_flops(model.guide.shape, share, vectors=vectors)
         passes += model.guide.shape.layers
     moved = moved_bytes(recipe, model, share, stage=stage, ranks=ranks, micro_batches=micro_batches)
     busy = products / (gpu.peak_flops * assumed.matrix_share)
@@ -546,7 +386,7 @@ def predict(
     # About 20 kernels a layer and pass in eager mode: small micro-batches wait for the host.
     host = micro_batches * passes * 20 * assumed.launch_seconds
     compute = max(busy, host)
-    calls = collectives(recipe, model, stage=stage, micro_batches=micro_batches, passages=all_passages)
+    calls = collectives(recipe, model, stage=stage, micro_batches=micro_batches, vectors=vectors)
     communication = sum(collective_seconds(each, cluster, assumed) for each in calls)
     seconds = compute + communication
     memory = memory_of(recipe, model, stage=stage, ranks=ranks, share=share, micro=micro, assumed=assumed)
@@ -563,7 +403,7 @@ def predict(
         compute_seconds=compute,
         communication_seconds=communication,
         step_seconds=seconds,
-        mfu=model_flops(recipe, model.shape, whole) / (seconds * ranks * gpu.peak_flops),
+        mfu=costs.model_flops(model.shape, whole) / (seconds * ranks * gpu.peak_flops),
         tokens_per_second=whole.tokens / seconds,
     )
 

@@ -19,11 +19,13 @@ ALLOWED = {
     # Where a transformer lies in its folder, for its weights as for its tokenizer.
     "models": {"models", "data.model_folders", GROUND},
     "trainer": {"data", "models", "trainer"},
-    # All torch-free; the counts, so that a plan and a run's metrics cannot disagree about operations.
+    # All torch-free; the costs, so that a plan and a run's metrics cannot disagree about operations.
     "launch": {
         "launch",
         "trainer.config",
         "trainer.costs.counts",
+        "trainer.costs.objective_costs",
+        "trainer.costs.parameters",
         "trainer.resilience.run_lock",
         "models.sizes",
         "data.minilm",

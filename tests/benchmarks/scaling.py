@@ -70,7 +70,7 @@ def predicted_bytes(case: dict[str, Any], ranks: int, vocabulary: int) -> float:
     config = case["name"].partition("-")[2]
     kept = scaling.ZERO1_FLOAT32 if config == "zero1_float32" else None
     model = Model.of(recipe, Shape(HIDDEN, INNER, LAYERS, vocabulary), positions=POSITIONS)
-    counts = {"micro_batches": case["micro_batches"], "passages": case["passages"]}
+    counts = {"micro_batches": case["micro_batches"], "vectors": case["passages"]}
     planned = scaling.collectives(recipe, model, stage=CONFIGS[config], kept=kept, **counts)
     with_gloo = (dataclasses.replace(each, kind=each.kind.replace("reduce_scatter", "all_reduce")) for each in planned)
     return sum(each.sent(ranks) for each in with_gloo)

@@ -29,6 +29,7 @@ from trainer import build
 from trainer.config.load import load_recipe
 from trainer.config.schema import Recipe
 from trainer.costs.counts import Shape
+from trainer.costs.objective_costs import costs_of
 from trainer.distributed import World
 from trainer.replay import PlainEngine
 
@@ -92,17 +93,18 @@ def test_products_are_those_computed(
     passages = len(getattr(batch, "passages", ()))
     shape = planned_model(recipe, sources[0].vocabulary.size).shape
     computed, padding = counter.get_total_flops(), report.padded_tokens / report.tokens - 1
-    predicted = scaling.computed_flops(recipe, shape, texts, all_passages=passages)
+    costs = costs_of(recipe)
+    predicted = costs.computed_flops(shape, texts, vectors=passages)
     if name == "guided":
         assert computed > 1.1 * predicted
         guide = plan.guide_of(recipe)
         assert guide is not None
-        predicted += scaling.guide_flops(recipe, guide, texts, all_passages=passages)
+        predicted += costs.guide_flops(guide.shape, texts, vectors=passages)
     ratio = computed / predicted
     print(f"{name} {changes}: computed ÷ predicted {ratio:.3f}, padding {padding:.1%}")
     assert 0.97 < ratio < 1.03 + padding
     # The metrics' count, by which MFU is predicted, is another: it counts no repetition, and nothing as skipped.
-    model_flops = scaling.model_flops(recipe, shape, texts)
+    model_flops = costs.model_flops(shape, texts)
     assert model_flops == pytest.approx(report.flops, rel=1e-6)
     if name != "enhanced" or changes:  # where the one makes up for the other, at this shape
         assert not 0.97 < computed / model_flops < 1.03 + padding
@@ -176,9 +178,9 @@ def test_stored_activations_are_as_counted(name: str, drops: bool, document_shar
     stored = sum(each.untyped_storage().nbytes() for each in kept.values())
     shape = planned_model(recipe, sources[0].vocabulary.size).shape
     counted = Texts(texts, texts * length, texts * length**2)
-    predicted = scaling.activation_bytes(recipe, shape, counted, width=4.0, drops=drops)
-    if name == "masked":
-        predicted += 4 * shape.vocabulary * shape.hidden  # the gradient of the table, counted among the buckets
+    costs = costs_of(recipe)
+    predicted = costs.activation_bytes(shape, counted, width=4.0, drops=drops)
+    predicted += costs.table_gradient_bytes(shape)  # counted among the buckets
     heads = WIDER["num_attention_heads"]
     on_cpu = 4 * shape.layers * heads * texts * length**2
     on_cpu += 2 * 3 * shape.layers * texts * length * shape.hidden if drops else 0
@@ -187,7 +189,7 @@ def test_stored_activations_are_as_counted(name: str, drops: bool, document_shar
     assert stored > 0.95 * predicted
     # Negative control: half the layers' memory is noticed.
     fewer = dataclasses.replace(shape, layers=2)
-    assert stored > 1.2 * scaling.activation_bytes(recipe, fewer, counted, width=4.0, drops=drops)
+    assert stored > 1.2 * costs.activation_bytes(fewer, counted, width=4.0, drops=drops)
 
 
 CONFIGS = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "zero1_float32": 1}
@@ -233,7 +235,7 @@ def traffic(request: pytest.FixtureRequest, launched: dict[str, Any]) -> dict[st
 def planned_collectives(case: dict[str, Any], config: str) -> list[Collective]:
     recipe = recipe_of(case["values"])
     kept = scaling.ZERO1_FLOAT32 if config == "zero1_float32" else None
-    counts = {"micro_batches": case["micro_batches"], "passages": case["passages"]}
+    counts = {"micro_batches": case["micro_batches"], "vectors": case["passages"]}
     return scaling.collectives(recipe, planned_model(recipe, 2000), stage=CONFIGS[config], kept=kept, **counts)
 
 
