@@ -37,6 +37,17 @@ class Recipe(Sections):
         return self.kind.reads_documents(self)
 
     @property
+    def longest_text(self) -> int:
+        """Tokens at which the longest texts that it reads are cut: documents, else queries or passages."""
+        data = self.data
+        return data.max_length if self.reads_documents else max(data.query_max_length, data.passage_max_length)
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens of a micro-batch, padding counted."""
+        return self.train.micro_batch_size * self.longest_text
+
+    @property
     def is_static(self) -> bool:
         """Whether a token table is trained from scratch. One that is read from a folder shows only when it is read."""
         return self.model.config.get("model_type") == "static"

@@ -106,7 +106,7 @@ def distillation(
         schedule,
         shape,
         teaching,
-        token_budget=recipe.train.micro_batch_size * recipe.data.max_length,
+        token_budget=recipe.token_budget,
         packed=packed,
         pad_id=pad_id,
         cached=recipe.objective.backward == "grad_cache",

@@ -155,14 +155,12 @@ def load_frozen(
     size = settings.sizes.full if settings and settings.ladder else Size(encoder.num_layers, encoder.embedding_size)
     if not encoder.is_static:
         truncate_layers(encoder.backbone, size.layers)
-    data = recipe.data
     if settings is None:
         settings = EmbeddingSettings(query_max_length=2**31, passage_max_length=2**31)
     else:
         _say_if_prompts_differ(recipe, settings, section)
     positions = longest_input(encoder.backbone) or getattr(encoder.config, "max_position_embeddings", None) or 2**31
-    used = data.max_length if recipe.reads_documents else max(data.query_max_length, data.passage_max_length)
-    longest = min(used, max(settings.query_max_length, settings.passage_max_length), positions)
+    longest = min(recipe.longest_text, max(settings.query_max_length, settings.passage_max_length), positions)
     return Guide(
         encoder,
         size,

@@ -299,3 +299,19 @@ def test_texts_are_written_as_they_are(tmp_path):
 def test_words_that_are_not_utf8_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="is not UTF-8"):
         load_recipe(write(tmp_path, "recipe.toml", MINIMAL), ["run.output=runs/\udcff"])
+
+
+@pytest.mark.parametrize(
+    ("objective", "longest"),
+    [
+        ({"name": "masked"}, 32),
+        ({"name": "masked", "pairs": "spans"}, 32),
+        ({"name": "masked", "pairs": "tuples"}, 24),
+        ({"name": "contrastive"}, 24),
+        ({"name": "distill"}, 32),
+    ],
+)
+def test_a_micro_batch_holds_so_many_of_the_longest_texts(objective: dict[str, str], longest: int) -> None:
+    data = {"shards": ["x"], "max_length": 32, "query_max_length": 24, "passage_max_length": 16}
+    recipe = build_recipe({"objective": objective, "data": data, "train": {"micro_batch_size": 5}})
+    assert (recipe.longest_text, recipe.token_budget) == (longest, 5 * longest)
