@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 from data.ground.options import LARGEST_SEED, count
 from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS
@@ -12,6 +13,7 @@ from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
 from trainer.evaluation.tasks.retrieval import DEFAULT_PASSAGES_PER_BLOCK, DEFAULT_TOP_K
 
 Command = Callable[[argparse.Namespace], int]
+SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
@@ -21,15 +23,20 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
 
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes
 
-    sizes = added.add_parser(
+    for name, add_options in _COMMANDS.items():
+        add_options(added).set_defaults(command=commands[name])
+    return parser
+
+
+def _sizes(added: SubParsers) -> argparse.ArgumentParser:
+    parser = added.add_parser(
         "sizes",
         help="score a model at many sizes, all from one pass over the texts",
         description="Score a model at many sizes, all from one pass over the texts, and print a table per task.",
     )
-    sizes.set_defaults(command=commands["sizes"])
-    add = sizes.add_argument
-    _model_options(sizes)
-    _task_options(sizes)
+    add = parser.add_argument
+    _model_options(parser)
+    _task_options(parser)
     add("--sts-subsets", type=Path, metavar="FILE", help="TSV of dataset, subset, first row, rows (with a header)")
     add(
         "--across-depths",
@@ -75,14 +82,16 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
         default="float32",
         help="of the encoder's matrix products (%(default)s)",
     )
+    return parser
 
-    score = added.add_parser(
+
+def _score(added: SubParsers) -> argparse.ArgumentParser:
+    parser = added.add_parser(
         "score",
         help="score a run file under trec_eval's names",
         description="Score a TREC run file; the numbers are trec_eval's.",
     )
-    score.set_defaults(command=commands["score"])
-    add = score.add_argument
+    add = parser.add_argument
     add("--qrels", required=True, type=Path, help="judgements: TREC's four columns, or BEIR's three with a header")
     add("--run", required=True, type=Path, help="a run in TREC's six columns")
     add(
@@ -97,42 +106,48 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     add("--baseline", type=Path, metavar="RUN", help="another run: p of the paired t-test and the difference, a metric")
     add("-q", "--per-query", action="store_true", help="print every query's values too")
     add("--json", type=Path, metavar="FILE", help="write the means, not rounded, as one flat JSON object")
+    return parser
 
-    compare = added.add_parser(
+
+def _compare(added: SubParsers) -> argparse.ArgumentParser:
+    parser = added.add_parser(
         "compare",
         help="test evaluations against another, size by size",
         description="Test the trained models of some `sizes` outputs against another's, size by size: paired t-test "
         "over queries, Fisher's z for STS. Marks: † significantly better, ‡ significantly worse (p < 0.05).",
     )
-    compare.set_defaults(command=commands["compare"])
-    add = compare.add_argument
+    add = parser.add_argument
     add("baseline", type=Path, metavar="BASELINE", help="the --output folder of `sizes`")
     add("others", type=Path, nargs="+", metavar="OTHER", help="more such folders, of the same tasks")
     add("--holm", action="store_true", help="correct for the number of comparisons in a task's table")
+    return parser
 
-    latency = added.add_parser(
+
+def _latency(added: SubParsers) -> argparse.ArgumentParser:
+    parser = added.add_parser(
         "latency",
         help="milliseconds a query, parameters and index bytes of each size",
         description="Time the encoding of one query at a time, with the encoder cut to each size's layers.",
     )
-    latency.set_defaults(command=commands["latency"])
-    _model_options(latency)
-    add = latency.add_argument
+    _model_options(parser)
+    add = parser.add_argument
     add("--sts", type=Path, metavar="FILE", help="whose sentences are the queries")
     add("--beir", type=Path, metavar="FOLDER", help="or whose queries")
     add("--split", default="test", help="which qrels of the BEIR folder (%(default)s)")
     add("--queries", type=count(), default=100, metavar="N", help="how many are timed (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    return parser
 
-    rerank = added.add_parser(
+
+def _rerank(added: SubParsers) -> argparse.ArgumentParser:
+    parser = added.add_parser(
         "rerank",
         help="search with a small size, rerank with a large: quality, latency, memory",
         description="Search with a small size and rerank the best documents with a large one, against each size "
         "searching alone: quality with significance against the large one alone, milliseconds a query, memory.",
     )
-    rerank.set_defaults(command=commands["rerank"])
-    _model_options(rerank)
-    add = rerank.add_argument
+    _model_options(parser)
+    add = parser.add_argument
     add("--beir", required=True, type=Path, metavar="FOLDER", help="a BEIR folder")
     add("--split", default="test", help="which of its qrels (%(default)s)")
     add("--shortlist", metavar="SIZE", help="the size that searches (the ladder's first)")
@@ -141,29 +156,33 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     add("--top-k", type=count(), default=DEFAULT_TOP_K, help="documents searched for (%(default)s)")
     add("--queries", type=count(), default=100, metavar="N", help="how many are timed (%(default)s)")
     add("--output", type=Path, metavar="FOLDER", help="write rerank.json, rerank.md and rerank.png here")
+    return parser
 
-    quantised = added.add_parser(
+
+def _quantised(added: SubParsers) -> argparse.ArgumentParser:
+    parser = added.add_parser(
         "quantised",
         help="what int8 and binary embeddings lose, size by size",
         description="Score every size in float32, int8 and one bit a dimension, with significance against float32; a "
         "static model with an int8 token table too.",
     )
-    quantised.set_defaults(command=commands["quantised"])
-    _model_options(quantised)
-    add = quantised.add_argument
-    _task_options(quantised)
+    _model_options(parser)
+    add = parser.add_argument
+    _task_options(parser)
     add("--top-k", type=count(), default=DEFAULT_TOP_K, help="documents searched for (%(default)s)")
     add("--rescored", type=count(), default=100, metavar="N", help="found by bits, scored in int8 (%(default)s)")
     add("--output", type=Path, metavar="FOLDER", help="write quantised.json, quantised.md and figures/ here")
+    return parser
 
-    transfer = added.add_parser(
+
+def _transfer(added: SubParsers) -> argparse.ArgumentParser:
+    parser = added.add_parser(
         "transfer",
         help="SentEval's classification tasks on frozen embeddings, at every size",
         description="Logistic regression on frozen embeddings: SentEval's transfer tasks, from its own files.",
     )
-    transfer.set_defaults(command=commands["transfer"])
-    _model_options(transfer)
-    add = transfer.add_argument
+    _model_options(parser)
+    add = parser.add_argument
     add("--data", required=True, type=Path, metavar="FOLDER", help="SentEval's data/downstream")
     add("--tasks", nargs="+", default=list(SENTEVAL_TASKS), metavar="TASK", help=f"some of {' '.join(SENTEVAL_TASKS)}")
     add("--random-init", action="store_true", help="score the same architecture with fresh weights too, as the control")
@@ -174,20 +193,34 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
         help="of the folds and of the fresh weights (%(default)s)",
     )
     add("--output", type=Path, metavar="FOLDER", help="write results.json, table.md and figures/ here")
+    return parser
 
-    foreign = added.add_parser(
+
+def _mteb(added: SubParsers) -> argparse.ArgumentParser:
+    parser = added.add_parser(
         "mteb",
         help="any task of the package mteb, NanoBEIR's among them (needs it, and its data sets)",
         description="Run tasks of the package mteb with the model at some sizes and print each task's main score.",
     )
-    foreign.set_defaults(command=commands["mteb"])
-    add = foreign.add_argument
+    add = parser.add_argument
     add("--model", required=True, help="a trained folder (Hugging Face files and barista.json)")
     add("--tasks", nargs="+", required=True, metavar="NAME", help="mteb's names: STS12 NanoSciFactRetrieval")
     add("--sizes", required=True, help="a list of sizes: demi,3x48")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the scores to this file")
     return parser
+
+
+_COMMANDS = {
+    "sizes": _sizes,
+    "score": _score,
+    "compare": _compare,
+    "latency": _latency,
+    "rerank": _rerank,
+    "quantised": _quantised,
+    "transfer": _transfer,
+    "mteb": _mteb,
+}
 
 
 def _task_options(parser: argparse.ArgumentParser) -> None:
