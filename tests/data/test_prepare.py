@@ -584,7 +584,7 @@ def test_workers_hand_on_sentences(monkeypatch: pytest.MonkeyPatch, error: Excep
     monkeypatch.setattr(workers, "write_unit", write_unit)
     monkeypatch.setattr(workers, "signal_at_parents_death", lambda *arguments, **options: None)
     connection = Collected("job")
-    workers._work(connection, os.getpid())  # type: ignore[arg-type]
+    workers.work(connection, os.getpid())  # type: ignore[arg-type]
     (message,) = connection.sent
     if said is None:
         assert isinstance(message, str) and "Traceback" in message

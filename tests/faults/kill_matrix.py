@@ -55,7 +55,7 @@ from tests.faults.tiny_run import (
     start,
     write_inputs,
 )
-from trainer.checkpoint import Checkpointer, _read_manifest, _write_manifest
+from trainer.checkpoint import Checkpointer, read_manifest, write_manifest
 
 MAX_STARTS = 8
 ENDING_SECONDS = 120.0
@@ -282,10 +282,10 @@ def _end_all(run: Path, *, within_seconds: float) -> int:
 def one_batch_back(run: Path) -> None:
     """Negative control: the newest checkpoint says that the stream stands a batch before where it stood."""
     newest = Checkpointer(run / "checkpoints", keep=1).complete()[0]
-    manifest = _read_manifest(newest)
+    manifest = read_manifest(newest)
     manifest.pop("sha256")
     manifest["state"]["stream"]["samples"] -= GLOBAL_BATCH_SIZE
-    _write_manifest(newest, manifest)
+    write_manifest(newest, manifest)
 
 
 def run_control(run: Path, inputs: Path, reference: Reference, *, stage: int) -> Trial:

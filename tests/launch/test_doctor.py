@@ -19,7 +19,7 @@ import pytest
 
 from launch import checks
 from launch.checks import BAD, OK, WARN, Finding
-from launch.doctor import _ranks_from_slurm, main
+from launch.doctor import main, ranks_from_slurm
 from tests import ROOT
 from tests.launch.hosts import Host, Unavailable, deepspeed_commands, made, run_on_all
 
@@ -104,7 +104,7 @@ def test_srun_without_a_launcher_gives_ranks(tasks: str, tmp_path: Path, monkeyp
     os.environ.update(SLURM_NTASKS=tasks, SLURM_PROCID="9", SLURM_LOCALID="1", SLURM_JOB_ID="123456")
     os.environ["SLURM_JOB_NODELIST"] = "n[3-4]"
     before = dict(os.environ)
-    _ranks_from_slurm()
+    ranks_from_slurm()
     given = {name: value for name, value in os.environ.items() if name not in before}
     ranks = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "n3", "MASTER_PORT": "13456"}
     assert given == (ranks if tasks == "16" else {})
