@@ -55,6 +55,7 @@ from tests.faults.tiny_run import (
     start,
     write_inputs,
 )
+from tests.run_folder import lines_of
 from trainer.checkpoint import Checkpointer, read_manifest, write_manifest
 
 MAX_STARTS = 8
@@ -117,7 +118,7 @@ def undisturbed(inputs: Path, folder: Path, stage: int) -> Reference:
     ended = time.time()
     if not (run / "DONE").exists():
         raise RuntimeError(f"the undisturbed run failed with code {code}; see {started.log}")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(run)
     pace = Pace(
         start=(run / "ds_config.json").stat().st_mtime - started.began,
         step=statistics.median(line["seconds"] for line in lines if "loss" in line),
