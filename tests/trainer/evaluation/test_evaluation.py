@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from data.ground.errors import ConfigError
 from models.encoder import EmbeddingSettings, Encoder, build_masked_lm, load_encoder
 from models.sizes import ModelError, Size
-from tests.trainer.support import write_beir
+from tests.beir import write_beir
 from trainer import evaluate
 from trainer.evaluation.encoding.encode import encode, encoder_forward, token_batches
 from trainer.evaluation.results.report import (

@@ -27,8 +27,9 @@ from data.ground.errors import ConfigError, DataError
 from models.encoder import EmbeddingSettings, base_of, build_masked_lm
 from models.sizes import Size
 from tests import ROOT
+from tests.beir import write_beir
 from tests.launcher import run_process
-from tests.trainer.support import LADDER, MODEL, float32_ds_config, recipe_values, write_beir
+from tests.trainer.support import LADDER, MODEL, float32_ds_config, recipe_values
 from trainer import study as command
 from trainer.build import build_model, open_shards
 from trainer.evaluation.results.raw import RawResults, RawTask, read_raw, write_raw

@@ -24,7 +24,7 @@ from data.tokens import load_tokenizer
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
-from tests.trainer.support import write_beir
+from tests.beir import write_beir
 from trainer import mine_negatives as command
 from trainer.evaluation.encoding.encode import encode, encoder_forward
 from trainer.mine_negatives import main
