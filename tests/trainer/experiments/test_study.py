@@ -359,7 +359,7 @@ def test_chosen_arms_bring_what_they_start_from(study_file: Path) -> None:
         ("methods.srl", {"settings": {"run.seed": 3}}, "decides itself"),
         ("methods.srl", {"settings": {"objective.nothing": 3}}, "unknown key objective.nothing"),
         ("methods.srl", {"settings": {"train.steps": "many"}}, "train.steps"),
-        ("methods.srl", {"recipe": "absent.toml"}, "absent.toml does not exist"),
+        ("methods.srl", {"recipe": "absent.toml"}, "absent.toml"),
         ("methods.srl", {"settings": {"objective.name": "masked"}}, "needs a recipe with"),
         (
             "methods",

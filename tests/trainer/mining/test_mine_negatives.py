@@ -366,7 +366,7 @@ def test_what_is_mined_trains(pairs: Path, model: Path, tiny_tokenizer_path: Pat
         (["--rerank", "1x16"], "no larger than"),
         (["--size", "2x16"], "outgrows"),
         (["--corpus", "absent.jsonl"], "absent.jsonl does not exist"),
-        (["--query-column", "absent"], "has no column 'absent'"),
+        (["--query-column", "absent"], "'absent'"),
         (["--model", "absent"], "has no barista.json"),
     ],
 )
