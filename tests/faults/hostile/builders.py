@@ -9,6 +9,7 @@ import gzip
 import http.server
 import json
 import os
+import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,6 @@ from tests.faults.hostile.case import Command
 from tests.faults.hostile.process import ROOT, Keeper, run_commands
 from tests.faults.hostile.rights import SmallDisk, mount_small_disk
 from tests.faults.hostile.verdict import Ended
-from trainer.distributed import free_port
 
 if TYPE_CHECKING:
     from tests.faults.hostile.assets import Assets
@@ -178,7 +178,9 @@ def ranks(command: Command, *others: Command, world_size: int = 2, one_host: boo
 
     one_host: they are local ranks 0, 1, …; otherwise every one is the only rank of a host.
     """
-    port = free_port()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     every = [command, *others]
     every += [every[-1]] * (world_size - len(every))
     started = []

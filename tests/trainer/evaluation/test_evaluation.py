@@ -668,6 +668,13 @@ def test_grid_and_lists_of_sizes(model_folder: Path, beir_folder: Path, tmp_path
     assert sizes("3x5, 1x8") == [[3, 5], [1, 8]]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there(model_folder: Path, beir_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sizes", "--model", str(model_folder), "--beir", str(beir_folder), "--device", "cuda"]
+    assert evaluate.main(words) == 2
+    assert "no GPU" in capsys.readouterr().err
+
+
 def test_mistakes_exit_with_2(
     model_folder: Path, beir_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -688,8 +695,6 @@ def test_mistakes_exit_with_2(
     assert "can take" in error(*beir, "--max-length", "65")
     assert "named 'docs'" in error(*beir[:2], str(beir_folder), "--device", "cpu")
     assert "config.json is missing" in error(*beir, model=tmp_path)
-    if not torch.cuda.is_available():
-        assert "no GPU" in error("--beir", str(beir_folder), "--device", "cuda")
     (tmp_path / "thesis.txt").write_text("mine")
     assert "holds something else (thesis.txt)" in error(*beir, "--output", str(tmp_path))
     assert evaluate.main(["score", "--qrels", str(tmp_path / "no"), "--run", str(tmp_path / "no")]) == 2
