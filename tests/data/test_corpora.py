@@ -169,7 +169,7 @@ def local_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         files = sorted(map(str, folder.glob("*.jsonl")))
         return load("json", data_files={"train": files}, split=split, streaming=True, cache_dir=str(folder / "cache"))
 
-    monkeypatch.setattr(rows_module, "_require_hub", lambda hint: None)
+    monkeypatch.setattr(rows_module, "require_hub", lambda hint: None)
     monkeypatch.setattr(datasets, "load_dataset", local)
 
 

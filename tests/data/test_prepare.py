@@ -259,7 +259,7 @@ def test_limit_and_hub_streams(
         files = {"train": [str(corpus / f"{number}.jsonl") for number in range(2)]}
         return load("json", data_files=files, split=split, streaming=True, cache_dir=str(tmp_path / "cache"))
 
-    monkeypatch.setattr(rows, "_require_hub", lambda hint: None)
+    monkeypatch.setattr(rows, "require_hub", lambda hint: None)
     monkeypatch.setattr(datasets, "load_dataset", local)
     assert documents(Path("someone"), tmp_path / "hub", tiny_tokenizer_path) == 0
     hub = ShardFolder(tmp_path / "hub")

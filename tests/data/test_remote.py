@@ -290,7 +290,7 @@ def test_a_full_disk_names_the_cache(folder, cache, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     source = ShardFolder(f"file://{folder}", cache=cache)
-    monkeypatch.setattr(remote._Transfer, "write", full)
+    monkeypatch.setattr(remote.Transfer, "write", full)
     with pytest.raises(DataError, match=r"No space left on device.*data\.cache_dir"):
         source.document(0)
     assert not list((cache.folder / "shards").iterdir())
@@ -342,13 +342,13 @@ def test_no_more_is_read_than_there_may_be(server, cache, monkeypatch, packed):
     name = source.manifest.shards[0].name
     server.faults[name] = [lambda content: content + bytes(2**24)] * 2
     largest = []
-    original = remote._Transfer.write
+    original = remote.Transfer.write
 
-    def write(self: remote._Transfer, content: bytes) -> None:
+    def write(self: remote.Transfer, content: bytes) -> None:
         original(self, content)
         largest.append(sum(path.stat().st_size for path in (cache.folder / "shards").iterdir()))
 
-    monkeypatch.setattr(remote._Transfer, "write", write)
+    monkeypatch.setattr(remote.Transfer, "write", write)
     with pytest.raises(BadShard, match=f"too long: more than {source.manifest.shards[0].bytes} bytes, fetched 2 times"):
         source.document(0)
     assert max(largest, default=0) <= source.manifest.shards[0].bytes

@@ -637,7 +637,7 @@ def test_a_lost_shard_is_mended_by_writing_its_unit_again(copy, texts, tiny_toke
 
 def write_all_units(folder: Path, texts: list[list[int]], tokenizer, *, after_event: Callable[[], None]) -> None:
     """What a prepare command does: skip what is finished, write the rest, assemble. Every durable act is an event."""
-    acts = {"fsync": os.fsync, "replace": Path.replace, "unlink": Path.unlink, "write": writing._HashedFile.write}
+    acts = {"fsync": os.fsync, "replace": Path.replace, "unlink": Path.unlink, "write": writing.HashedFile.write}
 
     def counted(act: Callable) -> Callable:
         def acting(*args, **kwargs):
@@ -651,7 +651,7 @@ def write_all_units(folder: Path, texts: list[list[int]], tokenizer, *, after_ev
         patch.setattr(os, "fsync", counted(acts["fsync"]))
         patch.setattr(Path, "replace", counted(acts["replace"]))
         patch.setattr(Path, "unlink", counted(acts["unlink"]))
-        patch.setattr(writing._HashedFile, "write", counted(acts["write"]))
+        patch.setattr(writing.HashedFile, "write", counted(acts["write"]))
         for unit in range(3):
             settings = {"rows": [unit * 60, unit * 60 + 60]}
             if finished_unit(folder, unit, settings=settings):
