@@ -90,7 +90,7 @@ def fetch_into(file: BinaryIO, address: str, *, limit: int) -> None:
         file.seek(0)
         file.truncate()
         try:
-            _download(address, _Transfer(file, limit))
+            _download(address, Transfer(file, limit))
         except FileNotFoundError:
             raise
         except _TooLong as error:
@@ -202,7 +202,7 @@ class Cache:
                 wrong = ""
                 try:
                     with temporary.open("wb") as arriving:
-                        _download(address, _Transfer(arriving, size))
+                        _download(address, Transfer(arriving, size))
                 except FileNotFoundError as error:
                     raise BadShard(f"shard {shown} is missing; restore the file or make the shards again") from error
                 except _TooLong:
@@ -399,7 +399,7 @@ class _Stalled(Exception):
     """Too few bytes came."""
 
 
-class _Transfer:
+class Transfer:
     """Where bytes arrive: no more than `limit`, and not too slowly."""
 
     def __init__(self, file: BinaryIO, limit: int) -> None:
@@ -421,7 +421,7 @@ class _Transfer:
             self._since, self._lately = time.monotonic(), 0
 
 
-def _download(address: str, transfer: _Transfer) -> None:
+def _download(address: str, transfer: Transfer) -> None:
     """Hand a file's bytes to `transfer` as they come. FileNotFoundError where there is none."""
     system, path = _open_system(address)
     protocol = address.partition("://")[0]
@@ -435,7 +435,7 @@ def _download(address: str, transfer: _Transfer) -> None:
             transfer.write(content)
 
 
-async def _over_http(system: Any, address: str, transfer: _Transfer) -> None:
+async def _over_http(system: Any, address: str, transfer: Transfer) -> None:
     """By hand, since fsspec reads whatever comes, for as long as it comes."""
     import aiohttp
 

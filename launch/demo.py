@@ -109,9 +109,9 @@ def run(*, quick: bool, from_scratch: bool) -> int:
     _stage(f"{stages - 1}/{stages} export every size")
     results = EVALUATION / "results.json"
     _call([*PYTHON, "trainer.export", "--model", model, "--output", OUTPUT / "export", "--results", results])
-    summary = _summary(seconds=time.monotonic() - begin)
+    summary = summarise(seconds=time.monotonic() - begin)
     (OUTPUT / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    table = _table(summary)
+    table = table_of(summary)
     (OUTPUT / "table.md").write_text(table, encoding="utf-8")
     print(f"\n{table}\nfigures in {EVALUATION / 'figures'}, curves: tensorboard --logdir {OUTPUT}", flush=True)
     _stage(f"{stages}/{stages} answer a question with the largest size, loaded by sentence-transformers")
@@ -159,7 +159,7 @@ def _make_room(description: dict[str, bool]) -> None:
 def _from_model(amounts: Amounts) -> Path:
     """A model that exists, made to work at every size: without labels, then on pairs."""
     speed = _speed()
-    seconds = _forecast_seconds(amounts, speed=speed, bf16_units=_has_bf16_units())
+    seconds = forecast_seconds(amounts, speed=speed, bf16_units=_has_bf16_units())
     print(f"{speed / 1e9:.0f} GFLOP/s in float32: about {seconds / 60:.0f} minutes on this machine's CPU", flush=True)
     model = minilm_folder()
     _stage("1/6 collect the documentation of installed packages")
@@ -209,7 +209,7 @@ def _speed() -> float:
     return 2 * left.size * right.shape[1] / fastest
 
 
-def _forecast_seconds(amounts: Amounts, *, speed: float, bf16_units: bool) -> float:
+def forecast_seconds(amounts: Amounts, *, speed: float, bf16_units: bool) -> float:
     """What the demo takes on a machine that does nothing else. speed: as of _speed."""
     return _START_SECONDS + amounts.operations / (speed * _EFFICIENCY * (_BF16_GAIN if bf16_units else 1.0))
 
@@ -288,7 +288,7 @@ def _scores(records: Sequence[dict], method: str, metric: str) -> dict[str, floa
     return {r["size"]: r["value"] for r in records if (r["method"], r["metric"]) == (method, metric)}
 
 
-def _summary(*, seconds: float) -> dict:
+def summarise(*, seconds: float) -> dict:
     """What the demo found, by size name."""
     records = _records(EVALUATION)
     trained = _scores(records, "trained", "recip_rank_10")
@@ -308,7 +308,8 @@ def _summary(*, seconds: float) -> dict:
     }
 
 
-def _table(summary: dict) -> str:
+def table_of(summary: dict) -> str:
+    """The summary in Markdown, a row a size."""
     columns = {"MRR@10": "mrr10", "as it is": "as_it_is_mrr10", "untrained": "untrained_mrr10"}
     columns = {heading: key for heading, key in columns.items() if key in summary}
     columns |= {"nDCG@10": "ndcg10", "Recall@100": "recall100"}

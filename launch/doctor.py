@@ -73,7 +73,7 @@ def _diagnose(args: argparse.Namespace) -> int:
         if value is not None and not least <= value <= most:
             raise UserError(f"--{name.replace('_', '-')} {value} must lie between {least} and {most:,}")
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # so that a hang becomes a finding
-    _ranks_from_slurm()
+    ranks_from_slurm()
     rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
     if rank >= size:
         raise UserError(f"RANK={rank} is none of WORLD_SIZE={size} ranks; leave both to the launcher, or unset them")
@@ -276,7 +276,7 @@ def _number(variable: str, default: int) -> int:
     return int(text)
 
 
-def _ranks_from_slurm() -> None:
+def ranks_from_slurm() -> None:
     """Under srun without a launcher, the variables that launchers set."""
     if "RANK" in os.environ or _number("SLURM_NTASKS", 1) == 1 or "SLURM_PROCID" not in os.environ:
         return

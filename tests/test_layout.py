@@ -95,7 +95,7 @@ def circle_in(arrows: dict[str, set[str]]) -> list[str]:
 
 def test_no_rooms_import_each_other_in_a_circle():
     arrows = rooms_and_arrows(ROOT)
-    assert len(arrows) > 30
+    assert "trainer.losses" in arrows["trainer.objectives"], "arrows between rooms are seen"
     assert circle_in(arrows) == []
 
 

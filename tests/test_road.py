@@ -17,12 +17,13 @@ from transformers import AutoTokenizer
 
 from data.shards.writer import UnitWriter, finish_folder
 from models.encoder import EmbeddingSettings, load_encoder
+from tests.beir import write_beir
 from tests.faults.comparison import NO_DIFFERENCES
 from tests.faults.kill_matrix import Moment, Trial, run_trial, undisturbed
 from tests.faults.tiny_run import LADDER, WORDS, write_inputs
 from tests.launcher import launch, run_process
 from tests.run_folder import steps_of, weights
-from tests.trainer.support import float32_ds_config, recipe_values, write_beir
+from tests.trainer.support import float32_ds_config, recipe_values
 from trainer import evaluate
 from trainer.evaluation.encoding.encode import encode, encoder_forward
 

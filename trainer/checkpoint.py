@@ -141,7 +141,7 @@ class Pending:
     def write(self, pieces: Sequence[Piece], read: Callable[[Piece], Tensor], *, overlap: bool) -> None:
         def work() -> None:
             file = self.tmp / f"rank_{self.world.rank:05d}.safetensors"
-            _, self._failure = _failure(lambda: self.files.update({file.name: _write_pieces(file, pieces, read)}))
+            _, self._failure = _failure(lambda: self.files.update({file.name: write_pieces(file, pieces, read)}))
 
         if overlap:
             self._thread = threading.Thread(target=work)
@@ -288,7 +288,7 @@ class Checkpointer:
         return tmp
 
     def _commit(self, tmp: Path, final: Path, manifest: dict[str, Any]) -> None:
-        _write_manifest(tmp, manifest)
+        write_manifest(tmp, manifest)
         if os.path.lexists(final):
             # A run reaches a step whose folder exists only where that folder was found to be damaged.
             _remove(final)
@@ -333,7 +333,7 @@ class Checkpointer:
         manifest: dict[str, Any] = {}
 
         def look() -> None:
-            manifest.update(_read_manifest(path, self.state))
+            manifest.update(read_manifest(path, self.state))
             _check_files(path, manifest["files"], hashed=sorted(manifest["files"])[hashed])
 
         return manifest, _problem_of(look)
@@ -473,7 +473,7 @@ def _fresh(path: Path) -> Path:
     return next(each for each in names if not os.path.lexists(each))
 
 
-def _write_pieces(path: Path, pieces: Sequence[Piece], read: Callable[[Piece], Tensor]) -> dict[str, Any]:
+def write_pieces(path: Path, pieces: Sequence[Piece], read: Callable[[Piece], Tensor]) -> dict[str, Any]:
     """Write pieces as one safetensors file, asking for them one by one; its size and sha256."""
     header: dict[str, Any] = {}
     end = 0
@@ -561,7 +561,7 @@ def _open(
     return saved, _problem_of(look)
 
 
-def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     write_atomically(folder / _MANIFEST, json.dumps({**manifest, "sha256": _digest_of(manifest)}))
 
 
@@ -571,7 +571,7 @@ def _digest_of(manifest: Mapping[str, Any]) -> str:
     return digest_of(rest)
 
 
-def _read_manifest(path: Path, state: type[Record] = SavedState) -> dict[str, Any]:
+def read_manifest(path: Path, state: type[Record] = SavedState) -> dict[str, Any]:
     """A checkpoint's manifest, checked. Raises DataError where it is damaged or of another format, and OSError."""
     _refuse_dangling(path)
     manifest = parse_json((path / _MANIFEST).read_bytes(), where="its manifest", hint=_RESTORE)

@@ -143,7 +143,7 @@ def _run(recipe: Recipe, output: Path, stops: StopRequests) -> tuple[int, str | 
                 return 0, None
             frozen = frozen_fingerprint(parts.module)
             _claim(output, world, stack)
-            _write_run_folder(recipe, world)
+            write_run_folder(recipe, world)
             engine = Engine(parts.module, recipe, world)
             engine.heartbeat = watchdog.heartbeat
             if world.is_main:
@@ -296,7 +296,7 @@ def _say_if_slow(engine: Engine) -> None:
         )
 
 
-def _write_run_folder(recipe: Recipe, world: World) -> None:
+def write_run_folder(recipe: Recipe, world: World) -> None:
     """What the run is, for people and for a resume. DONE and STOPPED stay until there is something newer."""
     output, problem = Path(recipe.run.output), None
     if world.is_main:

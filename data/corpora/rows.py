@@ -24,7 +24,7 @@ def hub_dataset(name: str, *, subset: str | None, split: str) -> Any:
         f"{name!r} is neither a file or folder here nor a data set that can be reached on the Hugging Face hub; "
         "check the spelling and the network, or download the files and give their paths"
     )
-    _require_hub(hint)
+    require_hub(hint)
     import datasets
 
     try:
@@ -37,7 +37,7 @@ def hub_dataset(name: str, *, subset: str | None, split: str) -> Any:
         raise DataError(hint) from error
 
 
-def _require_hub(hint: str) -> None:
+def require_hub(hint: str) -> None:
     """Fail at once where the hub's name does not resolve: the hub's own client retries for half a minute."""
     from huggingface_hub import constants
 

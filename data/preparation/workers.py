@@ -46,7 +46,7 @@ def _run_in_processes(jobs: Sequence[Job], *, processes: int, report: Report) ->
     try:
         for _ in range(processes):
             ours, theirs = context.Pipe()
-            worker = context.Process(target=_work, args=(theirs, os.getpid()), daemon=True)
+            worker = context.Process(target=work, args=(theirs, os.getpid()), daemon=True)
             with without_interrupts():
                 worker.start()
             # With our copy of its end closed, a dead worker is seen as the end of the pipe, not as silence.
@@ -92,7 +92,7 @@ def _give(connection: Connection, waiting: list[Job]) -> Job | None:
     return job
 
 
-def _work(connection: Connection, parent: int) -> None:
+def work(connection: Connection, parent: int) -> None:
     """A worker process: jobs in, progress and None (finished) or the failure out."""
     # Where the kernel does not tell, the broken pipe must do.
     signal_at_parents_death(signal.SIGKILL, parent=parent)

@@ -365,7 +365,7 @@ def npy_bytes(array: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-class _HashedFile:
+class HashedFile:
     """A file being written, with its sha256; what the system refuses is told with the file's name."""
 
     def __init__(self, path: Path) -> None:
@@ -404,7 +404,7 @@ class _TarFile:
         # It brings torch, which takes seconds, and which readers of this module's other parts need not have.
         from webdataset import TarWriter
 
-        self.sink = _HashedFile(path)
+        self.sink = HashedFile(path)
         self._writer = TarWriter(self.sink, user="", group="", mode=0o444, mtime=0, encoder=False)
 
     @property

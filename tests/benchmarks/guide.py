@@ -88,8 +88,8 @@ def measure_memory(guided: bool, count: int) -> tuple[float, float]:
         budget = srl_step.MEMORY_MICRO_BATCH * srl_step.MAX_LENGTH
         assert objective.guide is not None
         objective = replace(objective, guide=replace(objective.guide, token_budget=budget))
-    take_step(ours, objective, srl_step._batch(srl_step.nli_rows(8)))
-    batch = srl_step._batch(srl_step.nli_rows(count))
+    take_step(ours, objective, srl_step.batch_of(srl_step.nli_rows(8)))
+    batch = srl_step.batch_of(srl_step.nli_rows(count))
     before = peak_mib()
     take_step(ours, objective, batch)
     return peak_mib(), before
@@ -127,21 +127,21 @@ def main() -> None:
     figures.show(memory_ratio=guided / plain, plain_mib=plain, guided_mib=guided)
     figures.show(step_memory_ratio=guided_step / plain_step, plain_step_mib=plain_step, guided_step_mib=guided_step)
 
-    batch, guide, ours = srl_step._batch(srl_step.nli_rows(count)), build_guide(), srl_step.Ours()
+    batch, guide, ours = srl_step.batch_of(srl_step.nli_rows(count)), build_guide(), srl_step.Ours()
     plainly = ours.objective
     taught = replace(plainly, schedule=taught_from_outside(plainly.schedule), guide=guide, kl_teacher=GUIDE)
     assert plainly.kl_teacher == FULL and plainly.kl == "scores"
     for name, objective in (("filter", filtered(plainly, guide)), ("teacher", taught)):
-        take_step(ours, objective, srl_step._batch(srl_step.nli_rows(4)))
+        take_step(ours, objective, srl_step.batch_of(srl_step.nli_rows(4)))
         base, with_guide = alternate(
             partial(take_step, ours, plainly, batch), partial(take_step, ours, objective, batch), 2
         )
         ratio = {f"{name}_time_ratio": with_guide / base}
         figures.show(**ratio, **{f"{name}_seconds_plain": base, f"{name}_seconds_guided": with_guide})
 
-    table, many = Static(), srl_step._batch(srl_step.nli_rows(4 * count))
+    table, many = Static(), srl_step.batch_of(srl_step.nli_rows(4 * count))
     guided_table = filtered(table.objective, guide)
-    take_step(table, guided_table, srl_step._batch(srl_step.nli_rows(4)))
+    take_step(table, guided_table, srl_step.batch_of(srl_step.nli_rows(4)))
     base, with_guide = alternate(
         partial(take_step, table, table.objective, many), partial(take_step, table, guided_table, many), 2
     )

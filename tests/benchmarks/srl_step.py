@@ -137,7 +137,7 @@ def _tokenizer() -> Any:
     return BertTokenizerFast(str(SHARED / "vocab" / "bert-base-uncased-vocab.txt"))
 
 
-def _batch(rows: Sequence[Sequence[str]]) -> PairBatch:
+def batch_of(rows: Sequence[Sequence[str]]) -> PairBatch:
     """rows: (query, positive, negatives ...)."""
     tokenizer = _tokenizer()
     vocabulary = vocabulary_of(tokenizer)
@@ -203,8 +203,8 @@ def peak_memory(count: int) -> tuple[float, float]:
 def measure_memory(count: int) -> tuple[float, float]:
     """In this process: its peak in MiB after a step of so many triplets, and before it."""
     ours = Ours(MEMORY_MICRO_BATCH)
-    ours.step(_batch(nli_rows(8)))
-    batch = _batch(nli_rows(count))
+    ours.step(batch_of(nli_rows(8)))
+    batch = batch_of(nli_rows(count))
     before = peak_mib()
     ours.step(batch)
     return peak_mib(), before
@@ -238,11 +238,11 @@ def main() -> None:
     )
     reports: list[Any] = []
     totals = [0.0, 0.0]
-    warm = _batch(nli_rows(4))
+    warm = batch_of(nli_rows(4))
     theirs.step(columns_of(warm))
     ours.step(warm)
     for data, rows_of in (("nli", nli_rows), ("mixed", mixed_rows), ("scifact", scifact_rows)):
-        batch = _batch(rows_of(small))
+        batch = batch_of(rows_of(small))
         peer, own = alternate(partial(theirs.step, columns_of(batch)), lambda b=batch: reports.append(ours.step(b)), 1)
         figures.show(**{f"{data}_seconds_theirs": peer, f"{data}_seconds_ours": own, f"{data}_time_ratio": peer / own})
         totals = [totals[0] + peer, totals[1] + own]

@@ -74,10 +74,11 @@ def test_the_same_documents_from_every_file_format(tmp_path: Path) -> None:
     assert texts_of(table, text_column="body") == [f"row {number}" for number in range(9)]
 
 
-@pytest.mark.parametrize("unit_bytes", [1, 17, 100, 1000, 10**6])
+@pytest.mark.parametrize(("unit_bytes", "one_unit"), [(1, ""), (17, ""), (100, ""), (1000, "d"), (10**6, "acd")])
 def test_units_hold_every_record_once_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit_bytes: int, one_unit: str
 ) -> None:
+    """one_unit: the files that are not cut."""
     monkeypatch.setattr(planning, "SMALLEST_UNIT_BYTES", unit_bytes)
     monkeypatch.setattr(planning, "LARGEST_UNIT_BYTES", unit_bytes)
     write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in TEXTS))
@@ -88,7 +89,7 @@ def test_units_hold_every_record_once_in_order(
     (tmp_path / "d.txt").write_text("".join(f"line {number}\n" for number in range(50)))
     for name, expected in (("a.jsonl", TEXTS), ("c.parquet", TEXTS), ("d.txt", [f"line {i}" for i in range(50)])):
         units = plan_documents([str(tmp_path / name)], text_split="lines")
-        assert len(units) > 1 or unit_bytes > 100
+        assert (len(units) == 1) == (name[0] in one_unit)
         assert texts_of(tmp_path / name, text_split="lines") == expected
     assert [query for query, *_ in tuples_of(tmp_path / "b.tsv")] == [f"q{number}" for number in range(50)]
     positions = [
@@ -168,7 +169,7 @@ def local_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         files = sorted(map(str, folder.glob("*.jsonl")))
         return load("json", data_files={"train": files}, split=split, streaming=True, cache_dir=str(folder / "cache"))
 
-    monkeypatch.setattr(rows_module, "_require_hub", lambda hint: None)
+    monkeypatch.setattr(rows_module, "require_hub", lambda hint: None)
     monkeypatch.setattr(datasets, "load_dataset", local)
 
 

@@ -17,9 +17,10 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import IO
 
 import fsspec
 import numpy as np
@@ -28,9 +29,11 @@ import pytest
 from data import remote
 from data.ground.errors import DataError
 from data.remote import BadShard, Cache
+from data.shards import reader as reading
 from data.shards.reader import ShardFolder
 from data.shards.writer import UnitWriter, finish_folder
 from data.stream import Sample, Stream
+from tests.data.conftest import mapped
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -50,11 +53,6 @@ def folder(tmp_path_factory, tiny_tokenizer, docstrings) -> Path:
     finish_folder(folder, 1, tokenizer=tiny_tokenizer)
     assert len(ShardFolder(folder).manifest.shards) >= 6
     return folder
-
-
-@pytest.fixture
-def copy(folder, tmp_path) -> Path:
-    return Path(shutil.copytree(folder, tmp_path / "copy"))
 
 
 class Server(ThreadingHTTPServer):
@@ -292,7 +290,7 @@ def test_a_full_disk_names_the_cache(folder, cache, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     source = ShardFolder(f"file://{folder}", cache=cache)
-    monkeypatch.setattr(remote._Transfer, "write", full)
+    monkeypatch.setattr(remote.Transfer, "write", full)
     with pytest.raises(DataError, match=r"No space left on device.*data\.cache_dir"):
         source.document(0)
     assert not list((cache.folder / "shards").iterdir())
@@ -344,13 +342,13 @@ def test_no_more_is_read_than_there_may_be(server, cache, monkeypatch, packed):
     name = source.manifest.shards[0].name
     server.faults[name] = [lambda content: content + bytes(2**24)] * 2
     largest = []
-    original = remote._Transfer.write
+    original = remote.Transfer.write
 
-    def write(self: remote._Transfer, content: bytes) -> None:
+    def write(self: remote.Transfer, content: bytes) -> None:
         original(self, content)
         largest.append(sum(path.stat().st_size for path in (cache.folder / "shards").iterdir()))
 
-    monkeypatch.setattr(remote._Transfer, "write", write)
+    monkeypatch.setattr(remote.Transfer, "write", write)
     with pytest.raises(BadShard, match=f"too long: more than {source.manifest.shards[0].bytes} bytes, fetched 2 times"):
         source.document(0)
     assert max(largest, default=0) <= source.manifest.shards[0].bytes
@@ -478,11 +476,16 @@ def largest(folder: Path) -> int:
     return max(shard.bytes for shard in ShardFolder(folder).manifest.shards)
 
 
+def starts_of(source: ShardFolder) -> np.ndarray:
+    """The first sample of each shard."""
+    return np.cumsum([0, *(shard.samples for shard in source.manifest.shards[:-1])])
+
+
 def test_the_cache_keeps_its_bound_and_what_was_used_last(folder, server, tmp_path):
     limit = 3 * largest(folder)
     cache = Cache.at(tmp_path / "cache", limit / GIB)
     source = ShardFolder(server.address, cache=cache)
-    starts = source._shard_starts[:-1].tolist()
+    starts = starts_of(source).tolist()
     first = source.document(0)
     held = first.tolist()
     for number, start in enumerate(starts[1:], start=1):
@@ -493,7 +496,8 @@ def test_the_cache_keeps_its_bound_and_what_was_used_last(folder, server, tmp_pa
         assert cache.holds(source.manifest.shards[number].sha256)
     assert server.requests[source.manifest.shards[0].name] == 1
     assert not cache.holds(source.manifest.shards[1].sha256)
-    assert len(source._open_shards) <= 3, "evicted shards are let go of"
+    still = mapped(cache.folder)
+    assert 0 < len(still) <= 3 and not any("(deleted)" in path for path in still), "evicted shards are let go of"
 
     other = Cache.at(tmp_path / "cache", largest(folder) / GIB)
     ShardFolder(server.address, cache=other).document(starts[1])
@@ -524,8 +528,8 @@ def read_all(address: str, cache: Cache, seed: int, results: multiprocessing.Que
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("num_shards", [2, 100])
-def test_processes_share_a_cache(folder, server, tmp_path, num_shards):
+@pytest.mark.parametrize(("num_shards", "once"), [(2, False), (100, True)])
+def test_processes_share_a_cache(folder, server, tmp_path, num_shards, once):
     """In a cache of two shards four processes evict each other all the time; in a large one all fetch each once."""
     cache = Cache.at(tmp_path / "cache", num_shards * largest(folder) / GIB)
     context = multiprocessing.get_context("fork")
@@ -541,8 +545,7 @@ def test_processes_share_a_cache(folder, server, tmp_path, num_shards):
         assert reader.exitcode == 0
     assert cached_bytes(cache) <= num_shards * largest(folder)
     assert not list((cache.folder / "shards").glob("*.tmp"))
-    if num_shards == 100:
-        assert {server.requests[shard.name] for shard in local.manifest.shards} == {1}
+    assert ({server.requests[shard.name] for shard in local.manifest.shards} == {1}) == once
 
 
 def test_what_a_killed_process_left_makes_room(folder, server, tmp_path, monkeypatch):
@@ -557,18 +560,18 @@ def test_what_a_killed_process_left_makes_room(folder, server, tmp_path, monkeyp
     (cache.folder / "shards" / f"{first.sha256}.tar").unlink()
     left.write_bytes(b"half of it")
     waited_for: list[str] = []
-    original = Cache._locked
+    flock = fcntl.flock
     with (cache.folder / "locks" / second.sha256[:2]).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
-        def locked(self: Cache, name: str) -> AbstractContextManager[None]:
-            if name == second.sha256[:2]:
+        def locked(file: IO[str], operation: int) -> None:
+            if file.name == lock.name and operation == fcntl.LOCK_EX:
                 assert left.exists() and not cache.holds(first.sha256)
-                waited_for.append(name)
-                fcntl.flock(lock, fcntl.LOCK_UN)
-            return original(self, name)
+                waited_for.append(Path(file.name).name)
+                flock(lock, fcntl.LOCK_UN)
+            flock(file, operation)
 
-        monkeypatch.setattr(Cache, "_locked", locked)
+        monkeypatch.setattr(fcntl, "flock", locked)
         assert len(ShardFolder(server.address, cache=cache).document(0))
     assert waited_for == [second.sha256[:2]] != [first.sha256[:2]]
     assert cache.holds(first.sha256) and not left.exists()
@@ -579,20 +582,23 @@ def test_what_a_killed_process_left_makes_room(folder, server, tmp_path, monkeyp
 
 def test_a_local_shard_is_hashed_once_a_machine(copy, cache, monkeypatch):
     hashed: list[str] = []
-    original = ShardFolder._check_sha256
-    monkeypatch.setattr(
-        ShardFolder, "_check_sha256", lambda self, shard, file: (hashed.append(shard.name), original(self, shard, file))
-    )
-    names = [shard.name for shard in ShardFolder(copy).manifest.shards]
+    what_is_wrong = reading.what_is_wrong
+
+    def noted(file: IO[bytes], *, sha256: str, size: int) -> str:
+        hashed.append(sha256)
+        return what_is_wrong(file, sha256=sha256, size=size)
+
+    monkeypatch.setattr(reading, "what_is_wrong", noted)
+    shards = ShardFolder(copy).manifest.shards
     for _ in range(2):
         source = ShardFolder(copy, cache=cache)
         source.documents(range(source.num_samples))
-    assert hashed == names
+    assert hashed == [shard.sha256 for shard in shards]
     ShardFolder(copy).document(0)  # without a cache, once a process
     ShardFolder(copy, verify="size").document(0)
-    assert hashed == [*names, names[0]]
+    assert hashed == [shard.sha256 for shard in (*shards, shards[0])]
     # Other bytes of the same size and another time: the mark no longer holds.
-    path = copy / names[0]
+    path = copy / shards[0].name
     path.write_bytes(flipped(path.read_bytes()))
     os.utime(path, ns=(0, 12345))
     with pytest.raises(BadShard, match="sha256"):
@@ -695,7 +701,7 @@ def test_a_look_at_the_data_touches_few_shards(folder, monkeypatch):
     assert source.spread(50).tolist() == even.tolist(), "where all shards are looked at, even steps over all samples"
     monkeypatch.setattr("data.shards.reader.LOOKED_AT_SHARDS", 3)
     looked_at = source.spread(40)
-    shards = np.searchsorted(source._shard_starts, looked_at, side="right") - 1
+    shards = np.searchsorted(starts_of(source), looked_at, side="right") - 1
     last = len(source.manifest.shards) - 1
     assert set(shards.tolist()) == {0, last // 2, last}
     held = sum(source.manifest.shards[shard].samples for shard in (0, last // 2, last))

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from data.collate import PairCollator
 from data.ground.errors import DataError
-from data.order import interleave
+from data.order import EpochOrder, interleave
 from data.shards import reader
 from data.shards.format import read_manifest
 from data.shards.reader import ShardFolder
@@ -180,13 +180,13 @@ def test_a_running_stream_can_be_set_back(small):
 
 
 def test_a_seek_reads_nothing_forward(large, monkeypatch):
-    touched: list[int] = []
-    original = ShardFolder._columns
-    monkeypatch.setattr(ShardFolder, "_columns", lambda self, chunk: (touched.append(chunk), original(self, chunk))[1])
+    read: list[int] = []
+    samples = ShardFolder.samples
+    monkeypatch.setattr(ShardFolder, "samples", lambda self, which: (read.extend(which), samples(self, which))[1])
     one = stream(large)
     one.load_state_dict({**one.state_dict(), "samples": 10**15})
     batch = next(one)
-    assert len(touched) == len(batch) == B
+    assert read == [sample[1] for sample in batch] and len(read) == B
     assert batch[0][2] == 10**15 // large.num_samples
 
 
@@ -315,10 +315,7 @@ def identities(batch: list[tuple]) -> list[tuple]:
 def naive_batches(steps: int, *sources: ShardFolder, weights: list[int], batches: str, total: int | None = None):
     """(source, index, epoch) of every sample, by counting through the mixture from its start."""
     pattern = itertools.cycle(interleave(weights).tolist())
-    endless = [
-        (sample[:3] for sample in itertools.chain.from_iterable(alone(source, number)))
-        for number, source in enumerate(sources)
-    ]
+    endless = [alone(source, number) for number, source in enumerate(sources)]
     found = []
     for step in range(steps):
         size = B if total is None else min(B, total - step * B)
@@ -329,10 +326,10 @@ def naive_batches(steps: int, *sources: ShardFolder, weights: list[int], batches
 
 def alone(source: ShardFolder, number: int):
     """One source's own endless sequence, under its number in the mixture."""
-    order = stream(source, collate=place_of)
-    order._source.orders[0].source = number
-    for batch in order:
-        yield [(number, *sample[1:]) for sample in batch]
+    order = EpochOrder(source.chunk_samples, SEED, source=number)
+    for epoch in itertools.count():
+        for index in order.locate(epoch, np.arange(source.num_samples)).tolist():
+            yield number, index, epoch
 
 
 FEEDS = [

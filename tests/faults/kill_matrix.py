@@ -55,7 +55,8 @@ from tests.faults.tiny_run import (
     start,
     write_inputs,
 )
-from trainer.checkpoint import Checkpointer, _read_manifest, _write_manifest
+from tests.run_folder import lines_of
+from trainer.checkpoint import Checkpointer, read_manifest, write_manifest
 
 MAX_STARTS = 8
 ENDING_SECONDS = 120.0
@@ -117,7 +118,7 @@ def undisturbed(inputs: Path, folder: Path, stage: int) -> Reference:
     ended = time.time()
     if not (run / "DONE").exists():
         raise RuntimeError(f"the undisturbed run failed with code {code}; see {started.log}")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(run)
     pace = Pace(
         start=(run / "ds_config.json").stat().st_mtime - started.began,
         step=statistics.median(line["seconds"] for line in lines if "loss" in line),
@@ -282,10 +283,10 @@ def _end_all(run: Path, *, within_seconds: float) -> int:
 def one_batch_back(run: Path) -> None:
     """Negative control: the newest checkpoint says that the stream stands a batch before where it stood."""
     newest = Checkpointer(run / "checkpoints", keep=1).complete()[0]
-    manifest = _read_manifest(newest)
+    manifest = read_manifest(newest)
     manifest.pop("sha256")
     manifest["state"]["stream"]["samples"] -= GLOBAL_BATCH_SIZE
-    _write_manifest(newest, manifest)
+    write_manifest(newest, manifest)
 
 
 def run_control(run: Path, inputs: Path, reference: Reference, *, stage: int) -> Trial:

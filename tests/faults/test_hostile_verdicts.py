@@ -13,7 +13,7 @@ import pytest
 
 import tests.faults.hostile.case as case_module
 from tests.faults.hostile.builders import ran, small_disk, write
-from tests.faults.hostile.case import Case, Command, case, family, row
+from tests.faults.hostile.case import Build, Case, Command, case, family, row
 from tests.faults.hostile.rights import Skip
 from tests.faults.hostile.runner import MUST_BE_0, Result, figures, run_cases
 from tests.faults.hostile.verdict import (
@@ -198,23 +198,25 @@ def test_a_case_that_fails_itself_is_not_ok(tmp_path: Path) -> None:
     assert figures(results, seconds=1.0)["skipped"] == 1
 
 
-def test_rights_and_room_that_are_taken(tmp_path: Path) -> None:
-    """A case can take rights and disk space from its command. It is skipped where this machine does not permit that."""
+def unreadable(folder: Path, assets: object) -> Command:
+    write(folder / "a.txt", "input").chmod(0o000)
+    write(folder / "fake.py", "open('a.txt')")
+    return Command("fake", without_rights=True, environment=NO_BYTECODE)
 
-    def unreadable(folder: Path, assets: object) -> Command:
-        write(folder / "a.txt", "input").chmod(0o000)
-        write(folder / "fake.py", "open('a.txt')")
-        return Command("fake", without_rights=True, environment=NO_BYTECODE)
 
-    def full(folder: Path, assets: object) -> Command:
-        small_disk(folder / "m", 4)
-        write(folder / "fake.py", "open('m/x', 'w').write('x' * 100_000)")
-        return Command("fake", outputs=("m",), environment=NO_BYTECODE)
+def full(folder: Path, assets: object) -> Command:
+    small_disk(folder / "m", 4)
+    write(folder / "fake.py", "open('m/x', 'w').write('x' * 100_000)")
+    return Command("fake", outputs=("m",), environment=NO_BYTECODE)
 
-    cases = [Case(f"fake/{build.__name__}", build, (done(),)) for build in (unreadable, full)]
-    results = run_cases(cases, None, tmp_path / "c")
-    for result, said in zip(results, ("PermissionError", "No space left")):
-        assert result.verdict == "skipped" or (result.verdict == "traceback" and said in result.said), result
+
+@pytest.mark.parametrize(("build", "said"), [(unreadable, "PermissionError"), (full, "No space left")])
+def test_rights_and_room_that_are_taken(build: Build, said: str, tmp_path: Path) -> None:
+    """A case can take rights and disk space from its command, where the machine permits that."""
+    (result,) = run_cases([Case(f"fake/{build.__name__}", build, (done(),))], None, tmp_path / "c")
+    if result.verdict == "skipped":
+        pytest.skip(result.said)
+    assert result.verdict == "traceback" and said in result.said, result
 
 
 def test_results_are_compared_file_by_file(tmp_path: Path) -> None:

@@ -37,12 +37,18 @@ def test_the_map_names_and_explains_each_command(capsys: pytest.CaptureFixture[s
         assert f"  {name} " in shown and command.help in shown
 
 
-@pytest.mark.parametrize("arguments", [[], ["finetun"], ["x" * 5000]])
-def test_no_command_or_another_is_a_mistake(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
+def test_without_a_command_the_map_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
     shown = capsys.readouterr()
-    assert "barista --help" in shown.err or "usage: barista" in shown.out
-    assert len(shown.err) < 200
+    assert (shown.out, shown.err) == (overview() + "\n", "")
+
+
+@pytest.mark.parametrize("name", ["finetun", "x" * 5000])
+def test_a_command_that_there_is_not_is_a_mistake(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert f"no command '{name[:40]}'" in shown.err and "barista --help" in shown.err and len(shown.err) < 200
 
 
 def test_the_script_is_installed_under_this_name() -> None:

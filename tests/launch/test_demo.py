@@ -29,11 +29,11 @@ def test_what_is_not_ours_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_forecast_follows_the_work_and_the_machine() -> None:
-    whole = demo._forecast_seconds(WHOLE, speed=1e11, bf16_units=False)
+    whole = demo.forecast_seconds(WHOLE, speed=1e11, bf16_units=False)
     assert QUICK.operations < 0.6 * WHOLE.operations
-    assert demo._forecast_seconds(QUICK, speed=1e11, bf16_units=False) < whole
-    assert demo._forecast_seconds(WHOLE, speed=1e11, bf16_units=True) < whole
-    assert demo._forecast_seconds(WHOLE, speed=5e10, bf16_units=False) > 1.5 * whole
+    assert demo.forecast_seconds(QUICK, speed=1e11, bf16_units=False) < whole
+    assert demo.forecast_seconds(WHOLE, speed=1e11, bf16_units=True) < whole
+    assert demo.forecast_seconds(WHOLE, speed=5e10, bf16_units=False) > 1.5 * whole
     # A token costs 21 million operations forward, three times that with its gradient.
     step = dataclasses.replace(WHOLE, pair_steps=WHOLE.pair_steps + 1).operations - WHOLE.operations
     assert step == pytest.approx(3 * 64 * (14 + 58) * 21.2e6, rel=0.01)
@@ -53,11 +53,11 @@ def test_the_summary_puts_every_control_beside_a_size(tmp_path: Path, monkeypatc
         (folder / "results.json").write_text(json.dumps({"records": rows}))
 
     write(EVALUATION, {"trained": 0.5, "untrained": 0.125, "BM25": 0.25})
-    summary = demo._summary(seconds=1.04)
-    assert "as_it_is_mrr10" not in summary and "as it is" not in demo._table(summary)
+    summary = demo.summarise(seconds=1.04)
+    assert "as_it_is_mrr10" not in summary and "as it is" not in demo.table_of(summary)
     write(demo.AS_IT_IS, {"trained": 0.375})
-    summary = demo._summary(seconds=1.04)
+    summary = demo.summarise(seconds=1.04)
     assert summary["as_it_is_mrr10"] == {"demi": 0.375, "venti": 0.375}
     assert (summary["mrr10"]["demi"], summary["untrained_mrr10"]["demi"], summary["bm25_mrr10"]) == (0.5, 0.125, 0.25)
-    assert "| demi | 1 × 8 | 0.500 | 0.375 | 0.125 | 0.500 | 0.500 |" in demo._table(summary)
-    assert "| BM25 |  | 0.250 |" in demo._table(summary)
+    assert "| demi | 1 × 8 | 0.500 | 0.375 | 0.125 | 0.500 | 0.500 |" in demo.table_of(summary)
+    assert "| BM25 |  | 0.250 |" in demo.table_of(summary)

@@ -19,9 +19,10 @@ import pytest
 
 from launch import checks
 from launch.checks import BAD, OK, WARN, Finding
-from launch.doctor import _ranks_from_slurm, main
+from launch.doctor import main, ranks_from_slurm
 from tests import ROOT
 from tests.launch.hosts import Host, Unavailable, deepspeed_commands, made, run_on_all
+from trainer.distributed import free_port
 
 
 def doctor(*arguments: str, shell: str = "", **environment: str) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -85,9 +86,7 @@ def test_a_driver_that_fails_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.processes
 def test_a_rank_that_does_not_come_is_found(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     code, found = doctor("--folder", str(tmp_path), "--timeout-seconds", "3", **ranks)
     assert code == 1 and found["meeting"]["status"] == BAD
@@ -104,23 +103,17 @@ def test_srun_without_a_launcher_gives_ranks(tasks: str, tmp_path: Path, monkeyp
     os.environ.update(SLURM_NTASKS=tasks, SLURM_PROCID="9", SLURM_LOCALID="1", SLURM_JOB_ID="123456")
     os.environ["SLURM_JOB_NODELIST"] = "n[3-4]"
     before = dict(os.environ)
-    _ranks_from_slurm()
+    ranks_from_slurm()
     given = {name: value for name, value in os.environ.items() if name not in before}
     ranks = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "n3", "MASTER_PORT": "13456"}
     assert given == (ranks if tasks == "16" else {})
-
-
-def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_a_closed_port_is_found() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        open_port, closed = listener.getsockname()[1], closed_port()
+        open_port, closed = listener.getsockname()[1], free_port()
         silent = checks.unreached([("127.0.0.1", open_port), ("127.0.0.1", closed)], seconds=1)
     assert silent == [f"127.0.0.1:{closed}"]
     assert checks.judge_ports(silent).status == BAD and checks.judge_ports([]).status == OK

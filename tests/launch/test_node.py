@@ -113,12 +113,23 @@ def test_refusals(tmp_path):
         (("--ranks=1",), {"SLURM_NODEID": "\u00b2"}, "is no node of a job"),
         (("--ranks=1",), {"SLURM_NNODES": "1,2"}, "is no node of a job"),
         (("--ranks=1",), {"SLURM_NODEID": "1"}, "SLURM_NODEID=1 of SLURM_NNODES=1 is no node"),
-        (("--ranks=1",), {}, "/no/such: No such file or directory"),
         (("--ranks=1", "--logs=file/x"), {}, "file/x: Not a directory"),
         (("--ranks=1", f"--logs={'x' * 300}"), {}, "File name too long"),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path, monkeypatch, capfd, arguments, changes, words):
+    assert words in told(tmp_path, monkeypatch, capfd, *arguments, **changes)
+
+
+@pytest.mark.processes
+def test_a_command_that_is_not_there_is_a_mistake(tmp_path, monkeypatch, capfd):
+    said = told(tmp_path, monkeypatch, capfd, "--ranks=1")
+    assert "/no/such: No such file or directory" in said
+    assert (tmp_path / "logs/node-000.exit").read_text() == "2\n", "what the job's script decides by"
+
+
+def told(tmp_path, monkeypatch, capfd, *arguments, **changes):
+    """The one sentence of a node that is asked to run /no/such."""
     slurm = {"SLURM_NODEID": "0", "SLURM_NNODES": "1", "MASTER_ADDR": "here", "MASTER_PORT": "1", **changes}
     for name, value in slurm.items():
         monkeypatch.setenv(name, value)
@@ -127,9 +138,8 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch, capfd, arguments, chan
     (tmp_path / "file").write_text("")
     assert main(["--logs=logs", *arguments, "--", "/no/such"]) == 2
     said = capfd.readouterr().err
-    assert words in said and said.count("\n") == 1
-    if "/no/such" in words:
-        assert (tmp_path / "logs/node-000.exit").read_text() == "2\n", "what the job's script decides by"
+    assert said.count("\n") == 1
+    return said
 
 
 def test_signals_without_a_name():

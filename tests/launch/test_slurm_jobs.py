@@ -14,6 +14,7 @@ import pytest
 
 from tests import ROOT
 from tests.launch.slurm_cluster import Cluster, cluster, until, why_not
+from tests.run_folder import lines_of
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 
@@ -43,8 +44,7 @@ def submit(slurm: Cluster, folder: Path, *options: str, steps: int, **environmen
 
 
 def steps_of(run: Path) -> list[int]:
-    metrics = run / "metrics.jsonl"
-    return [json.loads(line)["step"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    return [line["step"] for line in lines_of(run)] if (run / "metrics.jsonl").exists() else []
 
 
 def log_of(run: Path) -> str:

@@ -53,7 +53,7 @@ for each_name in COLLECTIVES:
 from data.ground.command import run_command  # noqa: E402
 from tests.launch.hosts import DEVICE, sent_by  # noqa: E402
 from tests.trainer.support import recipe_of  # noqa: E402
-from tests.trainer.worker import _counted_chunks  # noqa: E402
+from tests.trainer.worker import counted_chunks  # noqa: E402
 from trainer import build, engine  # noqa: E402
 from trainer.distributed import World, gather_objects, start  # noqa: E402
 
@@ -89,7 +89,7 @@ def watch_steps(values: dict[str, Any], world: World, *, steps: int) -> dict[str
     seconds: list[float] = []
     sent = 0
     passages: list[int] = []
-    with _counted_chunks() as chunks:
+    with counted_chunks() as chunks:
         for step, batch in enumerate(batches):
             dist.barrier()
             if step == WARM_UP_STEPS:

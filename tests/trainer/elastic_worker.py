@@ -73,7 +73,7 @@ def _broken(control: str, world: World) -> Iterator[None]:
         with patch(Engine, "_write", weights_alone):
             yield
     elif control == "rank 1 has no room at its second save":
-        write_pieces, saves = checkpoint._write_pieces, iter(range(1, 100))
+        write_pieces, saves = checkpoint.write_pieces, iter(range(1, 100))
 
         def full(path: Path, *rest: Any) -> dict[str, Any]:
             if next(saves) == 2 and world.rank == 1:
@@ -81,7 +81,7 @@ def _broken(control: str, world: World) -> Iterator[None]:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             return write_pieces(path, *rest)
 
-        with patch(checkpoint, "_write_pieces", full):
+        with patch(checkpoint, "write_pieces", full):
             yield
     else:
         raise ValueError(f"no control {control!r}")

@@ -174,14 +174,14 @@ def numbers(kind: str, here: list[bool]) -> Iterator[None]:
 
 @contextmanager
 def saving(kind: str) -> Iterator[None]:
-    write = checkpoint._write_pieces
+    write = checkpoint.write_pieces
 
     def interrupted(*args: Any) -> Any:
         if kind == "signal in a save":
             os.kill(os.getpid(), signal.SIGTERM)
         return write(*args)
 
-    with patch(checkpoint, "_write_pieces", interrupted):
+    with patch(checkpoint, "write_pieces", interrupted):
         yield
 
 

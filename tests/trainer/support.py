@@ -1,10 +1,10 @@
-"""What the trainer's tests start from: tiny recipes, ds_configs without low precision, and BEIR folders."""
+"""The tiny recipe that the trainer's tests start from, with its ds_config, and how tests read it."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,31 +78,6 @@ def float32_ds_config(folder: Path, stage: int) -> Path:
     path = folder / f"float32_zero{stage}.json"
     path.write_text(json.dumps({"zero_optimization": zero}))
     return path
-
-
-def write_beir(
-    folder: Path,
-    documents: Sequence[str | Mapping[str, str]],
-    queries: Sequence[str],
-    *,
-    split: str = "test",
-    judged: int | None = None,
-) -> Path:
-    """A BEIR folder: documents d0, d1, ... (texts, or rows without an id or with one), and queries q0, q1, ...
-
-    Of the first `judged` queries (all), query i has the one relevant document i.
-    """
-    (folder / "qrels").mkdir(parents=True)
-    bodies = [{"text": each} if isinstance(each, str) else each for each in documents]
-    tables = {
-        "corpus.jsonl": [{"_id": f"d{i}", **body} for i, body in enumerate(bodies)],
-        "queries.jsonl": [{"_id": f"q{i}", "text": text} for i, text in enumerate(queries)],
-    }
-    for name, rows in tables.items():
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lines = [f"q{i}\td{i}\t1\n" for i in range(len(queries) if judged is None else judged)]
-    (folder / "qrels" / f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
-    return folder
 
 
 def recipe_of(values: Mapping[str, Any]) -> Recipe:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from data.collate import PairBatch
 from data.shards.writer import UnitWriter, finish_folder
+from models.sizes import Size
 from tests.trainer.support import recipe_of, recipe_values
 from trainer.build import open_shards, open_stream
-from trainer.evaluation.encoding.encode import _tokenize
+from trainer.evaluation.encoding.encode import encode
 from trainer.exporting.model_folder import embedding_settings
 
 QUERY_LENGTH, PASSAGE_LENGTH = 14, 24
@@ -53,9 +55,16 @@ def batch_of(folders: list[Path], **options: Any) -> PairBatch:
 
 
 def as_evaluation_reads(tokenizer: Any, prompts: list[str], texts: list[str], max_length: int) -> list[list[int]]:
-    found = []
+    found: list[list[int]] = []
+
+    def forward(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor]:
+        assert attention_mask.all()
+        found.extend(input_ids.tolist())
+        return (torch.zeros(len(input_ids), 1),)
+
+    options = {"similarity": "dot", "max_length": max_length, "device": "cpu"}
     for prompt, text in zip(prompts, texts, strict=True):
-        found.append(_tokenize(tokenizer, [prompt + text], max_length).tokens.tolist())
+        encode(forward, tokenizer, [text], [Size(1, 1)], prompt=prompt, **options)
     return found
 
 

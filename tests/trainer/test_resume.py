@@ -30,7 +30,8 @@ from tests.trainer.support import LADDER, float32_ds_config, recipe_values, with
 from trainer.config.load import build_recipe, load_recipe, read_toml
 
 STEPS = 6
-RESUMED = ("smae_zero0", "srl_bf16", "smae_zero3", "srl_torn")
+# Runs that are interrupted, and the step that they stop at.
+RESUMED = {"smae_zero0": 3, "srl_bf16": 3, "smae_zero3": 3, "srl_torn": 4}
 
 Values = dict[str, dict[str, Any]]
 
@@ -82,8 +83,7 @@ def launched(
         if name in wanted:
             first.append(run(name, name))
         if name in resumed:
-            stop = 4 if name == "srl_torn" else 3
-            first.append(run(name, f"{name}-resumed", f"--train.stop_at_step={stop}"))
+            first.append(run(name, f"{name}-resumed", f"--train.stop_at_step={RESUMED[name]}"))
         for suffix, changes in (("seed", ["--run.seed=8"]), ("one", one)):
             if f"{name}-{suffix}" in wanted:
                 first.append(run(name, f"{name}-{suffix}", *changes))
@@ -154,9 +154,8 @@ def test_resumed_equals_uninterrupted(name: str, whole: str, runs: dict[str, Pat
 
 @pytest.mark.needs(*(f"{name}-stopped" for name in RESUMED), "srl_torn-resumed", "smae_zero3-resumed")
 def test_the_resumed_runs_did_resume(runs: dict[str, Path]) -> None:
-    for name in RESUMED:
-        stopped = runs[f"{name}-stopped"]
-        assert [record["step"] for record in records(stopped)] == list(range(1, 5 if name == "srl_torn" else 4))
+    for name, stop in RESUMED.items():
+        assert [record["step"] for record in records(runs[f"{name}-stopped"])] == list(range(1, stop + 1))
     # The torn checkpoint was passed over, so steps 3 and 4 were taken, and written, again.
     lines, before = steps_of(runs["srl_torn-resumed"]), steps_of(runs["srl_torn-stopped"])
     assert lines[:2] == before[:2]

@@ -66,7 +66,7 @@ def take_steps(values: dict[str, Any], world: World, *, steps: int) -> list[dict
     stream = build.open_stream(recipe, sources, rank=world.rank, world_size=world.size)
     objective = build.build_objective(recipe, parts, pad_id=stream.pad_id)
     results = []
-    with _counted_chunks() as counts, _counted_bytes() as sent:
+    with counted_chunks() as counts, _counted_bytes() as sent:
         for step in range(steps):
             seed_step(recipe.run.seed, step, world.rank)
             counts.clear()
@@ -91,7 +91,7 @@ def take_steps(values: dict[str, Any], world: World, *, steps: int) -> list[dict
 
 
 @contextlib.contextmanager
-def _counted_chunks() -> Iterator[list[int]]:
+def counted_chunks() -> Iterator[list[int]]:
     counts: list[int] = []
 
     def counted(lengths: torch.Tensor, **options: Any) -> list[torch.Tensor]:

@@ -128,7 +128,7 @@ def write_onnx(
     place.mkdir()
     float32 = place / FILES["float32"]
     with _quiet():
-        _export(graph, batch, float32)
+        write_graph(graph, batch, float32)
         checks = {"float32": _check(graph, tokenizer, float32, batch)}
         if checks["float32"].largest_difference > TOLERANCE * _longest(graph, batch):
             raise ModelError(
@@ -144,7 +144,7 @@ def write_onnx(
     return {precision: checks[precision] for precision in precisions}
 
 
-def _export(graph: Graph, batch: dict[str, Tensor], path: Path) -> None:
+def write_graph(graph: Graph, batch: dict[str, Tensor], path: Path) -> None:
     axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
     weights = sum(each.numel() * each.element_size() for each in graph.parameters())
     try:

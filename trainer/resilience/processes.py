@@ -17,7 +17,7 @@ from typing import Self
 import psutil
 
 _PROC = Path("/proc")
-_HAS_PROC = (_PROC / "self" / "stat").is_file()
+HAS_PROC = (_PROC / "self" / "stat").is_file()
 # Ended, and not waited for by its parent.
 _ENDED = ("Z", "X", "x")
 
@@ -49,7 +49,7 @@ class Process:
 def seconds_since_start(now: Callable[[], float] | None = None) -> float:
     """How long this process has been there. `now`: seconds from the machine's start, sleep included."""
     started = Process.me().started
-    if not _HAS_PROC:
+    if not HAS_PROC:
         return max(0.0, time.time() - started)
     since_boot = now() if now is not None else time.clock_gettime(time.CLOCK_BOOTTIME)
     return max(0.0, since_boot - started / os.sysconf("SC_CLK_TCK"))
@@ -65,7 +65,7 @@ def state_in(stat: str) -> tuple[str, int]:
 
 
 def _state_of(pid: int) -> tuple[str, float] | None:
-    if _HAS_PROC:
+    if HAS_PROC:
         try:
             return state_in((_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace"))
         except (FileNotFoundError, ProcessLookupError):

@@ -38,7 +38,7 @@ from trainer.resilience.processes import Process
 DIED_CODE = 1
 SILENT_SECONDS = 30.0
 PATIENCE_SECONDS = 900.0
-_HEARTBEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 _PAUSES = 3.0
 NEXT_BATCH = "next batch"  # the phase in which the loop waits for data
 _LITTLE_SHARED_MEMORY = 2**20
@@ -138,7 +138,7 @@ class Watchdog:
             self._watch_alone()
             return
         count = 0
-        while not self._closed.wait(_HEARTBEAT_SECONDS):
+        while not self._closed.wait(HEARTBEAT_SECONDS):
             count += 1
             try:
                 self._put(f"beat/{self._world.rank}", self._state(count))
@@ -149,7 +149,7 @@ class Watchdog:
                     self._leave(f"{self._dead_neighbour() or 'rank 0'} is gone: its store answers no more", DIED_CODE)
 
     def _watch_alone(self) -> None:
-        while not self._closed.wait(_HEARTBEAT_SECONDS):
+        while not self._closed.wait(HEARTBEAT_SECONDS):
             if (reason := self.stuck(time.monotonic())) is not None and not self._closed.is_set():
                 self._leave(reason, DIED_CODE)
 
@@ -234,7 +234,7 @@ class Watchdog:
     def _let_others_read(self) -> None:
         """The store most often lives in rank 0, and the verdict would go with it."""
         if self._world.is_main and self._world.size > 1:
-            time.sleep(2.5 * _HEARTBEAT_SECONDS)
+            time.sleep(2.5 * HEARTBEAT_SECONDS)
 
 
 def _about_loaders(phase: str) -> str:

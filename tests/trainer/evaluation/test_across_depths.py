@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from data.ground.errors import ConfigError
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
 from models.sizes import Size
-from tests.trainer.support import write_beir
+from tests.beir import write_beir
 from trainer.evaluate import main
 from trainer.evaluation import sizes_command
 from trainer.evaluation.encoding.across import SizePair, across_depths, encoded_sizes

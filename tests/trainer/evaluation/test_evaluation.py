@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from data.ground.errors import ConfigError
 from models.encoder import EmbeddingSettings, Encoder, build_masked_lm, load_encoder
 from models.sizes import ModelError, Size
-from tests.trainer.support import write_beir
+from tests.beir import write_beir
 from trainer import evaluate
 from trainer.evaluation.encoding.encode import encode, encoder_forward, token_batches
 from trainer.evaluation.results.report import (
@@ -175,11 +175,10 @@ def test_prompt_precedes_and_counts(
 
 
 def test_token_batches_partition_the_rows() -> None:
+    """At most 40 tokens with padding, longest first; a row that is longer than that comes alone."""
     lengths = np.array([5, 30, 1, 12, 30, 7, 0, 100])
     batches = token_batches(lengths, 40)
-    assert sorted(np.concatenate(batches).tolist()) == list(range(8))
-    for batch in batches:
-        assert len(batch) == 1 or len(batch) * lengths[batch].max() <= 40
+    assert [batch.tolist() for batch in batches] == [[7], [1], [4], [3, 5, 0], [2, 6]]
 
 
 def _encode_on_rank(rank: int, folder: str, texts: list[str], out: str) -> None:
@@ -669,6 +668,13 @@ def test_grid_and_lists_of_sizes(model_folder: Path, beir_folder: Path, tmp_path
     assert sizes("3x5, 1x8") == [[3, 5], [1, 8]]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there(model_folder: Path, beir_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sizes", "--model", str(model_folder), "--beir", str(beir_folder), "--device", "cuda"]
+    assert evaluate.main(words) == 2
+    assert "no GPU" in capsys.readouterr().err
+
+
 def test_mistakes_exit_with_2(
     model_folder: Path, beir_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -689,8 +695,6 @@ def test_mistakes_exit_with_2(
     assert "can take" in error(*beir, "--max-length", "65")
     assert "named 'docs'" in error(*beir[:2], str(beir_folder), "--device", "cpu")
     assert "config.json is missing" in error(*beir, model=tmp_path)
-    if not torch.cuda.is_available():
-        assert "no GPU" in error("--beir", str(beir_folder), "--device", "cuda")
     (tmp_path / "thesis.txt").write_text("mine")
     assert "holds something else (thesis.txt)" in error(*beir, "--output", str(tmp_path))
     assert evaluate.main(["score", "--qrels", str(tmp_path / "no"), "--run", str(tmp_path / "no")]) == 2

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from models.encoder import load_encoder
+from tests.beir import write_beir
 from tests.launcher import launch
 from tests.run_folder import lines_of
-from tests.trainer.support import float32_ds_config, recipe_of, recipe_values, write_beir
+from tests.trainer.support import float32_ds_config, recipe_of, recipe_values
 from trainer.config.load import as_toml
 from trainer.evaluate import main as evaluate
 

@@ -25,8 +25,8 @@ from data.ground.errors import ConfigError, DataError, OtherFormat
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
 from models.sizes import Size
 from tests import ROOT
+from tests.beir import write_beir
 from tests.launcher import launch, run_process
-from tests.trainer.support import write_beir
 from trainer import evaluate
 from trainer.distributed import free_port
 from trainer.evaluation.encoding.encode import encode, encoder_forward

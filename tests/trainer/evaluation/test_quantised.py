@@ -14,7 +14,8 @@ from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
 from models.quantisation import from_int8, int8_ranges, int8_table, to_int8, to_signs
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
-from tests.trainer.support import MODEL, write_beir
+from tests.beir import write_beir
+from tests.trainer.support import MODEL
 from trainer.evaluate import main
 from trainer.evaluation.quantised import (
     BINARY,

@@ -13,7 +13,7 @@ from scipy import stats
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
-from tests.trainer.support import write_beir
+from tests.beir import write_beir
 from trainer import evaluate
 from trainer.evaluation.latency import Cost, cut_encoder
 from trainer.evaluation.rerank import compare_ways, pareto_front, rerank

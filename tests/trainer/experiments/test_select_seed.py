@@ -17,7 +17,8 @@ from tests.launcher import run_process
 from tests.run_folder import steps_of, weights
 from tests.trainer.support import float32_ds_config, recipe_values
 from trainer import select_seed as command
-from trainer.experiments.jobs import Work
+from trainer.experiments import selection
+from trainer.experiments.jobs import TIMINGS_FILE
 from trainer.experiments.selection import SELECTION, make_plan, scores_at, select
 from trainer.resilience.stopping import STOP_FILE_VARIABLE, Stopped
 from trainer.select_seed import main
@@ -75,22 +76,19 @@ def test_the_best_is_the_run_of_its_seed_alone(
     with pytest.raises(Stopped, match="stopped before seed_3"):
         main(arguments(folder))
     (folder / "stop").unlink()
-    called: list[str] = []
-    note = Work._note
 
-    def then_stop(work: Work, name: str, *args: Any, **options: Any) -> None:
-        if not called:
-            (folder / "stop").touch()
-        called.append(name)
-        note(work, name, *args, **options)
+    def then_stop(run: Path, step: int) -> dict[str, float]:
+        (folder / "stop").touch()
+        return scores_at(run, step)
 
-    monkeypatch.setattr(Work, "_note", then_stop)
-    with pytest.raises(Stopped, match="stopped before seed_8"):
+    with monkeypatch.context() as context, pytest.raises(Stopped, match="stopped before seed_8"):
+        context.setattr(selection, "scores_at", then_stop)
         main(arguments(folder))
     assert list(json.loads((output / SELECTION).read_text())["scores"]) == ["3"]
     (folder / "stop").unlink()
     main(arguments(folder))
-    assert called == ["seed_3", "seed_8", "the best"]
+    timings = (output / TIMINGS_FILE).read_text()
+    assert [json.loads(line)["name"] for line in timings.splitlines()] == ["seed_3", "seed_8", "the best"]
     found = json.loads((output / SELECTION).read_text())
     assert list(found["scores"]) == ["3", "8"] and found["identity"]["step"] == 2
     assert len(set(found["means"].values())) == 2
@@ -109,7 +107,7 @@ def test_the_best_is_the_run_of_its_seed_alone(
     assert losses[0] != losses[1]
 
     main(arguments(folder))  # nothing is left to do
-    assert len(called) == 3
+    assert (output / TIMINGS_FILE).read_text() == timings
     with pytest.raises(ConfigError, match="other seeds or steps"):
         main(arguments(folder, seeds="3 9"))
 
@@ -123,7 +121,7 @@ def test_the_best_is_the_run_of_its_seed_alone(
         (["--share", "0.01"], "1 2", "nothing to compare"),
         (["--run.seed=4"], "1 2", "decides itself"),
         (["--train.nothing=4"], "1 2", "unknown key"),
-        (["--sts", "absent.tsv"], "1 2", "absent.tsv does not exist"),
+        (["--sts", "absent.tsv"], "1 2", "absent.tsv"),
         (["--ranks", "0"], "1 2", "--ranks"),
     ],
 )

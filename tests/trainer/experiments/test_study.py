@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,9 @@ from data.ground.errors import ConfigError, DataError
 from models.encoder import EmbeddingSettings, base_of, build_masked_lm
 from models.sizes import Size
 from tests import ROOT
+from tests.beir import write_beir
 from tests.launcher import run_process
-from tests.trainer.support import LADDER, MODEL, float32_ds_config, recipe_values, write_beir
+from tests.trainer.support import LADDER, MODEL, float32_ds_config, recipe_values
 from trainer import study as command
 from trainer.build import build_model, open_shards
 from trainer.evaluation.results.raw import RawResults, RawTask, read_raw, write_raw
@@ -356,7 +359,7 @@ def test_chosen_arms_bring_what_they_start_from(study_file: Path) -> None:
         ("methods.srl", {"settings": {"run.seed": 3}}, "decides itself"),
         ("methods.srl", {"settings": {"objective.nothing": 3}}, "unknown key objective.nothing"),
         ("methods.srl", {"settings": {"train.steps": "many"}}, "train.steps"),
-        ("methods.srl", {"recipe": "absent.toml"}, "absent.toml does not exist"),
+        ("methods.srl", {"recipe": "absent.toml"}, "absent.toml"),
         ("methods.srl", {"settings": {"objective.name": "masked"}}, "needs a recipe with"),
         (
             "methods",
@@ -657,8 +660,11 @@ def test_signals_reach_the_runs_in_progress(tmp_path: Path, number: int) -> None
     work = Work(tmp_path, places=2)
     before = signal.getsignal(number)
 
+    begun = [tmp_path / "a.begun", tmp_path / "b.begun"]
+    a, b = (f"import pathlib; pathlib.Path({str(path)!r}).touch(); {FOREVER}" for path in begun)
+
     def ask() -> None:
-        while len(work._processes) < 2:
+        while not all(path.exists() for path in begun):
             pass
         os.kill(os.getpid(), number)
 
@@ -666,7 +672,7 @@ def test_signals_reach_the_runs_in_progress(tmp_path: Path, number: int) -> None
     with work.listening():
         asking.start()
         with pytest.raises(Stopped, match=f"stopped in (a|b) .{signal.Signals(number).name}"):
-            work.carry_out([nap("a", FOREVER), nap("b", FOREVER), nap("c", "pass")])
+            work.carry_out([nap("a", a), nap("b", b), nap("c", "pass")])
         with pytest.raises(Stopped, match="stopped before next"):
             work.carry_out([nap("next", "pass")])
     asking.join()
@@ -714,19 +720,69 @@ def test_a_failure_stops_the_others_and_is_what_is_said(tmp_path: Path) -> None:
     Work(tmp_path).carry_out([nap("short", "pass")])  # negative control
 
 
-def test_places_share_the_gpus_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[str], str | None]]:
+    """In place of processes: the words and the GPU that each job is started with, by its statement."""
+    found: dict[str, tuple[list[str], str | None]] = {}
+
+    class Ended:
+        def __init__(self, words: list[str], *, env: Mapping[str, str], **_: Any) -> None:
+            found[words[-1]] = words, env.get("CUDA_VISIBLE_DEVICES")
+
+        def wait(self) -> int:
+            return 0
+
+    monkeypatch.setattr(subprocess, "Popen", Ended)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("places", "ranks", "gpus", "include"),
+    [
+        (2, 1, ["4", "5"], [None, None]),
+        (2, 2, [None, None], ["localhost:4,5", "localhost:6,7"]),
+        (1, 2, [None, None], [None, None]),
+    ],
+)
+def test_places_share_the_gpus_out(
+    places: int,
+    ranks: int,
+    gpus: list[str | None],
+    include: list[str | None],
+    started: dict[str, tuple[list[str], str | None]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/" + name)  # as where there is an nvidia-smi
-    work = Work(tmp_path, places=2, gpus=["4", "5", "6", "7"])
-    assert [work._environment(place, 1) for place in (0, 1)] == [
-        {"CUDA_VISIBLE_DEVICES": "4"},
-        {"CUDA_VISIBLE_DEVICES": "5"},
-    ]
-    assert work._environment(1, 2) == {}
-    assert work._launched_on(1, 2) == ["--include", "localhost:6,7"]
-    assert Work(tmp_path)._launched_on(0, 2) == ["--num_gpus", "2"]
+    jobs = [nap(name, name, ranks=ranks) for name in "ab"]
+    Work(tmp_path, places=places, gpus=["4", "5", "6", "7"]).carry_out(jobs)
+    assert [started[name][1] for name in "ab"] == gpus
+    for name, named in zip("ab", include):
+        words = started[name][0]
+        assert (words[words.index("--include") + 1] if "--include" in words else None) == named
+        assert (["--num_gpus", str(ranks)] == words[1:3]) == (ranks > 1 and named is None)
 
 
-def test_time_left_is_what_the_same_kind_took(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("jobs", "places", "said"),
+    [
+        # Its own kind, then the same stage: 160 s each, interrupted tries counted.
+        ({"runs/a/2": "runs/a", "runs/b/1": "runs/b", "y": "evaluate sizes"}, 1, ", about 5 min left"),
+        ({"runs/a/2": "runs/a", "runs/b/1": "runs/b", "y": "evaluate sizes"}, 2, ", about 3 min left"),
+        ({"pretrain/z": "pretrain/z", "y": "evaluate sizes"}, 1, ", about 9 s left and 1 of unknown length"),
+        ({"pretrain/z": "pretrain/z"}, 1, ""),
+    ],
+)
+def test_time_left_is_what_the_same_kind_took(
+    jobs: dict[str, str],
+    places: int,
+    said: str,
+    started: dict[str, tuple[list[str], str | None]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As it is told when the first of the jobs begins."""
     entries = [
         ("runs/a/1", "runs/a", 100.0, False),
         ("runs/a/1", "runs/a", 60.0, True),
@@ -734,17 +790,9 @@ def test_time_left_is_what_the_same_kind_took(tmp_path: Path) -> None:
     ]
     lines = [json.dumps(dict(zip(("name", "kind", "seconds", "complete"), entry))) for entry in entries]
     (tmp_path / "timings.jsonl").write_text("\n".join(lines) + "\n")
-    work = Work(tmp_path)
-    work._todo = {"runs/a/2": "runs/a", "runs/b/1": "runs/b", "y": "evaluate sizes"}
-    # Its own kind, then the same stage: 160 s each, interrupted tries counted.
-    assert work._eta() == ", about 5 min left"
-    work.places = 2
-    assert work._eta() == ", about 3 min left"
-    work.places = 1
-    work._todo = {"pretrain/z": "pretrain/z", "y": "evaluate sizes"}
-    assert work._eta() == ", about 9 s left and 1 of unknown length"
-    work._todo = {"pretrain/z": "pretrain/z"}
-    assert work._eta() == ""
+    with caplog.at_level(logging.INFO):
+        Work(tmp_path, places=places).carry_out([Job(name, kind, lambda: ["timeit"]) for name, kind in jobs.items()])
+    assert caplog.messages[0] == f"[1/{len(jobs)}] {next(iter(jobs))}{said}"
 
 
 def test_the_commands_mistakes(capfd: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ def copied(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def copy(graph: Any, batch: Any, path: Path) -> None:
         shutil.copy(export / "1x8" / "onnx" / "model.onnx", path)
 
-    monkeypatch.setattr(onnx_files, "_export", copy)
+    monkeypatch.setattr(onnx_files, "write_graph", copy)
 
 
 def vectors_of(folder: Path, texts: list[str], file: str = "model.onnx", *, size: int = 5) -> np.ndarray:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tests.lanes import crossed
 from tests.reference import naive_contrastive_loss
 from trainer.losses import infonce, tiles
+from trainer.losses.contrastive_terms import ContrastiveTerms
 from trainer.losses.false_negatives import false_negatives
 from trainer.losses.graded_pairs import coordinate_divergence, cosent
 from trainer.losses.infonce import multi_size_contrastive
@@ -106,31 +109,32 @@ def test_tiled_equals_naive(
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
 
 
-def watch_scores(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The shapes of all blocks of scores computed from here on."""
-    shapes: list[tuple[int, int]] = []
-    original = tiles.Tile._scores
+class Products(TorchFunctionMode):
+    """Writes down every matrix of scores that is computed within it: its queries, its passages, the vectors' width."""
 
-    def watched(tile: tiles.Tile, size: int, block: int) -> Tensor:
-        scores = original(tile, size, block)
-        shapes.append((scores.shape[0], scores.shape[1]))
-        return scores
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[int, int, int]] = []
 
-    monkeypatch.setattr(tiles.Tile, "_scores", watched)
-    return shapes
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Gradients are added in place, by Tensor.addmm_.
+        if func is torch.addmm:
+            _, left, right = args
+            self.made.append((left.shape[0], right.shape[1], left.shape[1]))
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_tiles_are_as_small_as_asked(tiling: Tiling, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without this the equality above could compare one tile with itself. Kept rows: every score once, else twice."""
     force(monkeypatch, tiling)
-    shapes = watch_scores(monkeypatch)
     queries, passages, targets = vectors()
     arguments = {"loss_weights": (1.0,) * 3, "kl_weights": (1.0, 1.0, 0.0), "temperature": 1.0}
-    multi_size_contrastive(queries, passages, targets=targets, **arguments)
+    with Products() as products:
+        multi_size_contrastive(queries, passages, targets=targets, **arguments)
     blocks = math.ceil(QUERIES / tiling.queries) * math.ceil(PASSAGES / tiling.passages)
-    assert len(shapes) == 3 * blocks * (1 if tiling.keeps_rows else 2)
-    assert max(shapes) == (tiling.queries, tiling.passages)
+    assert len(products.made) == 3 * blocks * (1 if tiling.keeps_rows else 2)
+    assert max(products.made)[:2] == (tiling.queries, tiling.passages)
 
 
 @pytest.mark.parametrize("num_queries", [1, 100, 1024, 65536])
@@ -155,15 +159,15 @@ def test_the_score_memory_bounds_a_tile(matrices: int, mib: int, num_passages: i
         assert not tiling.keeps_rows
 
 
-def test_memory_asked_for_reaches_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = watch_scores(monkeypatch)
+def test_memory_asked_for_reaches_the_tiles() -> None:
     queries, passages, targets = vectors()
     arguments = {"targets": targets, "loss_weights": (1.0,) * 3, "kl_weights": (0.0,) * 3, "temperature": 1.0}
-    whole, *_ = multi_size_contrastive(queries, passages, **arguments)
-    assert shapes == [(QUERIES, PASSAGES)] * 3
-    shapes.clear()
-    tight, *_ = multi_size_contrastive(queries, passages, score_memory_mib=400 * 8 / 2**20, **arguments)
-    assert max(rows * columns for rows, columns in shapes) < QUERIES * PASSAGES
+    with Products() as products:
+        whole, *_ = multi_size_contrastive(queries, passages, **arguments)
+    assert sorted(products.made) == [(QUERIES, PASSAGES, width) for width in WIDTHS]
+    with Products() as products:
+        tight, *_ = multi_size_contrastive(queries, passages, score_memory_mib=400 * 8 / 2**20, **arguments)
+    assert max(rows * columns for rows, columns, _ in products.made) < QUERIES * PASSAGES
     torch.testing.assert_close(tight, whole, rtol=1e-13, atol=1e-13)
 
 
@@ -436,23 +440,17 @@ def test_a_guide_that_sees_only_negatives_filters_nothing() -> None:
 
 
 @pytest.mark.parametrize("taught_by", ["full", "guide"])
-def test_a_guide_keeps_within_the_score_memory(taught_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guide_keeps_within_the_score_memory(taught_by: str) -> None:
     """No matrix of queries by passages: the same loss, where the memory holds a few rows of scores."""
     queries, passages, targets = vectors()
     arguments = {"targets": targets, "loss_weights": (1.0,) * 3, "kl_weights": (0.5,) * 3, "temperature": 1.0}
     arguments |= {"guide": guide_vectors(), "filter_by": "guide", "taught_by": taught_by, "false_negative_margin": 0.1}
     whole, *_ = multi_size_contrastive(queries, passages, **arguments)
-    shapes, original = [], tiles.Tile._products
-
-    def watched(tile: tiles.Tile, size: int, block: int) -> Tensor:
-        scores = original(tile, size, block)
-        shapes.append((size, *scores.shape))
-        return scores
-
-    monkeypatch.setattr(tiles.Tile, "_products", watched)
-    tight, *_ = multi_size_contrastive(queries, passages, score_memory_mib=400 * 8 / 2**20, **arguments)
-    assert {size for size, *_ in shapes} == {0, 1, 2, 3}
-    assert max(rows * columns for _, rows, columns in shapes) < QUERIES * PASSAGES
+    with Products() as products:
+        tight, *_ = multi_size_contrastive(queries, passages, score_memory_mib=400 * 8 / 2**20, **arguments)
+    guide_width = arguments["guide"][0].shape[1]
+    assert {width for *_, width in products.made} == {*WIDTHS, guide_width}
+    assert max(rows * columns for rows, columns, _ in products.made) < QUERIES * PASSAGES
     torch.testing.assert_close(tight, whole, rtol=1e-13, atol=1e-13)
 
 
@@ -567,8 +565,7 @@ def test_a_wrong_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, passages, targets = vectors()
     arguments = {"targets": targets, "loss_weights": (1.0,) * 3, "kl_weights": (0.0,) * 3}
     right = gradients(multi_size_contrastive(queries, passages, temperature=2.0, **arguments)[0], queries)
-    original = tiles.Tile._scores
-    monkeypatch.setattr(tiles.Tile, "_scores", lambda tile, size, block: original(tile, size, block).mul_(0.5))
+    monkeypatch.setattr(ContrastiveTerms, "temperature_of", lambda terms, size: 2.0)
     wrong = gradients(multi_size_contrastive(queries, passages, temperature=1.0, **arguments)[0], queries)
     assert max(float((a - b).abs().max()) for a, b in zip(right, wrong)) > 1e-2
 

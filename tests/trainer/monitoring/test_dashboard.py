@@ -18,6 +18,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from data.ground.errors import ConfigError, DataError
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
@@ -455,18 +456,17 @@ def test_a_full_disk_under_tensorboard_is_told_once(
     """Its thread fails, says nothing itself, and the run goes on. Negative control: other threads do speak."""
     spoken: list[object] = []
     monkeypatch.setattr(threading, "excepthook", lambda arguments: spoken.append(arguments.thread))
-    board = TensorBoard(tmp_path, sizes=[], start_step=0, layout={})
-    dashboard = Dashboard([board], STARBUCKS_LADDER)
+    before = set(threading.enumerate())
+    dashboard = Dashboard([TensorBoard(tmp_path, sizes=[], start_step=0, layout={})], STARBUCKS_LADDER)
     dashboard.record({"step": 1, "loss": 1.0})
-    asynchronous = board._writer(".").file_writer.event_writer._async_writer
-    asynchronous.flush()
+    (writing,) = set(threading.enumerate()) - before
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    asynchronous._worker._record_writer.write = full
+    monkeypatch.setattr(RecordWriter, "write", full)
     dashboard.record({"step": 2, "loss": 1.0})
-    asynchronous._worker.join()
+    writing.join()
     for step in (3, 4, 5):
         dashboard.record({"step": step, "loss": 1.0})
     told = [record.getMessage() for record in caplog.records]

@@ -37,32 +37,43 @@ def lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Lines:
     return Lines(tmp_path / "metrics.jsonl")
 
 
+@pytest.fixture
+def disk(tmp_path: Path) -> Disk:
+    return Disk((tmp_path / "metrics.jsonl").open("ab", buffering=0))
+
+
+@pytest.fixture
+def lines_on_disk(disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Lines:
+    caplog.set_level(logging.WARNING, logger=metrics.__name__)
+    with monkeypatch.context() as context:
+        context.setattr(Path, "open", lambda *_, **__: disk)
+        return Lines(Path("metrics.jsonl"))
+
+
 def test_no_line_is_lost_or_torn_while_a_disk_is_full(
-    lines: Lines, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    disk: Disk, lines_on_disk: Lines, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Said once when it begins, and once when it is over."""
-    disk = Disk(lines._file)
-    lines._file = disk  # type: ignore[assignment]
     written = []
     for number, room in enumerate([9, 3, 0, 0, 1, 100, 100, 0, 100]):
         disk.room = room
         written.append(f"line {number}")
-        lines.write(written[-1])
+        lines_on_disk.write(written[-1])
     said = [record.getMessage() for record in caplog.records]
     assert ["cannot be written" in each for each in said] == [True, False, True, False]
     assert "No space left on device" in said[0] and "is written again" in said[1]
-    lines.close()
+    lines_on_disk.close()
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(f"{each}\n" for each in written)
     assert len(caplog.records) == 4
 
 
-def test_what_never_found_room_is_told(lines: Lines, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    disk = Disk(lines._file)
-    lines._file = disk  # type: ignore[assignment]
+def test_what_never_found_room_is_told(
+    disk: Disk, lines_on_disk: Lines, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     disk.room = 2
     for number in range(3):
-        lines.write(str(number))
-    lines.close()
+        lines_on_disk.write(str(number))
+    lines_on_disk.close()
     assert "lacks its last 2 lines" in caplog.records[-1].getMessage()
     assert (tmp_path / "metrics.jsonl").read_text() == "0\n"
 

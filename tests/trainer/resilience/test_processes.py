@@ -51,7 +51,7 @@ def test_another_process_of_that_number_is_another() -> None:
 
 
 def test_where_there_is_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_HAS_PROC", False)
+    monkeypatch.setattr(processes, "HAS_PROC", False)
     me = Process.me()
     assert me.lives and me.started == psutil.Process().create_time()
     assert not Process(me.pid, me.started - 1).lives

@@ -18,6 +18,7 @@ from models.encoder import EmbeddingSettings, load_encoder
 from models.heads import HEADS_FILE
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from tests.launcher import launch
+from tests.run_folder import steps_of
 from trainer import resize
 from trainer.config.load import load_recipe
 from trainer.evaluation.subject import load_model
@@ -164,8 +165,7 @@ def test_texts_are_cut_where_it_was_asked(heads_alone: Path) -> None:
 def test_another_teacher_and_pairs(with_pairs: Path) -> None:
     """The teacher is as wide as the ladder, of two layers, and mean-pooled; SRL follows with its term beside it."""
     assert (with_pairs / "pair_training" / "DONE").is_file()
-    lines = [json.loads(line) for line in (with_pairs / "pair_training" / "metrics.jsonl").read_text().splitlines()]
-    step = next(line for line in lines if "loss" in line)
+    step = steps_of(with_pairs / "pair_training")[0]
     assert any(name.startswith("distill/") for name in step) and any(name.startswith("kl/") for name in step)
     assert set(load_encoder(with_pairs / "pair_training" / "model").heads) == {"1", "2", "3"}
 
