@@ -545,10 +545,10 @@ def test_a_judgement_may_be_repeated_and_a_folder_not(beir: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [
-        ([{"qid": "q0", "neg": {"bm25": [{"score": 1}]}}], "holds what is no passage id"),
-        ([{"qid": "q0", "neg": {"bm25": 5}}], "holds what is no passage id"),
-        ([{"qid": "q0", "neg": [["d1"]]}], "holds what is no passage id"),
-        ([{"qid": "q0", "neg": [None]}], "holds what is no passage id"),
+        ([{"qid": "q0", "neg": {"bm25": [{"score": 1}]}}], "must hold passage ids"),
+        ([{"qid": "q0", "neg": {"bm25": 5}}], "must hold passage ids"),
+        ([{"qid": "q0", "neg": [["d1"]]}], "must hold passage ids"),
+        ([{"qid": "q0", "neg": [None]}], "must hold passage ids"),
         ([{"qid": "q0", "neg": "d1"}], "is not of the form"),
         (
             [{"qid": "q0", "neg": ["d1"]}, {"qid": "q0", "neg": ["d2"]}],

@@ -318,7 +318,7 @@ def test_the_default_cache_is_a_private_folder(tmp_path, monkeypatch):
     place.chmod(0o700)
     place.rename(tmp_path / "elsewhere")
     place.symlink_to("elsewhere")
-    with pytest.raises(DataError, match="no folder of its own, but a link"):
+    with pytest.raises(DataError, match="is a link or a file, not a folder"):
         Cache.at()
     place.unlink()
     place.write_text("")

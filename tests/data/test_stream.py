@@ -515,7 +515,7 @@ def test_what_cannot_be_parted_is_counted_and_said_once(tmp_path, tiny_tokenizer
 def test_where_batches_decide_the_order_their_size_stays(small, options):
     one = stream(small, **options)
     other = stream(small, global_batch_size=B // 2, **options)
-    with pytest.raises(DataError, match=r"global_batch_size 6 .*resume with the batch size"):
+    with pytest.raises(DataError, match=r"global_batch_size is 6, .*resume with the batch size"):
         other.load_state_dict(one.state_dict())
 
 
