@@ -53,7 +53,7 @@ CACHE_GIB = 32.0
 ATTEMPTS = 2
 STALL_SECONDS = 60.0
 SLOWEST = 1024  # bytes a second
-MANIFEST_BYTES = 2**28  # some hundred times that of a hundred million samples
+MANIFEST_BYTES = 2**28  # some hundred times the manifest of a hundred million samples
 TOKENIZER_BYTES = 2**27
 # The files that save_pretrained writes for a fast tokenizer; a plain web server cannot list them.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
