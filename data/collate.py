@@ -1,18 +1,19 @@
-"""Samples -> typed flat batches.
+"""Collators: lists of samples to typed flat batches.
 
 What is decided here:
-- Batches are flat: all tokens in one tensor plus offsets, never padded. Transport between a loader's process and the
-  trainer costs by the byte, and the trainer cuts micro-batches by length, so padding comes last (`pad_flat`).
-- Special tokens are added here, for shards hold ids without them. A document longer than the model reads is cut to a
-  random window, drawn anew each epoch (Starbucks §4: "long documents cut to a random window"); queries and passages
-  are cut at their end, as retrieval models are served.
+- Batches are flat: all tokens in one tensor plus offsets, never padded. Moving a batch from a loader process to the
+  trainer costs time per byte, and the trainer cuts micro-batches by length, so padding comes last (`pad_flat`).
+- Special tokens are added here, because shards hold ids without them. A document longer than the model reads is cut to
+  a random window, drawn anew each epoch (Starbucks §4: "long documents cut to a random window"); queries and passages
+  are cut at their end, as they are when a retrieval model is used.
 - A prompt stands between [CLS] and the text and counts towards the length; each source has its own (`data.tokens`
-  says when that equals tokenizing the joined text). Hashes are of the text as cut, without prompt or special tokens.
-- For enhanced decoding the decoder reads and predicts every token but the special ones, and a text brings one key, from
-  which the trainer draws on the device what each position sees (models/visibility.py).
+  says when this equals tokenizing the joined text). Hashes are of the cut text, without prompt or special tokens.
+- For enhanced decoding the decoder reads and predicts every token but the special ones. The batch has one key for each
+  text, from which the trainer draws on the device what each position sees (models/visibility.py).
 - All draws are keyed by (seed, epoch, source, sample), see `data.masking`: a sample's batch entry does not depend on
-  the batch it is in, and what a sample would bring to a batch is known before there is one (`drawn_texts`).
-- A curriculum of hard negatives is by the sample's position in the stream, which ranks, workers and resumes share.
+  the batch it is in, so the texts of a sample are known before the batch is made (`drawn_texts`).
+- A curriculum of hard negatives depends on the sample's position in the stream, which is the same for all ranks,
+  workers and resumes.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ from data.shards.format import Tuple
 from data.stream import Sample
 from data.tokens import Vocabulary
 
-# Sample ids of a mixture carry the source above the sample's number, which stays below 2^40.
+# A sample's id is source · 2^40 + its number within the source, which is below 2^40.
 SOURCE_STRIDE = 2**40
 
 
 def pad_flat(values: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor, *, fill: float) -> torch.Tensor:
-    """Cut `rows` (int64 [k]) out of flat `values` [T] and pad them at the right with `fill`: [k, longest]."""
+    """Take `rows` (int64 [k]) of flat `values` [T] and pad them at the right with `fill`: [k, longest]."""
     starts = offsets[rows]  # [k]
     lengths = offsets[rows + 1] - starts
     longest = int(lengths.max()) if len(rows) else 0
@@ -61,7 +62,7 @@ def pad_flat(values: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor, *,
 
 @dataclass(frozen=True)
 class Texts:
-    """n texts, special tokens included."""
+    """A flat batch of n texts, special tokens included."""
 
     tokens: torch.Tensor  # int32 [T]
     offsets: torch.Tensor  # int64 [n + 1]
@@ -75,7 +76,7 @@ class Texts:
         return self.offsets.diff()
 
     def pad(self, rows: torch.Tensor, *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(input_ids, attention_mask) of the texts `rows`, both int64 [k, longest of them]."""
+        """(input_ids, attention_mask) of the texts `rows`, both int64 [k, length of the longest]."""
         input_ids = pad_flat(self.tokens, self.offsets, rows, fill=pad_id).long()
         lengths = self.lengths[rows]
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -90,16 +91,16 @@ def concatenate(first: Texts, second: Texts) -> Texts:
 
 @dataclass(frozen=True)
 class MaskedBatch:
-    """B texts masked for the encoder and, where there is one, for the decoder; with `pairs`, of fewer samples."""
+    """B texts masked for the encoder and for the decoder, if there is one. With `pairs`, a sample has several texts."""
 
     offsets: torch.Tensor  # int64 [B + 1]
     encoder_input_ids: torch.Tensor  # int32 [T]
     encoder_labels: torch.Tensor  # int32 [T], -100 = ignored
     decoder_input_ids: torch.Tensor | None  # int32 [T]
     decoder_labels: torch.Tensor | None  # int32 [T], -100 = ignored
-    sample_ids: torch.Tensor  # int64, one a sample
+    sample_ids: torch.Tensor  # int64 [samples]
     visibility_keys: torch.Tensor | None = None  # int64 [B], for enhanced decoding: the decoder's inputs are unmasked
-    pairs: PairBatch | None = None  # which texts belong together; the B texts are its queries, then its passages
+    pairs: PairBatch | None = None  # which texts belong together; the B texts are the pairs' queries, then passages
 
     @property
     def num_samples(self) -> int:
@@ -116,12 +117,12 @@ class PairBatch:
 
     queries: Texts  # n
     passages: Texts  # m
-    targets: torch.Tensor  # int64 [n]: where in `passages` a query's positive is
+    targets: torch.Tensor  # int64 [n]: the row of each query's positive in `passages`
     passage_query: torch.Tensor  # int64 [m]: which query a passage belongs to
     scores: torch.Tensor | None  # float32 [n], graded pairs only
     query_hashes: torch.Tensor  # int64 [n], equal for equal texts
     passage_hashes: torch.Tensor  # int64 [m], equal for equal texts
-    known_hashes: torch.Tensor  # int64 [t]: of all known positives of each query, drawn or not
+    known_hashes: torch.Tensor  # int64 [t]: hashes of all known positives of each query, drawn or not
     known_offsets: torch.Tensor  # int64 [n + 1]: where each query's known positives start
     sample_ids: torch.Tensor  # int64 [n]
 
@@ -136,7 +137,7 @@ class PairBatch:
 
 @dataclass(frozen=True)
 class TextBatch:
-    """n texts as they are, for a teacher to teach."""
+    """n texts as they are, for distillation from a teacher."""
 
     texts: Texts  # n
     hashes: torch.Tensor  # int64 [n], equal for equal texts
@@ -153,7 +154,10 @@ class TextBatch:
 
 @dataclass(frozen=True, eq=False)
 class MaskedCollator:
-    """Documents -> MaskedBatch. A `decoder_mask_ratio` of None makes no decoder side; `enhanced` makes one unmasked."""
+    """Documents to a MaskedBatch.
+
+    A `decoder_mask_ratio` of None makes no decoder inputs; `enhanced` makes unmasked decoder inputs.
+    """
 
     vocabulary: Vocabulary
     _: KW_ONLY
@@ -241,7 +245,7 @@ class MaskedCollator:
 
 @dataclass(frozen=True, eq=False)
 class TextCollator:
-    """Documents -> TextBatch: each text from its beginning, with its folder's prompt, as it would be embedded."""
+    """Documents to a TextBatch: each text is cut at its end and has its folder's prompt, as when it is embedded."""
 
     vocabulary: Vocabulary
     _: KW_ONLY
@@ -262,16 +266,19 @@ class TextCollator:
 
 
 class _Drawn(NamedTuple):
-    """One tuple as its batch holds it, all texts cut to what the model reads."""
+    """The texts of one training example that its batch holds, cut to the lengths that the model reads."""
 
     query: np.ndarray
     passages: list[np.ndarray]  # the drawn positive, then the drawn negatives
-    positives: list[np.ndarray]  # all that are known, drawn or not
+    positives: list[np.ndarray]  # all known positives, drawn or not
 
 
 @dataclass(frozen=True, eq=False)
 class PairCollator:
-    """Tuples -> PairBatch: one of a query's positives, and up to `num_negatives` of its negatives (ragged allowed)."""
+    """Training examples (query, positives, negatives) to a PairBatch.
+
+    One positive and up to `num_negatives` negatives are drawn for each query; queries may have different numbers.
+    """
 
     vocabulary: Vocabulary
     _: KW_ONLY
@@ -315,7 +322,7 @@ class PairCollator:
         )
 
     def drawn_texts(self, samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
-        """Hashes of all that each sample brings to its batch, whichever that is: (int64 [t], offsets int64 [n + 1]).
+        """Hashes of all texts that each sample adds to its batch: (int64 [t], offsets int64 [n + 1]).
 
         With a curriculum of negatives these are the hashes of the largest draw, of which every smaller one is a subset.
         """
@@ -324,7 +331,7 @@ class PairCollator:
         return hashes, _offsets([1 + len(item.passages) for item in drawn])
 
     def _negatives_now(self, samples: Sequence[Sample]) -> np.ndarray:
-        """How many negatives each sample may draw where it stands, int64 [n]."""
+        """How many negatives each sample may draw at its position in the stream, int64 [n]."""
         if not self.negatives_from:
             return np.full(len(samples), self.num_negatives)
         positions = [sample.position for sample in samples]
@@ -350,9 +357,9 @@ class PairCollator:
         return drawn
 
     def _draw_negatives(self, keys: np.ndarray, num_available: np.ndarray, at_most: np.ndarray) -> list[list[int]]:
-        """Which of each query's negatives are taken, without replacement: those with the smallest draws.
+        """The numbers of each query's drawn negatives, without replacement: those with the smallest random words.
 
-        A smaller draw is therefore a subset of a larger one, on which `drawn_texts` relies.
+        A smaller draw is therefore a subset of a larger one; `drawn_texts` relies on this.
         """
         streams = purpose_keys(keys, Purpose.NEGATIVES)
         chosen = []
@@ -367,9 +374,9 @@ class PairCollator:
 
 @dataclass(frozen=True, eq=False)
 class SpanCollator:
-    """Documents -> MaskedBatch of two spans each (coCondenser, Gao and Callan 2021), which are a pair.
+    """Documents to a MaskedBatch with two spans of each document as a pair (coCondenser, Gao and Callan 2021).
 
-    A document is cut in the middle, so that its spans share nothing; each is cut to a random window of its half.
+    A document is cut in the middle, so that its spans share no token; each span is a random window of its half.
     """
 
     masked: MaskedCollator
@@ -402,7 +409,7 @@ class SpanCollator:
 
 @dataclass(frozen=True, eq=False)
 class MaskedPairCollator:
-    """Tuples -> MaskedBatch of their queries and passages, which stay pairs: SentMAE on supervised pairs (§2.2)."""
+    """Training examples to a MaskedBatch of queries and passages that stay pairs: SentMAE on labelled pairs (§2.2)."""
 
     masked: MaskedCollator
     pairs: PairCollator
@@ -423,12 +430,12 @@ class MaskedPairCollator:
 
 
 def _text_keys(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Keys of samples' several texts: uint64 [n] of each sample and the text's number within it -> uint64 [n]."""
+    """A key for each text of samples with several: uint64 [n] from the sample's key and the text's number in it."""
     return draws(purpose_keys(keys, Purpose.TEXTS), numbers)
 
 
 def text_hashes(texts: Sequence[np.ndarray]) -> np.ndarray:
-    """One int64 a text, equal for equal ids and else different but for a chance of 2^-64: int64 [n].
+    """A hash of each text's ids: int64 [n]; two different texts collide with a probability of 2^-64.
 
     The sum over positions of a hash of (position, id), hashed again with the length.
     """
@@ -437,7 +444,7 @@ def text_hashes(texts: Sequence[np.ndarray]) -> np.ndarray:
     tokens = np.concatenate([np.empty(0, dtype=np.uint64), *texts]).astype(np.uint64)
     positions = (np.arange(len(tokens)) - np.repeat(offsets[:-1], lengths)).astype(np.uint64)
     parts = mix64(mix64(tokens + np.uint64(1)) + positions * np.uint64(0x9E3779B97F4A7C15))
-    # Sums modulo 2^64 from a running total, for reduceat has no notion of an empty text.
+    # Sums modulo 2^64 as differences of a running total, because np.add.reduceat cannot sum an empty text.
     totals = np.concatenate((np.zeros(1, dtype=np.uint64), np.cumsum(parts, dtype=np.uint64)))
     return mix64((totals[offsets[1:]] - totals[offsets[:-1]]) ^ mix64(lengths.astype(np.uint64))).view(np.int64)
 
@@ -475,7 +482,7 @@ def _keys(samples: Sequence[Sample], seed: int) -> np.ndarray:
 
 
 def samples_of(batch: MaskedBatch | PairBatch | TextBatch) -> list[list[int]]:
-    """[source, index within it] of each sample of a batch."""
+    """[source, index within the source] of each sample of a batch."""
     return [list(divmod(number, SOURCE_STRIDE)) for number in batch.sample_ids.tolist()]
 
 
@@ -486,7 +493,7 @@ def _sample_ids(samples: Sequence[Sample]) -> torch.Tensor:
 def with_prompts(
     texts: Sequence[np.ndarray], sources: Sequence[int], prompts: Sequence[np.ndarray], vocabulary: Vocabulary
 ) -> Texts:
-    """Texts, as ids that are cut already, with their sources' prompts and the special tokens around them."""
+    """Add the sources' prompts and the special tokens to texts, which are ids and already cut to length."""
     if prompts:
         texts = [np.concatenate((prompts[source], text)) for source, text in zip(sources, texts)]
     tokens, offsets = _with_specials(texts, vocabulary)
@@ -510,7 +517,7 @@ def _scores(tuples: Sequence[Tuple], *, graded: bool) -> torch.Tensor | None:
     scores = [item.score for item in tuples if item.score is not None]
     if len(scores) != (len(tuples) if graded else 0):
         raise DataError(
-            f"{len(scores)} of {len(tuples)} pairs have a score where {'all' if graded else 'none'} should; graded and "
+            f"{len(scores)} of {len(tuples)} pairs have a score, but {'all' if graded else 'none'} should; graded and "
             "ungraded pairs have no common loss, so train on them in separate runs"
         )
     return torch.tensor(scores, dtype=torch.float32) if graded else None

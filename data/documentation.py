@@ -2,12 +2,13 @@
 
 What is decided here:
 - Docstrings (and numpy's and torch's add_newdoc/add_docstr texts, and pydoc's language topics) are found by parsing
-  source files; nothing is imported, so it is quick and safe.
-- Pre-training documents are whole docstrings, small ones joined with their neighbours in the same class or module.
-- A docstring's first paragraph and the rest make a (summary, body) pair: a natural query and its passage. Both sides
-  are distinct over all pairs, case, spacing, punctuation and numbers aside, for packages copy a great deal.
+  source files. Nothing is imported, which is quick and safe.
+- Pre-training documents are whole docstrings; small ones are joined with their neighbours in the same class or module.
+- A docstring's first paragraph and the rest make a (summary, body) pair: a natural query and its passage. Packages copy
+  many docstrings, so no two pairs have the same summary or the same body, apart from case, spacing, punctuation and
+  numbers.
 - The held-out pairs are those whose bodies have the smallest hashes, so that they are the same on every machine with
-  the same packages. None of their texts is left in the documents or the training pairs.
+  the same packages. Their texts are removed from the documents and the training pairs.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ SHORTEST_BODY_WORDS = 15
 SHORTEST_SUMMARY_WORDS = 3
 LONGEST_SUMMARY_WORDS = 48
 SHORTEST_DOCUMENT_WORDS = 20
-# Docstrings below this are joined with their neighbours, so that a document fills a useful part of a window.
+# Docstrings of fewer words are joined with their neighbours, so that a document fills a useful part of a window.
 SMALL_DOCUMENT_WORDS = 60
 JOINED_DOCUMENT_WORDS = 150
 
@@ -62,14 +63,14 @@ _LITERAL = re.compile(r"(?<!`)``([^`]+)``(?!`)")
 _ADORNMENT = re.compile(r"^[ \t]*([=\-~^*#\"'+.])\1{3,}[ \t]*$", re.MULTILINE)
 _BLANK_LINES = re.compile(r"\n[ \t]*\n[ \t\n]*\n")
 _SIGNATURE = re.compile(r"[\w.]+\s*\(.*\)(\s*(->|=|:|--).*)?", re.DOTALL)
-# Every ASCII byte that is no letter becomes a space; the bytes of other scripts stay.
+# Replaces every ASCII byte that is not a letter by a space; the bytes of other scripts stay.
 _LETTERS_ONLY = bytes(byte if byte >= 128 or chr(byte).isalpha() else ord(" ") for byte in range(256))
 
 
 @dataclass(frozen=True)
 class Docstring:
     name: str  # qualified: package.module.Class.method
-    group: str  # the class or module it stands in
+    group: str  # the class or module that contains it
     text: str  # cleaned
 
 
@@ -84,12 +85,12 @@ class DocumentationPair:
 
 @dataclass(frozen=True)
 class Documentation:
-    """What `installed_documentation` finds; no text of `held_out` occurs in `documents` or `pairs`."""
+    """The result of `installed_documentation`; no text of `held_out` occurs in `documents` or `pairs`."""
 
     documents: list[str]
     pairs: list[DocumentationPair]
     held_out: list[DocumentationPair]
-    distractors: list[DocumentationPair] = field(repr=False)  # of `pairs`: they fill up the evaluation corpus
+    distractors: list[DocumentationPair] = field(repr=False)  # those of `pairs` whose bodies join the evaluation corpus
 
 
 def installed_documentation(
@@ -101,14 +102,15 @@ def installed_documentation(
 ) -> Documentation:
     """Documents for pre-training and (summary, body) pairs from the docstrings of installed packages.
 
-    `num_bodies` counts the evaluation corpus: the held-out bodies, and training bodies as distractors.
+    `num_bodies` is the size of the evaluation corpus: the held-out bodies, and training bodies as distractors.
     """
     docstrings = installed_docstrings(packages, processes=processes)
     pairs = list(_distinct_pairs(docstrings))
     ranked = sorted(pairs, key=lambda pair: _digest(pair.body))
     if num_held_out < 1 or num_bodies < num_held_out:
         raise DataError(
-            f"{num_held_out} held-out pairs of {num_bodies} bodies make no evaluation; give 1 or more of more"
+            f"{num_held_out} held-out pairs of {num_bodies} bodies make no evaluation; hold out at least 1 pair, and "
+            "give at least as many bodies"
         )
     if len(pairs) <= num_held_out:
         raise DataError(
@@ -126,7 +128,7 @@ def installed_documentation(
 
 
 def installed_docstrings(packages: Sequence[str] | None = None, *, processes: int = 1) -> list[Docstring]:
-    """Docstrings of the standard library and of packages, by name; default packages that are absent are left out."""
+    """The docstrings of packages and the standard library, sorted by module; absent default packages are left out."""
     files: list[tuple[str, str]] = []
     for package in packages or DOCUMENTED_PACKAGES:
         root = _package_folder(package)
@@ -141,7 +143,7 @@ def installed_docstrings(packages: Sequence[str] | None = None, *, processes: in
             if not _LEFT_OUT_FOLDERS.intersection(inside.parts[:-1]):
                 module = prefix + ".".join(inside.with_suffix("").parts)
                 files.append((str(path), module.removesuffix(".__init__")))
-    # Large files spread over the batches, so that the processes end together.
+    # Spread large files over the batches, so that the processes end at about the same time.
     files.sort(key=lambda entry: (-Path(entry[0]).stat().st_size, entry))
     batches = [files[start::64] for start in range(min(64, len(files)))]
     if processes <= 1:
@@ -157,11 +159,12 @@ def installed_docstrings(packages: Sequence[str] | None = None, *, processes: in
 
 @contextlib.contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Processes started here never see Ctrl-C, which reaches the whole terminal group: the parent alone decides.
+    """Processes started in this context ignore Ctrl-C, which the terminal sends to the whole process group.
 
-    The signal mask is inherited, so that not even a process that is still starting dies with a traceback.
+    The parent alone decides when they end. The signal mask is inherited, so that not even a process that is still
+    starting dies with a traceback.
     """
-    # Now, for the first spawned process starts it, and starting it unblocks SIGINT.
+    # The first spawned process would start the resource tracker, which unblocks SIGINT. Start it before blocking.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -175,7 +178,7 @@ def _package_folder(package: str) -> Path | None:
         return Path(sysconfig.get_paths()["stdlib"])
     if not package.isidentifier():
         raise DataError(f"package {package!r} is no top-level import name; give a name such as numpy")
-    # A top-level name is found without running the package.
+    # find_spec does not run the package if the name is a top-level one.
     spec = find_spec(package)
     locations = list(spec.submodule_search_locations or []) if spec else []
     return Path(locations[0]) if locations else None
@@ -184,7 +187,7 @@ def _package_folder(package: str) -> Path | None:
 def _docstrings_of(files: Sequence[tuple[str, str]]) -> list[tuple[str, list[Docstring]]]:
     """(module, its docstrings in source order) of each (path, module)."""
     found = []
-    # Syntax trees are many small objects without cycles: the collector would walk them over and over for nothing.
+    # Syntax trees are many small objects without reference cycles: the garbage collector would scan them in vain.
     collecting = gc.isenabled()
     gc.disable()
     for path, module in files:
@@ -194,7 +197,7 @@ def _docstrings_of(files: Sequence[tuple[str, str]]) -> list[tuple[str, list[Doc
                 continue
             tree = ast.parse(source)
         except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-            # Packages ship templates and files for other Python versions.
+            # Packages contain templates and files for other Python versions, which do not parse.
             continue
         docstrings = list(_topics(tree) if module == "pydoc_data.topics" else _walk(tree, module))
         if docstrings:
@@ -249,7 +252,7 @@ def _added_docstring(call: ast.Call, module: str) -> Iterator[Docstring]:
 
 
 def _topics(tree: ast.Module) -> Iterator[Docstring]:
-    """The language reference's topics: a dictionary of texts."""
+    """The topics of the language reference, which pydoc keeps as a dictionary of texts."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values):
@@ -259,23 +262,23 @@ def _topics(tree: ast.Module) -> Iterator[Docstring]:
 
 
 def clean_docstring(text: str) -> str:
-    """Prose as a person reads it: roles, literals' quotes and underlines removed, the rest as it stands."""
+    """The docstring as plain prose: reST roles, quotes of literals and underlines are removed, the rest is kept."""
     text = _LITERAL.sub(r"\1", _ROLE.sub(r"\1", text))
     text = "\n".join(line.rstrip() for line in _ADORNMENT.sub("", text).expandtabs().splitlines())
     return _BLANK_LINES.sub("\n\n", text).strip()
 
 
 def split_summary(text: str) -> tuple[str, str] | None:
-    """(first paragraph in one line, the rest), or None where a docstring has no such parts.
+    """(first paragraph in one line, the rest), or None if a docstring has no such parts.
 
-    Leading signatures, as compiled functions have them, belong to neither.
+    Signatures at the beginning, which compiled functions have, belong to neither part.
     """
     paragraphs = [part for part in re.split(r"\n[ \t]*\n", text) if part.strip()]
     while len(paragraphs) > 1 and _SIGNATURE.fullmatch(paragraphs[0].strip()):
         paragraphs = paragraphs[1:]
     summary = " ".join(paragraphs[0].split()) if paragraphs else ""
     body = "\n\n".join(paragraphs[1:])
-    # "Args:" and the like head a list: they say nothing of what follows.
+    # "Args:" and similar lines are headings, not summaries.
     if not SHORTEST_SUMMARY_WORDS <= len(summary.split()) <= LONGEST_SUMMARY_WORDS or summary.endswith(":"):
         return None
     prose_words = sum(len(line.split()) for line in body.splitlines() if not line.lstrip().startswith((">>>", "...")))
@@ -285,7 +288,7 @@ def split_summary(text: str) -> tuple[str, str] | None:
 
 
 def _key(text: str) -> bytes:
-    """Texts of one key are the same to a reader: copies that differ in case, spacing, punctuation or numbers."""
+    """A key that is equal for copies of a text that differ in case, spacing, punctuation or numbers only."""
     return b" ".join(text.lower().encode("utf-8", "replace").translate(_LETTERS_ONLY).split())
 
 
@@ -313,7 +316,7 @@ def _distinct_pairs(docstrings: Iterable[Docstring]) -> Iterator[DocumentationPa
 
 @dataclass(frozen=True)
 class _Secrets:
-    """The held-out texts, found also where they are part of something longer."""
+    """The held-out texts, which are also found as parts of longer texts."""
 
     summaries: frozenset[bytes]  # keys
     bodies: Mapping[str, list[bytes]]  # keys of the bodies by their longest line
@@ -330,13 +333,13 @@ class _Secrets:
         parts = split_summary(text)
         if parts is not None and _key(parts[0]) in self.summaries:
             return True
-        # A look-up a line finds the few texts that are worth a search.
+        # One dictionary look-up per line finds the few bodies that are worth a substring search.
         found = [body for line in text.splitlines() for body in self.bodies.get(line.strip(), ())]
         return bool(found) and any(body in _key(text) for body in found)
 
 
 def _documents_of(docstrings: Iterable[Docstring]) -> Iterator[str]:
-    """Large docstrings as they are; small ones joined with their neighbours in the same class or module."""
+    """Large docstrings unchanged; small ones joined with their neighbours in the same class or module."""
     seen: set[bytes] = set()
 
     def joined(texts: list[str]) -> Iterator[str]:
@@ -368,9 +371,9 @@ def _digest(text: str) -> bytes:
 
 
 def write_documentation(documentation: Documentation, folder: Path) -> None:
-    """documents.jsonl, pairs.jsonl and the held-out pairs as the BEIR folder `held-out`.
+    """Write documents.jsonl, pairs.jsonl and the held-out pairs as the BEIR folder `held-out`.
 
-    Documents and pairs are ordered by their hash, so that the first of them are a sample of all packages.
+    Documents and pairs are ordered by their hash, so that the first ones are a sample of all packages.
     """
     documents = sorted(documentation.documents, key=_digest)
     pairs = sorted(documentation.pairs, key=lambda pair: _digest(pair.body))

@@ -1,10 +1,11 @@
-"""Batches without duplicates: which sample of a window of batches stands where, so that no batch holds a text twice.
+"""Batches without duplicates: samples are rearranged within a window of batches so that no batch holds a text twice.
 
-In-batch negatives are wrong where two samples of a batch share a text: a query's positive, met again under another
-query, is pushed away from a text that it answers. `separate` moves such samples into another batch of the same window
-by swapping two samples, so that batches keep their sizes and every sample of the window still comes exactly once. It is
-greedy and draws nothing: the same window gives the same batches on every rank and in every loader process.
-Texts are compared by hash, over queries and passages alike. Repeats within one sample are allowed.
+In-batch negatives are wrong if two samples of a batch share a text: the positive of one query also appears under
+another query, where it is treated as a negative although it answers the query. `separate` moves such samples into
+another batch of the same window by swapping two samples, so batches keep their sizes and every sample of the window
+still comes exactly once. It is greedy and draws no random numbers: the same window gives the same batches on every rank
+and in every loader process. Texts are compared by hash, queries and passages together. Repeats within one sample are
+allowed.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ def separate(hashes: np.ndarray, offsets: np.ndarray, *, batch_size: int) -> tup
     """Rearrange n samples, cut into batches of `batch_size` (the last may be short), so that no batch repeats a text.
 
     hashes: int64 [t], the texts of each sample; offsets: int64 [n + 1].
-    Returns (int64 [n]: the sample at each place, int64 [batches]: the samples that still share a text with another of
-    their batch, as those of a text with more copies than there are batches must).
+    Returns (int64 [n]: the sample at each place, int64 [batches]: how many samples of each batch still share a text
+    with another). Some must if a text has more copies than there are batches.
     """
     num_samples = len(offsets) - 1
     num_batches = -(-num_samples // batch_size)
@@ -30,7 +31,7 @@ def separate(hashes: np.ndarray, offsets: np.ndarray, *, batch_size: int) -> tup
         held[sample // batch_size].update(texts)
 
     def partner(place: int) -> int | None:
-        """A place of another batch whose sample can change places with the one at `place`."""
+        """A place of another batch whose sample can be swapped with the sample at `place`."""
         batch, within = divmod(place, batch_size)
         for other in ((batch + step) % num_batches for step in range(1, num_batches)):
             if any(held[other][text] for text in texts_of[order[place]]):
@@ -66,7 +67,7 @@ def separate(hashes: np.ndarray, offsets: np.ndarray, *, batch_size: int) -> tup
 
 
 def _shared_texts(hashes: np.ndarray, offsets: np.ndarray) -> list[list[int]]:
-    """For each sample, those of its texts that another sample of the window holds too: none for most."""
+    """For each sample, its texts that another sample of the window also holds; most samples have none."""
     num_samples = len(offsets) - 1
     samples = np.repeat(np.arange(num_samples), np.diff(offsets))
     texts = np.unique(hashes, return_inverse=True)[1]

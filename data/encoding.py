@@ -1,10 +1,9 @@
-"""Texts to ids, by the tokenizer itself, but each word only once.
+"""Texts to ids by the tokenizer, with a cache of words.
 
-A WordPiece tokenizer such as BERT's normalises character by character and never joins what a space or a punctuation
-mark parts, so a text's ids are those of its words and marks, one after the other. Words repeat (Zipf), and looking one
-up takes a small part of the time that normalising, splitting and matching it takes, which is what tokenizing costs.
-Where that does not hold (byte-level BPE and SentencePiece make the space a part of a word) or is not certain, whole
-texts are encoded.
+A WordPiece tokenizer such as BERT's normalises character by character, and no token crosses a space or a punctuation
+mark. A text's ids are therefore the ids of its words and marks, one after the other. Words repeat (Zipf), and looking
+up a word is much cheaper than normalising, splitting and matching it. Byte-level BPE and SentencePiece make the space a
+part of a word; with them, and wherever the property is not certain, whole texts are encoded.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import numpy as np
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Words remembered by a process, some 100 bytes each.
+# Number of words that a process caches, some 100 bytes each.
 REMEMBERED_WORDS = 2**19
-# White space that parts words whatever a normalizer does to control characters; marks that stay marks in all of them.
+# White space that separates words under every normalizer, and marks that stay marks under every normalizer.
 SPACES = "\n\t"
 MARKS = ',.;:!?()"'
 _LOCAL_NORMALIZERS = (None, "BertNormalizer", "Lowercase", "StripAccents", "NFD", "NFKD", "NFC", "NFKC")
@@ -53,7 +52,7 @@ class TextEncoder:
 
 
 def _words(text: str) -> list[str]:
-    # A few passes of str.replace are faster than one of a regular expression.
+    # A few passes of str.replace are faster than one pass of a regular expression.
     for space in SPACES:
         text = text.replace(space, " ")
     for mark in MARKS:
@@ -62,7 +61,7 @@ def _words(text: str) -> list[str]:
 
 
 def spaces_part_words(tokenizer: dict[str, Any]) -> bool:
-    """Whether a tokenizer's JSON says for certain that it encodes what spaces part as if each stood alone."""
+    """Whether a tokenizer's JSON guarantees that words between spaces are encoded independently of each other."""
 
     def kinds(part: dict[str, Any] | None, inner: str) -> list[str | None]:
         if part is None:

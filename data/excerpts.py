@@ -1,11 +1,11 @@
-"""Command: documents cut into excerpts of one to eight sentences, the lengths of what embedding models are given.
+"""Command: documents cut into excerpts of one to eight sentences, lengths that embedding models usually get.
 
     python -m data.excerpts FILE... --without TSV... --output texts.jsonl
 
-FILE: as for `data.prepare documents`. TSV: sentences between tabs, as in STS files; whatever they say is left out, so
-that a test's sentences are not trained on. Each excerpt is a line {"text": …}, once, ordered by its hash: the first of
-them are a sample of all documents. How many sentences an excerpt has follows from its first one, so that the same
-documents give the same excerpts wherever they stand.
+FILE: as for `data.prepare documents`. TSV: sentences between tabs, as in STS files; these sentences are left out, so
+that a test's sentences are not trained on. Each distinct excerpt is one line {"text": …}. The lines are ordered by
+hash, so the first ones are a sample of all documents. A hash of the first sentence decides how many sentences an
+excerpt has, so the same document gives the same excerpts whatever the other inputs are.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import cast
 
 from data.corpora.plan import plan_documents
-from data.corpora.read import read_unit
-from data.corpora.units import Document
+from data.corpora.read import read_split
+from data.corpora.splits import Document
 from data.ground.command import run_command
 from data.ground.errors import DataError
 from data.ground.files import read_text, write_atomically
 
 _END = re.compile(r"(?<=[.!?])\s+|\n+")
-_LEAST_CHARACTERS = 16  # of a sentence: less is a heading, a number or a list's mark
+_LEAST_CHARACTERS = 16  # of a sentence: shorter ones are headings, numbers or list marks
 _MOST_CHARACTERS = 1600
-# The share of excerpts with at most so many sentences.
+# (share of excerpts, their largest number of sentences), cumulative.
 _SENTENCES = ((0.6, 1), (0.8, 2), (0.95, 4), (1.0, 8))
 
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def excerpts(documents: Iterable[str], left_out: set[str]) -> list[str]:
-    """Distinct excerpts of all documents, by their hash. left_out: sentences as `plain` writes them."""
+    """Distinct excerpts of all documents, ordered by hash. left_out: sentences as `plain` writes them."""
     found = {text for document in documents for text in _excerpts_of(sentences_of(document, left_out))}
     return sorted(found, key=_digest)
 
@@ -62,7 +62,7 @@ def sentences_of(document: str, left_out: set[str]) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """A sentence for comparison: neither case nor the width of a space tells two apart."""
+    """A sentence for comparison: in lower case, with single spaces."""
     return " ".join(text.split()).lower()
 
 
@@ -80,8 +80,8 @@ def _digest(text: str) -> bytes:
 
 
 def _texts_of(inputs: Sequence[str]) -> Iterator[str]:
-    for unit in plan_documents(inputs, skip_empty=True):
-        yield from (cast(Document, record)["text"] for _, record in read_unit(unit))
+    for input_split in plan_documents(inputs, skip_empty=True):
+        yield from (cast(Document, record)["text"] for _, record in read_split(input_split))
 
 
 if __name__ == "__main__":

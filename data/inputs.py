@@ -1,11 +1,11 @@
-"""Which files the inputs of a command name: paths, globs, folders, and names of the Hugging Face hub.
+"""The files that a command's inputs name: paths, globs, folders, and names of data sets of the Hugging Face hub.
 
 What is decided here:
-- Every file is read once. One that is named twice, in whatever way, is refused with both of its names.
-- Nothing is left out without a word. Links to nothing and folders that may not be read are refused; in a folder, files
-  of other endings are counted in a warning.
+- Every file is read once. A file that is named twice, by whatever paths, is refused with both of its names.
+- Nothing is left out silently. Dangling links and unreadable folders are refused; in a folder, files with other endings
+  are counted in a warning.
 - Links to folders are followed, each folder once, so that a loop of links ends.
-- What `data.prepare` wrote is no input of a folder that holds it: its output may lie below its inputs.
+- Folders that `data.prepare` wrote are left out of a folder that contains them, so its output may lie below its inputs.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ SUFFIXES: dict[str, FileKind] = {
     ".parquet": "parquet",
     ".tar": "tar",
 }
-# What data.prepare writes first into each folder that it makes.
+# The file and the folder that data.prepare creates first in its output folder.
 PREPARATION, SCRATCH = "preparation.json", ".plan"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def find_inputs(names: Sequence[str], *, output: Path | None = None) -> list[Path | str]:
-    """Files of paths, globs and folders, in a fixed order; addresses, and names that can only be the hub's, stay text.
+    """The files of paths, globs and folders, in a fixed order. Addresses and names of hub data sets stay strings.
 
-    What lies in `output` is left out of folders and globs.
+    Files in `output` are left out of folders and globs.
     """
     found: list[Path | str] = []
     named: dict[object, Path | str] = {}
@@ -64,21 +64,21 @@ def find_inputs(names: Sequence[str], *, output: Path | None = None) -> list[Pat
 
 
 def kind_of(path: Path | str) -> FileKind:
-    """What one of `find_inputs` is: a file by its ending, and of text an address is a tar, any other name the hub's."""
+    """The kind of a result of `find_inputs`: a path's ending decides; an address is a tar, another string the hub's."""
     if isinstance(path, str):
         return "tar" if is_remote(path) else "hub"
     kind = _kind(path)
     if kind is None:
         raise DataError(f"{path} is of an unknown format; give {_known_suffixes()}")
     if kind == "parquet" and path.suffix.lower() in COMPRESSIONS:
-        raise DataError(f"{path} is a compressed parquet file; decompress it, for parquet needs random access")
+        raise DataError(f"{path} is a compressed parquet file; decompress it, because parquet needs random access")
     if kind == "tar" and path.suffix.lower() in COMPRESSIONS:
         raise DataError(f"{path} is a compressed tar; decompress it")
     return kind
 
 
 def check_name(name: str, what: str) -> None:
-    """Refuse a name that cannot be written down in the folder's own files."""
+    """Refuse a name that cannot be recorded in the output folder's JSON files."""
     if "\0" in name:
         raise DataError(f"the name of {what} {name!r} holds a NUL; choose another")
     if not is_unicode(name):
@@ -86,7 +86,7 @@ def check_name(name: str, what: str) -> None:
 
 
 def _expanded(name: str) -> list[str]:
-    """The names that a pattern with braces stands for, as WebDataset's users write them: shard-{000..127}.tar."""
+    """The names that a pattern with braces stands for, such as WebDataset's shard-{000..127}.tar."""
     check_name(name, "input")
     if "{" not in name or _status(Path(name).expanduser()) is not None:
         return [name]
@@ -103,7 +103,7 @@ def _find(name: str, output: Path | None) -> list[Path | str]:
         raise DataError("an input is an empty text; name a file, a folder or a data set")
     if is_remote(name):
         if _kind(Path(name.partition("?")[0])) != "tar":
-            raise DataError(f"{without_secrets(name)} is no .tar, which is all that is read from elsewhere; fetch it")
+            raise DataError(f"{without_secrets(name)} is no .tar, the only remote format that is read; fetch it")
         return [name]
     path = Path(name).expanduser()
     status = _status(path)
@@ -118,7 +118,7 @@ def _find(name: str, output: Path | None) -> list[Path | str]:
     if stat.S_ISDIR(status.st_mode):
         return [*_of_folder(name, path, output)]
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{name} is no regular file; write what it gives into a file, and name that")
+        raise DataError(f"{name} is no regular file; write its content into a file, and name that file")
     return [path]
 
 
@@ -163,7 +163,7 @@ def _of_glob(name: str, path: Path, output: Path | None) -> list[Path]:
         if stat.S_ISDIR(status.st_mode):
             left_out["folders"] += 1
         elif not stat.S_ISREG(status.st_mode):
-            raise DataError(f"{match} is no regular file; write what it gives into a file, and name that")
+            raise DataError(f"{match} is no regular file; write its content into a file, and name that file")
         elif not _is_within(match, output):
             files.append(match)
     if not files:
@@ -174,7 +174,7 @@ def _of_glob(name: str, path: Path, output: Path | None) -> list[Path]:
 
 
 def _matches(folder: Path, parts: Sequence[str], output: Path | None) -> Iterator[Path]:
-    """What a glob's parts match below a folder, as `glob.glob` has it, but for the loops of `**`."""
+    """The paths that a glob's parts match below a folder, as `glob.glob` does, but `**` survives loops of links."""
     if not parts:
         yield folder
         return
@@ -195,9 +195,10 @@ def _matches(folder: Path, parts: Sequence[str], output: Path | None) -> Iterato
 
 
 def _folders(top: Path, output: Path | None, *, as_glob: bool = False) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
-    """`top` and all folders below it with their entries, each once: those behind links come last.
+    """`top` and all folders below it with their entries, each folder once; folders behind links come last.
 
-    Below a folder that `data.prepare` wrote nothing is looked at. A glob sees neither hidden folders nor what they are.
+    Folders below one that `data.prepare` wrote are not visited. A glob skips hidden folders, but not those that
+    `data.prepare` wrote.
     """
     seen: set[tuple[int, int]] = set()
     folders, links = deque([top]), deque[Path]()
@@ -222,7 +223,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
     except OSError:
-        return False  # a link that leads in a circle, or where this user may not look
+        return False  # a link in a loop, or one whose target this user may not read
 
 
 def _was_prepared(entries: Iterable[os.DirEntry[str]]) -> bool:
@@ -235,12 +236,12 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
             return sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
         raise DataError(
-            f"folder {folder} cannot be read ({error.strerror}); give this user leave to, or name other inputs"
+            f"folder {folder} cannot be read ({error.strerror}); permit it to this user, or name other inputs"
         ) from error
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """What stands at a path, behind links; None: nothing."""
+    """The status of the file or folder at a path, with links followed; None if there is nothing."""
     try:
         return path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -248,7 +249,7 @@ def _status(path: Path) -> os.stat_result | None:
     except OSError as error:
         if error.errno == errno.ELOOP:
             return None
-        raise DataError(f"{path} cannot be read ({error.strerror}); check the name and what this user may") from error
+        raise DataError(f"{path} cannot be read ({error.strerror}); check the name and the permissions") from error
 
 
 def _checked(files: Iterable[Path]) -> list[Path]:

@@ -1,11 +1,11 @@
-"""Lines of text files, plain and compressed, and what is said of bytes and JSON that are not what they should be.
+"""Lines of text files, plain and compressed; decoding of UTF-8 and JSON with errors that name the place.
 
 What is decided here:
-- A compressed file is read to its end, which must be the end of a frame: zstandard's own reader takes a file that was
-  cut off for a whole one.
+- A compressed file is read to its end, which must be the end of a frame: zstandard's own reader does not notice that
+  a file was cut off.
 - Several frames may follow each other, and frames of `zstd --long` (windows of up to 2 GiB) are read.
-- A line, and a document of several, has at most LONGEST_LINE bytes unless more is asked for: three megabytes of gzip
-  may be one line of three gigabytes, which no process should try to hold.
+- A line, or a document of several lines, has at most LONGEST_LINE bytes unless the caller allows more: three megabytes
+  of gzip may be one line of three gigabytes, which no process should try to hold.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from data.ground.files import first_line, open_regular, reading
 COMPRESSIONS = (".gz", ".zst")
 LONGEST_LINE = 2**30
 LARGEST_WINDOW = 2**31
-# A block of four bytes may stand for 128 KiB, so this many bytes never become more than 128 MiB at once.
+# Four compressed bytes expand to at most 128 KiB, so this many never expand to more than 128 MiB at once.
 _BYTES_AT_A_TIME = 4096
 
 
 @dataclass
-class Tally:
-    """How far a reader has come, in bytes of its unit's `size`."""
+class ByteCounter:
+    """How many of the bytes of an input split (its `size`) a reader has read."""
 
     bytes_read: int = 0
 
@@ -40,13 +40,18 @@ def is_compressed(path: Path | str) -> bool:
 
 
 def lines(
-    path: Path, start: int = 0, stop: int | None = None, *, tally: Tally | None = None, longest: int = LONGEST_LINE
+    path: Path,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    counter: ByteCounter | None = None,
+    longest: int = LONGEST_LINE,
 ) -> Iterator[tuple[int, bytes]]:
-    """(position, line) of the lines that begin in [start, stop): bytes, or lines of a compressed file.
+    """(position, line) of the lines that begin at byte offsets in [start, stop).
 
-    A compressed file's positions are line numbers from 1, and `start` is how many lines are skipped.
+    The positions of a compressed file are line numbers from 1; `start` is then the number of lines to skip.
     """
-    tally = tally or Tally()
+    counter = counter or ByteCounter()
     with reading(path, hint="fetch it again"), open_regular(path) as file:
         if is_compressed(path):
             stream = _decompressed(path, file)
@@ -54,13 +59,13 @@ def lines(
             while line := stream.readline(longest + 1):
                 number += 1
                 _check_length(len(line), longest, f"{path}:{number}")
-                tally.bytes_read = file.tell()
+                counter.bytes_read = file.tell()
                 if number > start:
                     yield number, line
             return
         position = start
         if start:
-            # The line that the cut falls into belongs to the unit before, unless the cut falls right before it.
+            # A line that begins before `start` belongs to the previous input split.
             file.seek(start - 1)
             position -= 1
             while skipped := file.readline(2**20):
@@ -72,7 +77,7 @@ def lines(
             if not line:
                 break
             _check_length(len(line), longest, f"{path}, byte {position}")
-            tally.bytes_read = position + len(line) - start
+            counter.bytes_read = position + len(line) - start
             yield position, line
             position += len(line)
 
@@ -83,7 +88,7 @@ def _check_length(length: int, longest: int, where: str) -> None:
 
 
 def too_long(where: str, longest: int) -> str:
-    """What is said of a line or a document of more than `longest` bytes."""
+    """The error message for a line or a document of more than `longest` bytes."""
     return (
         f"{where}: a line or a document is longer than {longest / 2**20:g} MiB; cut it, or allow more with "
         "--longest-line"
@@ -91,7 +96,7 @@ def too_long(where: str, longest: int) -> str:
 
 
 def decoded(content: bytes, where: str | Callable[[], str]) -> str:
-    """The text of a user's bytes, which must be UTF-8. `where`: what they are, or how to find that out."""
+    """Decode a user's bytes, which must be UTF-8. `where` names their place in errors, or is a function that does."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -99,11 +104,11 @@ def decoded(content: bytes, where: str | Callable[[], str]) -> str:
 
 
 def json_value(text: str, where: str | Callable[[], str], *, hint: str) -> Any:
-    """The value of a user's JSON text. `where` as in `decoded`; `hint`: what a right text would be."""
+    """Parse a user's JSON text. `where` as in `decoded`; `hint` says what the text should be."""
     try:
         value = json.loads(text)
         if "\\ud" in text or "\\uD" in text:
-            # Half of a surrogate pair is no character: web crawls hold such escapes, tokenizers refuse them.
+            # An unpaired surrogate is not a character: web crawls contain such escapes, and tokenizers refuse them.
             value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError) as error:
         what = first_line(error) if isinstance(error, ValueError) else "nested too deep"
@@ -122,7 +127,7 @@ def _decompressed(path: Path, file: BinaryIO) -> io.BufferedIOBase:
 
 
 class _Frames(io.RawIOBase):
-    """The decompressed bytes of the zstandard frames of a file, the last of which must be whole."""
+    """The decompressed bytes of a file's zstandard frames; the last frame must be complete."""
 
     def __init__(self, file: BinaryIO) -> None:
         import zstandard

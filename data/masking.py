@@ -3,11 +3,11 @@
 What is decided here:
 - A text of L tokens (special tokens counted) has a budget of round(L·ratio) masked tokens, never exceeded. Its words
   are visited in random order; a word that no longer fits is skipped, so that words are masked whole or not at all.
-- Encoder and decoder masks (Starbucks §3.2, p_dec > p_enc) are nested, the decoder's set being grown from the
-  encoder's in the same word order (the released code, ielab/Starbucks smae/data.py), or drawn apart.
+- Encoder and decoder masks (Starbucks §3.2, p_dec > p_enc) are nested or independent. With nested masks, the decoder's
+  set is the encoder's set and further words in the same order (the released code, ielab/Starbucks smae/data.py).
 - A masked token becomes [MASK], a random ordinary token or itself (BERT: 80/10/10). Special tokens are never masked.
-- Every draw is a pure function of (seed, epoch, source, sample, purpose, index): a text gets the same mask whatever
-  batch, rank or worker it meets. A generator object per text would cost more than the masking, so the draws come from
+- Every draw is a pure function of (seed, epoch, source, sample, purpose, index): a text gets the same mask in every
+  batch, rank and worker. A generator object per text would cost more than the masking, so the draws come from
   SplitMix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2714064.2660195) used as a counter-based hash: output i
   of the stream that starts at `key` is finalise(key + (i + 1)·gamma), which numpy computes for millions of (key, i).
 """
@@ -33,7 +33,7 @@ _LOW_HALF = np.uint64(0xFFFFFFFF)
 
 
 class Purpose(IntEnum):
-    """What a draw is for; draws of different purposes are independent. The numbers are part of a run's identity."""
+    """The purpose of a draw; draws of different purposes are independent. Changing a number changes a run's draws."""
 
     WINDOW = 1
     ENCODER_WORDS = 2
@@ -60,21 +60,21 @@ def mix64(values: np.ndarray) -> np.ndarray:
 
 
 def sample_keys(seed: int, *, epochs: np.ndarray, sources: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """One 64-bit key a sample, all three arrays [n] of whole numbers from 0; returns uint64 [n]."""
+    """A 64-bit key for each sample: uint64 [n]. All three arrays hold whole numbers from 0, [n]."""
     keys = np.full(len(samples), seed & 0xFFFFFFFFFFFFFFFF, dtype=np.uint64)
     for part in (epochs, sources, samples):
-        # Mixing the part first keeps neighbouring numbers from meeting neighbouring keys.
+        # Without mixing the part first, neighbouring numbers and neighbouring keys could cancel out.
         keys = mix64((keys + _GAMMA) ^ mix64(np.asarray(part).astype(np.uint64) + _GAMMA))
     return keys
 
 
 def purpose_keys(keys: np.ndarray, purpose: Purpose) -> np.ndarray:
-    """The streams of one purpose: uint64 [n] -> uint64 [n]."""
+    """The keys of the draws for one purpose: uint64 [n] -> uint64 [n]."""
     return mix64(keys ^ mix64(np.asarray([int(purpose)], dtype=np.uint64) * _GAMMA))
 
 
 def draws(keys: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Draw number indices[i] of the stream keys[i]: 64 uniform bits each; shapes broadcast."""
+    """Draw number indices[i] of the stream with key keys[i]: 64 uniform bits each; shapes broadcast."""
     return mix64(keys + (indices.astype(np.uint64) + np.uint64(1)) * _GAMMA)
 
 
@@ -85,9 +85,9 @@ def integers(bits: np.ndarray, below: np.ndarray | int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class MaskingTables:
-    """What masking asks of a vocabulary, by token id."""
+    """The facts about a vocabulary that masking needs, by token id."""
 
-    roles: np.ndarray  # uint8 [V]: STARTS, CONTINUES (the word of the token before it) or SPECIAL (never masked)
+    roles: np.ndarray  # uint8 [V]: STARTS a word, CONTINUES the previous token's word, or SPECIAL (never masked)
     replacements: np.ndarray  # int32 [V - specials]: the ids a random replacement is drawn from
     mask_id: int
 
@@ -96,7 +96,7 @@ class MaskingTables:
         if vocabulary.mask_id is None:
             raise DataError(
                 "this tokenizer has no mask token, which masked-language modelling needs; "
-                "take one that has, or add one with tokenizer.add_special_tokens({'mask_token': '[MASK]'})"
+                "take another tokenizer, or add one with tokenizer.add_special_tokens({'mask_token': '[MASK]'})"
             )
         roles = np.where(vocabulary.continuation, CONTINUES, STARTS)
         roles[list(vocabulary.special_ids)] = SPECIAL
@@ -120,7 +120,7 @@ class _Words:
 def _find_words(tokens: np.ndarray, offsets: np.ndarray, tables: MaskingTables) -> _Words:
     roles = tables.roles.take(tokens)  # [T]
     borders = roles != CONTINUES  # [T]: where a word starts, or a special token ends one
-    # A window may open in mid-word, and what follows a special token cannot continue it.
+    # A window may begin in the middle of a word, and a token after a special token does not continue it.
     borders[offsets[:-1][offsets[1:] > offsets[:-1]]] = True
     borders[1:] |= roles[:-1] == SPECIAL
     positions = np.flatnonzero(borders)
@@ -136,8 +136,8 @@ def _find_words(tokens: np.ndarray, offsets: np.ndarray, tables: MaskingTables) 
 def _random_order(words: _Words, keys: np.ndarray) -> np.ndarray:
     """A permutation of the words that shuffles them within each text: int64 [W].
 
-    One sort of (text, draw, word) packed into 64 bits: 32 for the draw, so that the order does not depend on the
-    batch, and as many for the other two. The word breaks ties between draws.
+    It is one sort of (text, draw, word) packed into 64 bits: 32 bits for the draw, so that the order does not depend on
+    the batch, and 32 for text and word together. The word's number breaks ties between draws.
     """
     num_texts = len(words.counts)
     text_starts = np.repeat(words.first[:-1], words.counts)  # [W]
@@ -153,23 +153,23 @@ def _random_order(words: _Words, keys: np.ndarray) -> np.ndarray:
     bits |= within.view(np.uint64)
     bits |= np.repeat(texts.astype(np.uint64) << (_HALF + shift), words.counts)
     bits.sort()
-    # A text's words fill the same stretch before and after the shuffle.
+    # The words of a text occupy the same range of positions before and after the shuffle.
     bits &= (np.uint64(1) << shift) - np.uint64(1)
     return bits.view(np.int64) + text_starts
 
 
 def _fill(sizes: np.ndarray, first: np.ndarray, budgets: np.ndarray) -> np.ndarray:
-    """Visit words in order and take each that fits what is left of its text's budget: bool [W].
+    """Visit words in order and take each that fits into the rest of its text's budget: bool [W].
 
-    sizes: tokens a word, grouped by text, in visiting order; first: [n + 1] offsets of the texts; budgets: [n].
-    In every text at once, the longest run that fits is taken and the word that does not is passed over; what is left
-    is then spent in the same way on ever longer stretches of the words that follow. A word that was passed over never
-    fits later, for budgets only shrink.
+    sizes: tokens of each word, grouped by text, in visiting order; first: [n + 1] offsets of the texts; budgets: [n].
+    For all texts at once, the longest run of words that fits is taken, and the next word is skipped. The rest of the
+    budget is then spent in the same way on ever longer stretches of the following words. A skipped word never fits
+    later, because budgets only shrink.
     """
     totals = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=totals[1:])
     before = totals[first[:-1]]
-    # Totals rise across the whole batch, so that the end of a text's first run is one binary search.
+    # Totals rise across the whole batch, so one binary search finds the end of each text's first run.
     ends = np.minimum(np.searchsorted(totals, before + budgets, side="right") - 1, first[1:])
     left = budgets - (totals[ends] - before)
     taken = np.arange(len(sizes)) < np.repeat(ends, np.diff(first))
@@ -188,7 +188,7 @@ def _fill(sizes: np.ndarray, first: np.ndarray, budgets: np.ndarray) -> np.ndarr
         total = np.cumsum(size, axis=1)
         fits = total <= left[:, None]
         taken[places[fits & possible]] = True
-        # Go on behind the run: at the first possible word that no longer fits, or behind the stretch.
+        # Continue after the run: at the first word that no longer fits, or after the stretch.
         run = fits.sum(axis=1)
         left = left - np.where(run > 0, total[np.arange(len(run)), run - 1], 0)
         ends = ends + run
@@ -204,10 +204,10 @@ def whole_word_masks(
     ratios: Sequence[float],
     nested: bool = True,
 ) -> list[np.ndarray]:
-    """Which tokens are masked, one mask a ratio: the encoder's, then (if there is one) the decoder's.
+    """The masks, bool [T], one for each ratio: the encoder's, then the decoder's if there is one.
 
     tokens: ids [T] of n texts, special tokens included; offsets: int64 [n + 1]; keys: uint64 [n] from `sample_keys`.
-    Nested masks need a second ratio not below the first: the second mask contains the first. Returns bool [T] arrays.
+    If `nested`, the second mask contains the first, so the second ratio must not be below the first.
     """
     check_ratios(ratios, nested=nested)
     words = _find_words(tokens, offsets, tables)
@@ -219,7 +219,7 @@ def whole_word_masks(
     taken = _fill(sizes, words.first, budgets[0])
     masks = [_token_mask(words, order[taken])]
     if len(ratios) == 2 and nested:
-        # The encoder's words are in the set already, so they cost nothing more.
+        # The encoder's words are already in the decoder's set, so their size counts as 0.
         texts = np.repeat(np.arange(len(lengths)), words.counts)
         spent = np.bincount(texts[taken], weights=sizes[taken], minlength=len(lengths)).astype(np.int64)
         taken = taken | _fill(np.where(taken, 0, sizes), words.first, budgets[1] - spent)
@@ -241,7 +241,7 @@ def _token_mask(words: _Words, chosen: np.ndarray) -> np.ndarray:
 
 
 def check_ratios(ratios: Sequence[float], *, nested: bool) -> None:
-    """Refuse ratios that no mask can have."""
+    """Refuse mask ratios that are impossible."""
     if not 1 <= len(ratios) <= 2 or not all(0.0 <= ratio <= 1.0 for ratio in ratios):
         raise DataError(f"mask ratios {list(ratios)} must be one or two numbers between 0 and 1")
     if nested and ratios[-1] < ratios[0]:
@@ -263,7 +263,7 @@ def corrupt(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Replace the masked tokens: (input ids [T], labels [T] with -100 where nothing is masked), both int32.
 
-    keys: uint64 [n], one stream a text (`purpose_keys`); the draw of a token is the one of its position in its text.
+    keys: uint64 [n], one stream for each text (`purpose_keys`); a token's draw has the number of its position.
     """
     inputs = tokens.astype(np.int32)
     labels = np.full(len(tokens), IGNORED, dtype=np.int32)
@@ -272,7 +272,7 @@ def corrupt(
     masked_per_text = np.diff(np.searchsorted(positions, offsets))
     index_in_text = positions - np.repeat(offsets[:-1], masked_per_text)
     bits = draws(np.repeat(keys, masked_per_text), index_in_text)
-    # The upper half decides what happens to the token, the lower half which token replaces it.
+    # The upper 32 bits decide what happens to the token, the lower 32 bits which token replaces it.
     action = bits >> _HALF
     random_from = np.uint64(round(mask_probability * 2**32))
     kept_from = np.uint64(min(round((mask_probability + random_probability) * 2**32), 2**32))

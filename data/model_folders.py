@@ -1,7 +1,7 @@
-"""Where the transformer lies in a model folder: in its root, or where sentence-transformers' modules.json says.
+"""The place of the transformer in a model folder: the root, or the folder that modules.json names.
 
-sentence-transformers writes modules.json beside a model: its modules in order, each with its class and its folder. The
-transformer's own folder is the root ("") in most, and 0_Transformer in the oldest.
+sentence-transformers writes modules.json beside a model. It lists the modules in order, each with its class and its
+folder. In most models the transformer's folder is the root (""); in the oldest it is 0_Transformer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HINT = "save the model again"
 
 
 class Module(Record):
-    """An entry of modules.json. `type` is the full name of a class, `path` a folder in the model's."""
+    """An entry of modules.json. `type` is the full name of a class; `path` is a folder inside the model folder."""
 
     type: str
     path: str
@@ -30,7 +30,7 @@ class Module(Record):
 
 @dataclass(frozen=True)
 class Modules:
-    """What modules.json lists."""
+    """The modules that modules.json lists."""
 
     folder: Path
     listed: tuple[Module, ...]
@@ -40,7 +40,7 @@ class Modules:
 
 
 def read_modules(folder: Path) -> Modules | None:
-    """The modules of a sentence-transformers folder; None where there is no modules.json, or where barista.json is.
+    """The modules of a sentence-transformers folder; None without a modules.json, or with a barista.json.
 
     Raises:
         DataError: modules.json cannot be read, or names places outside of its folder.
@@ -64,6 +64,6 @@ def read_modules(folder: Path) -> Modules | None:
 
 
 def transformer_folder(folder: Path) -> Path:
-    """Where a model folder keeps its configuration, weights and tokenizer: itself, or its first module's folder."""
+    """The folder with a model's configuration, weights and tokenizer: `folder` itself, or its first module's folder."""
     modules = read_modules(folder)
     return folder if modules is None else modules.folder_of(modules.listed[0])

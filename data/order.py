@@ -1,18 +1,18 @@
-"""What comes next: the order of an epoch, of a mixture, and each rank's share, as pure functions of a few integers.
+"""The order of samples: of an epoch, of a mixture, and each rank's share, as pure functions of a few integers.
 
-Position p of an epoch maps to a sample by arithmetic on the chunk tables alone, so a stream can stand anywhere at once:
-shards are permuted by (seed, source, epoch); chunks are permuted within groups of `shuffle_shards` permuted shards;
-samples are permuted exactly within windows of `shuffle_chunks` consecutive chunks. Neighbours in the corpus are thus
-spread over thousands of positions, while reading touches a few shards at a time. The whole is a permutation: every
-sample exactly once an epoch, uneven shards included, and nothing here knows of ranks or workers.
+Position p of an epoch maps to a sample by arithmetic on the chunk tables alone, so a stream can start at any position
+at once. Shards are permuted by (seed, source, epoch); chunks are permuted within groups of `shuffle_shards` permuted
+shards; samples are permuted exactly within windows of `shuffle_chunks` consecutive chunks. Neighbours in the corpus are
+thus spread over thousands of positions, while reading touches a few shards at a time. The result is a permutation:
+every sample comes exactly once an epoch, also with shards of different sizes. Ranks and workers do not enter.
 
-Mixtures repeat one cycle of sum(weights) positions in which source k stands exactly weights[k] times, each of its
-places as near as possible to even spacing (places sorted by (j + 1/2) / weights[k]). The positions are samples, or
-whole batches where every batch is to come from one source.
+Mixtures repeat one cycle of sum(weights) positions in which source k occurs exactly weights[k] times, spaced as evenly
+as possible (occurrences are sorted by (j + 1/2) / weights[k]). A position is one sample, or a whole batch if every
+batch is to come from one source.
 
-Random numbers are raw Philox words under a key of (seed, domain) and a counter of (source, epoch, item): numpy
-guarantees that stream for good, which it does not for Generator methods (NEP 19), and old checkpoints must find their
-place again. Permutations are stable argsorts of such words.
+Random numbers are raw Philox words under a key of (seed, domain) and a counter of (source, epoch, item). numpy
+guarantees that these words never change, which it does not for Generator methods (NEP 19), and old checkpoints must
+find their position again. Permutations are stable argsorts of such words.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WORD = 2**64 - 1
 
 
 def sample_rng(seed: int, epoch: int, source: int, sample: int) -> np.random.Generator:
-    """The generator for every draw about one sample in one epoch, whoever reads it."""
+    """The generator for every draw about one sample in one epoch, on whichever rank or worker."""
     return np.random.Generator(_philox(_SAMPLE, seed, source=source, epoch=epoch, item=sample))
 
 
@@ -74,7 +74,7 @@ class EpochOrder:
         self._chunk_starts = _starts(self._chunk_samples)  # [chunks + 1]
         self.num_samples = int(self._chunk_starts[-1])
         if not self.num_samples:
-            raise DataError("an order of no samples was asked for; give shards that hold samples")
+            raise DataError("the shards hold no samples, so there is nothing to order; give shards that hold samples")
         self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
         self._windows: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
 
@@ -86,7 +86,7 @@ class EpochOrder:
             return positions.copy()
         plan = self._epoch(epoch)
         windows = np.searchsorted(plan.window_starts, positions, side="right") - 1
-        # Where each position's sample stands before the shuffle within its window.
+        # The position of each sample before the shuffle within its window.
         unshuffled = np.empty_like(positions)
         for window in np.unique(windows).tolist():
             chosen = windows == window
@@ -132,13 +132,13 @@ class _Epoch:
 
 
 class Mixture:
-    """Which source each position of an endless mixture comes from, and how many of that source came before."""
+    """For each position of an endless mixture: its source, and how many positions of that source came before."""
 
     def __init__(self, weights: Sequence[int]) -> None:
         self.weights = tuple(int(weight) for weight in weights)
         self.pattern = interleave(self.weights)  # [cycle]
         counts = np.asarray(self.weights, dtype=np.int64)
-        # Within its source, the rank of each position of the cycle.
+        # For each position of the cycle: how many earlier positions of the cycle have the same source.
         self._before = np.empty(len(self.pattern), dtype=np.int64)
         for source, count in enumerate(self.weights):
             self._before[self.pattern == source] = np.arange(count)
@@ -151,13 +151,13 @@ class Mixture:
         return sources, cycles * self._counts[sources] + self._before[places]
 
     def taken(self, positions: int) -> np.ndarray:
-        """How many of the first `positions` positions each source has: int64 [sources]."""
+        """How many of the first `positions` positions belong to each source: int64 [sources]."""
         cycles, rest = divmod(positions, len(self.pattern))
         return cycles * self._counts + np.bincount(self.pattern[:rest], minlength=len(self.weights))
 
 
 def interleave(weights: Sequence[int]) -> np.ndarray:
-    """The source at each position of one cycle, int16 [sum(weights)]: source k weights[k] times, evenly spread."""
+    """The source at each position of one cycle, int16 [sum(weights)]; source k occurs weights[k] times, evenly."""
     times = np.concatenate([(np.arange(weight) + 0.5) / weight for weight in weights])
     sources = np.repeat(np.arange(len(weights), dtype=np.int16), weights)
     return sources[np.lexsort((sources, times))]
@@ -167,8 +167,8 @@ def integer_weights(weights: Sequence[float]) -> list[int]:
     """Mixture weights as the integers of one cycle.
 
     Whole numbers are kept, divided by their greatest common divisor. Fractions become the shortest cycle of at most
-    1,000 positions that meets every proportion to 1e-9 ([0.7, 0.3] -> [7, 3]). What fits neither, counts beyond 2^20 in
-    sum included, is rounded to a cycle of 100,000 by largest remainders, each source at least once.
+    1,000 positions that meets every proportion to 1e-9 ([0.7, 0.3] -> [7, 3]). All other weights, and whole numbers
+    whose sum is above 2^20, are rounded to a cycle of 100,000 by largest remainders, with each source at least once.
     """
     for weight in weights:
         if not 0 < weight < float("inf"):
@@ -195,7 +195,7 @@ def integer_weights(weights: Sequence[float]) -> list[int]:
 
 
 def tempered_weights(sizes: Sequence[int], temperature: float) -> list[float]:
-    """Mixture weights proportional to size^(1 / temperature): at 1 the sizes themselves, towards infinity all equal."""
+    """Mixture weights proportional to size^(1 / temperature): the sizes at 1, equal weights towards infinity."""
     if not 1 <= temperature < float("inf"):
         raise DataError(f"mixture temperature {temperature} must be a number of at least 1")
     if temperature == 1:
@@ -204,10 +204,10 @@ def tempered_weights(sizes: Sequence[int], temperature: float) -> list[float]:
 
 
 def rank_share(first: int, *, batch_size: int, rank: int, world_size: int) -> np.ndarray:
-    """The positions, int64 [n], that a rank takes of the global batch of `batch_size` samples that starts at `first`.
+    """A rank's positions, int64 [n], of the global batch of `batch_size` samples that starts at `first`.
 
     The shares are contiguous: joined in the order of the ranks, they are the same global batch for every world size.
-    Where a batch does not divide, the first ranks take one sample more; a rank may get none of a short batch.
+    If the batch does not divide evenly, the first ranks take one sample more. A rank may get none of a short batch.
     """
     if not 0 <= rank < world_size:
         raise DataError(f"rank {rank} is not below world_size {world_size}; check the launcher's environment")
@@ -217,14 +217,14 @@ def rank_share(first: int, *, batch_size: int, rank: int, world_size: int) -> np
 
 
 def check_seed(seed: int) -> int:
-    """Seeds are words of 64 bits."""
+    """Return a seed that fits into 64 bits; refuse any other."""
     if not 0 <= seed <= _WORD:
         raise DataError(f"seed {seed} is not between 0 and 2^64 - 1; choose another")
     return seed
 
 
 def _philox(domain: int, seed: int, *, source: int, epoch: int, item: int) -> np.random.Philox:
-    # Draws advance the counter's lowest word, so streams that differ in a higher word or in the key never meet.
+    # Draws advance the counter's lowest word, so streams that differ in a higher word or in the key do not overlap.
     counter = np.array([0, item, epoch, source], dtype=np.uint64)
     return np.random.Philox(key=np.array([check_seed(seed), domain], dtype=np.uint64), counter=counter)
 

@@ -1,11 +1,12 @@
-"""Tuples as a collection to search: their queries, and each distinct passage once, on disk.
+"""Training examples (query, positives, negatives) as a collection to search, on disk: queries and distinct passages.
 
 What is decided here:
-- Texts lie in one file each for queries and passages, in the order in which they were read; memory holds 8 bytes a
-  query and some 50 a mention of a passage, never a text.
-- Two passages are one where they differ in white space and case alone (64-bit hashes, so a chance of n² / 2^65 that two
-  others are taken for one).
-- A query's known positives are those of all rows with its text, and nothing that equals the query itself is a negative.
+- One file holds the texts of the queries and one those of the passages, in the order in which they were read. Memory
+  holds 8 bytes a query and some 50 bytes a mention of a passage, but no text.
+- Passages that differ in white space and case only count as one (64-bit hashes, so the probability that two different
+  passages among n are taken for one is n² / 2^65).
+- A query's known positives are the positives of all rows with its text. A passage that equals the query is never a
+  negative.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from typing import cast
 import numpy as np
 
 from data.corpora.by_id import corpus_texts
-from data.corpora.read import read_unit
-from data.corpora.units import TupleRecord, Unit, place
+from data.corpora.read import read_split
+from data.corpora.splits import InputSplit, TupleRecord, place
 from data.ground.errors import DataError
 from data.ground.files import sync
-from data.lines import Tally
+from data.lines import ByteCounter
 
 QUERIES, PASSAGES, TABLES = "queries.bin", "passages.bin", "tables.npz"
 _RECORDS_PER_REPORT = 4096
 
 
 class Passages:
-    """What `build` has written: `num_rows` tuples in their order, `num_passages` distinct passages."""
+    """The collection that `build` wrote: `num_rows` training examples in order, `num_passages` distinct passages."""
 
     def __init__(self, folder: Path) -> None:
         with np.load(folder / TABLES) as tables:
@@ -71,17 +72,17 @@ class Passages:
         return self._mentions[start : start + int(self._num_positives[row])]
 
     def negatives(self, row: int) -> np.ndarray:
-        """Those that the input gives."""
+        """The row's negatives in the input."""
         start = int(self._mention_offsets[row]) + int(self._num_positives[row])
         return self._mentions[start : int(self._mention_offsets[row + 1])]
 
     def known(self, row: int) -> np.ndarray:
-        """All positives of the row's query, in whichever row, rising."""
+        """All positives of the row's query from all rows, in ascending order."""
         group = int(self._groups[row])
         return self._known[int(self._known_offsets[group]) : int(self._known_offsets[group + 1])]
 
     def excluded(self, row: int) -> np.ndarray:
-        """What must not be a negative of the row: its known positives, and a passage that equals the query."""
+        """Passages that must not be negatives of the row: its known positives, and a passage that equals the query."""
         same = int(self._same[self._groups[row]])
         return self.known(row) if same < 0 else np.append(self.known(row), same)
 
@@ -92,14 +93,14 @@ def is_built(folder: Path) -> bool:
 
 def build(
     folder: Path,
-    units: Sequence[Unit],
+    input_splits: Sequence[InputSplit],
     corpora: Sequence[Path] = (),
     *,
     report: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Read tuples, then further passages to search among, into an empty folder.
+    """Read training examples, then further passages to search among, into an empty folder.
 
-    `report` gets the bytes read since its last call, now and then; what it raises ends the reading.
+    `report` is called from time to time with the bytes read since its last call; an exception in it ends the reading.
     """
     query_keys, query_offsets = array("Q"), array("q", [0])
     keys, offsets = array("Q"), array("q", [0])
@@ -110,14 +111,16 @@ def build(
             keys.append(text_key(text))
             offsets.append(offsets[-1] + passages.write(_bytes(text)))
 
-        for unit in units:
-            if unit.graded:
-                raise DataError(f"{unit.source} holds graded pairs, which have no negatives; give pairs without scores")
-            tally, seen = Tally(), 0
-            for number, (position, record) in enumerate(read_unit(unit, tally), 1):
+        for input_split in input_splits:
+            if input_split.graded:
+                raise DataError(
+                    f"{input_split.source} holds graded pairs, which have no negatives; give pairs without scores"
+                )
+            counter, seen = ByteCounter(), 0
+            for number, (position, record) in enumerate(read_split(input_split, counter), 1):
                 row = cast(TupleRecord, record)
                 if row["score"] is not None:
-                    raise DataError(f"{place(unit, position)} has a score; give pairs without scores")
+                    raise DataError(f"{place(input_split, position)} has a score; give pairs without scores")
                 query_keys.append(text_key(row["query"]))
                 query_offsets.append(query_offsets[-1] + queries.write(_bytes(row["query"])))
                 for text in (*row["positives"], *row["negatives"]):
@@ -125,19 +128,19 @@ def build(
                 num_positives.append(len(row["positives"]))
                 mention_offsets.append(len(keys))
                 if number % _RECORDS_PER_REPORT == 0:
-                    report(tally.bytes_read - seen)
-                    seen = tally.bytes_read
-            report(tally.bytes_read - seen)
+                    report(counter.bytes_read - seen)
+                    seen = counter.bytes_read
+            report(counter.bytes_read - seen)
         for path in corpora:
-            tally, seen = Tally(), 0
-            for number, text in enumerate(corpus_texts(path, tally), 1):
+            counter, seen = ByteCounter(), 0
+            for number, text in enumerate(corpus_texts(path, counter), 1):
                 mention(text)
                 if number % _RECORDS_PER_REPORT == 0:
-                    report(tally.bytes_read - seen)
-                    seen = tally.bytes_read
-            report(tally.bytes_read - seen)
+                    report(counter.bytes_read - seen)
+                    seen = counter.bytes_read
+            report(counter.bytes_read - seen)
     if not len(query_keys):
-        raise DataError("the input holds no tuples; give queries with their positives")
+        raise DataError("the input holds no training examples; give queries with their positives")
     _write_tables(
         folder / TABLES,
         query_keys=np.frombuffer(query_keys, np.uint64),
@@ -199,7 +202,7 @@ def _write_tables(
 
 
 def text_key(text: str) -> int:
-    """64 bits, equal for texts that differ in white space and case alone."""
+    """A 64-bit hash that is equal for texts that differ in white space and case only."""
     plain = " ".join(text.split()).casefold()
     return int.from_bytes(hashlib.blake2b(_bytes(plain), digest_size=8).digest(), "little")
 

@@ -1,17 +1,17 @@
-"""Command: text, pairs and tuples -> tokenized shards; also trains a tokenizer and collects installed documentation.
+"""Command: texts and training examples to tokenized shards; also trains tokenizers and collects documentation.
 
     python -m data.prepare {documents,tuples,tokenizer,installed-docs} --help
 
 What is decided here:
-- The inputs are cut into units (`data.corpora`); a process tokenizes a unit with the Rust tokenizer and writes it
+- The inputs are cut into input splits (`data.corpora`); a process tokenizes one with the Rust tokenizer and writes it
   (`data.shards`). Only counts travel between processes.
-- What is written depends on the inputs, the tokenizer, the options and the seed, never on the number of processes or on
-  how often the command was killed. preparation.json records all of that in the output folder before the first shard:
-  the same command goes on where it stopped, any other is refused.
-- Inputs are told apart by the sha256 of all their bytes. `.inputs` keeps what each looked like when it was hashed
-  (size, times, inode): it is hashed again only where that has changed, and a change while it is read is noticed.
-- Samples are shuffled once, within blocks of a unit; epochs shuffle again while reading (`data.order`).
-- Workers do not outlive the command: they are killed when it ends, and the kernel kills them when it is killed.
+- The output depends on the inputs, the tokenizer, the options and the seed, never on the number of processes or on how
+  often the command was killed. preparation.json records these in the output folder before the first shard is written:
+  the same command continues where it stopped, and any other command is refused.
+- Inputs are identified by the sha256 of all their bytes. `.inputs` keeps size, times and inode of each file when it was
+  hashed: the file is hashed again only if these change, and a change while it is read is noticed.
+- Samples are shuffled once, within blocks of an input split; epochs shuffle again while reading (`data.order`).
+- Workers do not outlive the command: they are killed when it ends, and the kernel kills them if it is killed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
 
     documents = commands.add_parser(
         "documents",
-        help="text -> shards of documents, for pre-training",
+        help="texts to shards of documents, for pre-training",
         description="Tokenize documents from .parquet, .jsonl, .tsv and .txt files (.gz and .zst of the text formats), "
         "WebDataset .tar files or a Hugging Face data set, without truncation, into shards. Run the same "
         "command again after a kill.",
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         type=int,
         default=0,
-        help="leave the first N records of the first input out, to evaluate on (default 0)",
+        help="leave out the first N records of the first input, to evaluate on them (default 0)",
     )
     documents.set_defaults(
         run=prepare_shards,
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
     tuples = commands.add_parser(
         "tuples",
-        help="pairs, triplets, n-tuples and graded pairs -> shards, for fine-tuning",
+        help="training examples (query, positives, negatives) and graded pairs to shards, for fine-tuning",
         description="Tokenize queries with their positive and negative passages from .parquet, .jsonl and .tsv files, "
         "a Hugging Face data set, MS MARCO's own files or a BEIR folder, without truncation, into shards. "
         "Run the same command again after a kill.",
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         help="columns: by column name; nli: TSV with a header, columns anchor, entailed, contradicted; sts: TSV "
         "without a header, columns score, sentence1, sentence2; msmarco: folder of collection.tsv, queries.SPLIT.tsv "
         "and qrels.SPLIT.tsv; beir: folder of corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; "
-        "auto: the folders by their files, else columns (default)",
+        "auto: msmarco or beir if the folder's files are theirs, else columns (default)",
     )
     tuples.add_argument("--query-column", metavar="NAME", help="default: query, anchor, question or sentence1")
     tuples.add_argument(
@@ -129,7 +129,11 @@ def _parser() -> argparse.ArgumentParser:
         '{"qid", "neg": {system: [ids]}}, as in sentence-transformers\' msmarco-hard-negatives',
     )
     tuples.add_argument(
-        "--max-negatives", metavar="N", type=int, default=50, help="of --negatives a query (default 50)"
+        "--max-negatives",
+        metavar="N",
+        type=int,
+        default=50,
+        help="at most N of --negatives for each query (default 50)",
     )
     tuples.add_argument(
         "--skip-rows", metavar="FILE", help="0-based data rows to drop, one number a line; one input only"
@@ -153,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     tokenizer.add_argument("inputs", nargs="+", metavar="INPUT", help=inputs_help)
     tokenizer.add_argument("--output", required=True, metavar="FOLDER", help="a new or empty folder")
     tokenizer.add_argument("--vocab-size", metavar="N", type=int, default=30522, help="tokens (default 30522)")
-    tokenizer.add_argument("--min-frequency", metavar="N", type=int, default=2, help="of a piece (default 2)")
+    tokenizer.add_argument("--min-frequency", metavar="N", type=int, default=2, help="of a token (default 2)")
     tokenizer.add_argument("--keep-case", action="store_true", help="do not lower-case")
     tokenizer.add_argument("--max-length", metavar="N", type=int, default=512, help="model_max_length (default 512)")
     _source_options(tokenizer)
@@ -186,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     docs.set_defaults(run=collect_documentation, identity=["package", "held_out", "bodies"])
 
     for command in (documents, tuples, tokenizer, docs):
-        command.add_argument("--verbose", action="store_true", help="log every finished unit")
+        command.add_argument("--verbose", action="store_true", help="log every finished input split")
     return parser
 
 
@@ -198,12 +202,12 @@ def _shard_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", required=True, metavar="NAME", help="folder or hub name of a fast tokenizer")
     parser.add_argument("--processes", metavar="N", type=int, default=default_processes(), help=_PROCESSES_HELP)
     parser.add_argument(
-        "--shard-megabytes", metavar="N", type=int, default=SHARD_BYTES // 2**20, help="at most (default 128)"
+        "--shard-megabytes", metavar="N", type=int, default=SHARD_BYTES // 2**20, help="largest shard (default 128)"
     )
     parser.add_argument(
-        "--chunk-samples", metavar="N", type=int, default=CHUNK_SAMPLES, help="samples a tar member (default 1024)"
+        "--chunk-samples", metavar="N", type=int, default=CHUNK_SAMPLES, help="samples per tar member (default 1024)"
     )
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the shuffle within units (default 0)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the shuffle on disk (default 0)")
 
 
 def _source_options(parser: argparse.ArgumentParser) -> None:
@@ -213,7 +217,7 @@ def _source_options(parser: argparse.ArgumentParser) -> None:
         metavar="MIB",
         type=int,
         default=LONGEST_LINE // 2**20,
-        help="refuse lines and documents of more (default 1024)",
+        help="refuse longer lines and documents (default 1024)",
     )
     parser.add_argument("--skip-empty", action="store_true", help="drop empty texts instead of stopping at the first")
     parser.add_argument("--subset", metavar="NAME", help="configuration of a hub data set, such as sample-10BT")
@@ -232,7 +236,7 @@ def _text_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# What numbers may be, and why.
+# The bounds of numeric options, inclusive.
 BOUNDS = {
     "skip_first": (0, 2**40),
     "limit": (1, 2**60),
@@ -250,7 +254,7 @@ BOUNDS = {
 
 
 def run(argv: Sequence[str]) -> None:
-    """One command, as another program calls it. Raises UserError for what is wrong with it."""
+    """Run one command from another program. Raises UserError if the user must change something."""
     _run(_parser().parse_args(argv))
 
 
@@ -274,12 +278,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     log_to_stderr(level=logging.INFO if arguments.verbose else logging.WARNING)
     code = exit_code_of(lambda: _run(arguments))
     if code == INTERRUPTED_CODE:
-        sys.stderr.write("interrupted; run the same command again to go on\n")
+        sys.stderr.write("interrupted; run the same command again to continue\n")
     return code
 
 
 def _exit_on_terminate() -> None:
-    """Let SIGTERM unwind the stack, so that workers are killed and the folder is let go."""
+    """Let SIGTERM unwind the stack, so that the workers are killed and the folder is unlocked."""
 
     def stop(number: int, frame: object) -> None:
         sys.exit(128 + number)

@@ -1,21 +1,21 @@
-"""Shard folders that lie elsewhere (http, https, s3, gs, file, memory: through fsspec), and a bounded cache of shards.
+"""Remote shard folders (http, https, s3, gs, file, memory: through fsspec), and a bounded cache of shards.
 
-    <cache>/shards/<sha256>.tar            a shard that was fetched whole and had the sha256 of its manifest
-    <cache>/shards/<sha256>-<bytes>.tmp    one on its way; its bytes count from the start
+    <cache>/shards/<sha256>.tar            a complete shard with the sha256 of its manifest
+    <cache>/shards/<sha256>-<bytes>.tmp    a shard being fetched; its full size counts towards the limit at once
     <cache>/tokenizers/<fingerprint>/      the tokenizer of a folder
-    <cache>/locks/                         `room`, held while room is made; `00`..`ff`, held while a shard is fetched
-    <cache>/verified/<sha256>.tar          what the cached shard was like when it was hashed: size, times and inode
-    <cache>/verified/<folder and manifest> what was hashed of a local folder: name, size, times and inode a line
+    <cache>/locks/                         `room`, held while shards are removed; `00`..`ff`, held while one is fetched
+    <cache>/verified/<sha256>.tar          size, times and inode of the cached shard when it was hashed
+    <cache>/verified/<folder and manifest> shards of a local folder that were hashed: name, size, times, inode a line
 
-A cached shard is named by its content and appears by rename after it was hashed. It is hashed again only where its
-size, its times or its inode are no longer what they were, for whichever folder, process or rank. The ranks and loader
-processes of a machine share one cache: a lock (flock, which ends with its process) a shard lets one of them fetch while
-the others wait, and the shards opened longest ago are unlinked to make room. A shard that is in use stays readable: its
-mmap outlives the name.
+A cached shard is named by its content and is renamed into place after it was hashed. It is hashed again only if its
+size, times or inode change, whichever folder, process or rank reads it. The ranks and loader processes of a machine
+share one cache. A lock for each shard (flock, which ends with its process) lets one of them fetch the shard while the
+others wait. The least recently opened shards are unlinked to make room. A shard that is in use stays readable: its mmap
+outlives the file name.
 
-Nobody elsewhere decides how much is read, or how long: a shard ends at the manifest's size, other files at a bound of
-their kind, and a server that sends less than SLOWEST bytes a second for STALL_SECONDS is given up. A tokenizer enters
-the cache when it is the one that the manifest names. What an address holds of secrets is in no message.
+A server cannot decide how much is read, or for how long: a shard ends at the manifest's size, other files at a limit
+for their kind, and a server that sends less than SLOWEST bytes a second for STALL_SECONDS is given up. A tokenizer
+enters the cache only if it is the one that the manifest names. Secrets in an address appear in no message.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ CACHE_GIB = 32.0
 ATTEMPTS = 2
 STALL_SECONDS = 60.0
 SLOWEST = 1024  # bytes a second
-MANIFEST_BYTES = 2**28  # some hundred times that of a hundred million samples
+MANIFEST_BYTES = 2**28  # some hundred times the manifest of a hundred million samples
 TOKENIZER_BYTES = 2**27
-# What save_pretrained writes of a fast tokenizer; a plain web server cannot be asked for a list.
+# The files that save_pretrained writes for a fast tokenizer; a plain web server cannot list them.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 PROTOCOLS = ("http", "https", "s3", "gs", "file", "memory")
 _PACKAGES = {"http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "gs": "gcsfs"}
 
 
 class BadShard(DataError):
-    """What is wrong with a shard's bytes, wherever they are read: missing, of another size, or of another sha256."""
+    """A shard, local or remote, is missing, or has another size or sha256 than the manifest says."""
 
 
 def is_remote(path: str | Path) -> bool:
@@ -70,7 +70,7 @@ def is_remote(path: str | Path) -> bool:
 
 
 def joined(address: str, name: str) -> str:
-    """The address of a file in a folder; the folder's parameters, such as a key, stay at the end."""
+    """The address of a file in a folder; URL parameters of the folder, such as a key, stay at the end."""
     folder, mark, parameters = (
         address.partition("?") if address.startswith(("http://", "https://")) else (address, "", "")
     )
@@ -78,14 +78,14 @@ def joined(address: str, name: str) -> str:
 
 
 def read_bytes(address: str, *, limit: int) -> bytes:
-    """All of a file of at most `limit` bytes. FileNotFoundError where there is none."""
+    """The content of a remote file of at most `limit` bytes. Raises FileNotFoundError if there is none."""
     content = io.BytesIO()
     fetch_into(content, address, limit=limit)
     return content.getvalue()
 
 
 def fetch_into(file: BinaryIO, address: str, *, limit: int) -> None:
-    """Write all of a remote file, of at most `limit` bytes, into `file`. FileNotFoundError where there is none."""
+    """Write a remote file of at most `limit` bytes into `file`. Raises FileNotFoundError if there is none."""
     for attempt in range(1, ATTEMPTS + 1):
         file.seek(0)
         file.truncate()
@@ -95,8 +95,8 @@ def fetch_into(file: BinaryIO, address: str, *, limit: int) -> None:
             raise
         except _TooLong as error:
             raise DataError(
-                f"{without_secrets(address)} has more than the {limit} bytes that such a file may have; check what the "
-                "address gives"
+                f"{without_secrets(address)} has more than the {limit} bytes that such a file may have; check that the "
+                "address is right"
             ) from error
         except Exception as error:
             _try_again(address, error, attempt)
@@ -106,20 +106,20 @@ def fetch_into(file: BinaryIO, address: str, *, limit: int) -> None:
 
 
 def default_cache() -> Path:
-    """A folder of this user's in the machine's temporary folder."""
+    """The user's cache folder in the machine's temporary folder."""
     return Path(tempfile.gettempdir()) / f"barista-{os.getuid()}"
 
 
 @dataclass(frozen=True)
 class Cache:
-    """One folder, shared by the processes of a machine; at most `limit_bytes` of shards."""
+    """The cache folder that the processes of a machine share; it holds at most `limit_bytes` of shards."""
 
     folder: Path
     limit_bytes: int
 
     @classmethod
     def at(cls, folder: str | Path = "", gib: float = CACHE_GIB) -> Cache:
-        """Make or join the cache; an empty name: the default one."""
+        """Open the cache, and create it if need be; an empty name means the default folder."""
         chosen = Path(folder).expanduser() if folder else default_cache()
         try:
             chosen.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -135,13 +135,13 @@ class Cache:
 
     @contextmanager
     def shard(self, address: str, *, sha256: str, size: int) -> Iterator[BufferedReader]:
-        """The shard, open for reading: from the cache, or fetched into it and checked."""
+        """The shard, open for reading; it is fetched into the cache and checked if it is not there."""
         final = self.folder / "shards" / f"{sha256}.tar"
         try:
             file = self._opened(final)
             if file is None:
                 with self._locked(sha256[:2]):
-                    # Another process may have fetched it while this one waited, and unlinked it as soon again.
+                    # Another process may have fetched the shard while this one waited; it may also be gone again.
                     file = self._opened(final) or self._hashed_again(final, size)
                     file = file or self._fetched(address, final, size)
         except OSError as error:
@@ -153,7 +153,7 @@ class Cache:
         return (self.folder / "shards" / f"{sha256}.tar").exists()
 
     def _opened(self, final: Path) -> BufferedReader | None:
-        """A shard that is there as it was hashed."""
+        """The cached shard, open for reading, if it has not changed since it was hashed; else None."""
         try:
             file = open_regular(final)
         except FileNotFoundError:
@@ -166,13 +166,16 @@ class Cache:
         if not holds:
             file.close()
             return None
-        # The least recently used goes first. Gone in between, it is read all the same.
+        # The time of the mark records the last use. If the mark was removed meanwhile, the open file is still readable.
         with suppress(FileNotFoundError):
             os.utime(mark)
         return file
 
     def _hashed_again(self, final: Path, size: int) -> BufferedReader | None:
-        """A shard whose lock is held and whose mark does not hold: as good as new, or away with it."""
+        """Hash a cached shard that has changed since: returns it if its content is right, else removes it.
+
+        The caller holds the shard's lock.
+        """
         try:
             file = open_regular(final)
         except FileNotFoundError:
@@ -193,7 +196,10 @@ class Cache:
         return self.folder / "verified" / final.name
 
     def _fetched(self, address: str, final: Path, size: int) -> BufferedReader:
-        """Fetch a shard whose lock is held. The file is opened before it has a name that others could unlink."""
+        """Fetch a shard whose lock the caller holds.
+
+        The file is opened before it gets its final name, because other processes may unlink that name at once.
+        """
         temporary = final.with_name(f"{final.stem}-{size}.tmp")
         shown = without_secrets(address)
         self._make_room(size, temporary)
@@ -229,7 +235,7 @@ class Cache:
             temporary.unlink(missing_ok=True)
 
     def _make_room(self, size: int, temporary: Path) -> None:
-        """Unlink the shards used longest ago until `size` more bytes fit, and claim them by an empty `temporary`."""
+        """Unlink the least recently used shards until `size` more bytes fit; claim these by creating `temporary`."""
         if size > self.limit_bytes:
             raise DataError(
                 f"a shard of {size} bytes does not fit into the cache {self.folder} of {self.limit_bytes} bytes; raise "
@@ -250,7 +256,7 @@ class Cache:
                 if used <= self.limit_bytes:
                     temporary.touch()
                     return
-            # Only shards on their way are left, and those who fetch them wait for nobody.
+            # The cache is full of shards that are being fetched. Wait for one of them: fetching processes never wait.
             with self._locked(on_the_way[0].name[:2]):
                 pass
 
@@ -259,7 +265,7 @@ class Cache:
         return (_stat_of(self._mark_of(path)) or status).st_mtime_ns
 
     def _on_the_way(self, *, but: Path) -> list[Path]:
-        """Shards that others are fetching; what a killed process left is removed."""
+        """The temporary files of shards that others are fetching; files left by killed processes are removed."""
         alive = []
         for path in but.parent.glob("*.tmp"):
             if path == but:
@@ -268,7 +274,7 @@ class Cache:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    # One of the same lock as ours is nobody's, for we hold that.
+                    # If the file shares the lock that this process holds, nobody else is fetching it.
                     if path.name[:2] != but.name[:2]:
                         alive.append(path)
                         continue
@@ -284,14 +290,14 @@ class Cache:
     # --------------------------------------------------------------------------------------------- tokenizers, marks
 
     def tokenizer(self, address: str, fingerprint: str) -> Path:
-        """The local copy of a remote folder's tokenizer, which is the one of that fingerprint."""
+        """The local copy of a remote folder's tokenizer, which must have that fingerprint."""
         final = self.folder / "tokenizers" / fingerprint
         try:
             if final.is_dir() and not _what_is_wrong_with_tokenizer(final, fingerprint):
                 return final
             with self._locked("tokenizers"):
                 if final.is_dir() and (wrong := _what_is_wrong_with_tokenizer(final, fingerprint)):
-                    logger.warning("the cached tokenizer %s is not what it was (%s); fetching it again", final, wrong)
+                    logger.warning("the cached tokenizer %s has changed (%s); fetching it again", final, wrong)
                     shutil.rmtree(final)
                 if not final.is_dir():
                     self._fetch_tokenizer(address, final)
@@ -321,7 +327,7 @@ class Cache:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def marks(self, folder: Path, fingerprint: str) -> Path:
-        """Where it is written which shards of a local folder were verified on this machine."""
+        """The file that lists the shards of a local folder that were verified on this machine."""
         key = hashlib.sha256(f"{folder.resolve()}\n{fingerprint}".encode()).hexdigest()
         return self.folder / "verified" / key
 
@@ -332,7 +338,7 @@ class Cache:
             return False
 
     def add_mark(self, marks: Path, mark: str) -> None:
-        # Appended in one write, so that processes need no lock; after a torn line comes a new one.
+        # One write appends the whole line, so processes need no lock. It begins with a line break to end a torn line.
         try:
             with marks.open("ab", buffering=0) as file:
                 file.write(f"\n{mark}\n".encode())
@@ -341,7 +347,7 @@ class Cache:
 
 
 def what_it_is(file: BufferedReader) -> str:
-    """As `looks_of`, of an open file."""
+    """Size, times and inode of an open file, as `looks_of` writes them."""
     return looks_of(os.fstat(file.fileno()))
 
 
@@ -360,20 +366,20 @@ def _what_is_wrong_with_tokenizer(folder: Path, fingerprint: str) -> str:
     try:
         found = tokenizer_fingerprint(load_tokenizer(folder))
     except DataError as error:
-        # Without what its reader is to do, which is not for whoever fetches it.
+        # The hint after the last semicolon is for the owner of a local folder, so it is cut off.
         return re.sub(rf"tokenizer (folder )?{re.escape(str(folder))}:? ", "it ", str(error)).rpartition("; ")[0]
     return "" if found == fingerprint else f"its fingerprint is {found[:12]}… instead of {fingerprint[:12]}…"
 
 
 def _check_private(folder: Path) -> None:
-    """The temporary folder is everybody's: whoever else may write into ours could put any bytes there."""
+    """Refuse a default cache that other users can write to: they could put any bytes there."""
     hint = "remove it, or set data.cache_dir to a folder of yours"
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
-        raise DataError(f"the cache {folder} is no folder of its own, but a link or a file; {hint}") from error
+        raise DataError(f"the cache {folder} is a link or a file, not a folder; {hint}") from error
     try:
         status = os.fstat(descriptor)
     finally:
@@ -382,7 +388,7 @@ def _check_private(folder: Path) -> None:
         raise DataError(f"the cache {folder} belongs to another user; set data.cache_dir to a folder of yours")
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise DataError(f"the cache {folder} is open to other users (mode {stat.S_IMODE(status.st_mode):o}); {hint}")
-    # Who may rename it could put another folder there; a sticky folder, as temporary folders are, prevents that.
+    # A user who may rename the cache could put another folder in its place. The sticky bit of /tmp prevents that.
     parent = folder.parent.stat().st_mode
     if parent & stat.S_IWOTH and not parent & stat.S_ISVTX:
         raise DataError(f"the cache {folder} can be replaced by every user; {hint}")
@@ -392,15 +398,15 @@ def _check_private(folder: Path) -> None:
 
 
 class _TooLong(Exception):
-    """More bytes came than there may be."""
+    """The server sent more bytes than the limit."""
 
 
 class _Stalled(Exception):
-    """Too few bytes came."""
+    """The server sent too few bytes for too long."""
 
 
 class Transfer:
-    """Where bytes arrive: no more than `limit`, and not too slowly."""
+    """Writes arriving bytes to a file; raises if they are more than `limit` or arrive too slowly."""
 
     def __init__(self, file: BinaryIO, limit: int) -> None:
         self._file = file
@@ -422,7 +428,7 @@ class Transfer:
 
 
 def _download(address: str, transfer: Transfer) -> None:
-    """Hand a file's bytes to `transfer` as they come. FileNotFoundError where there is none."""
+    """Pass a file's bytes to `transfer` as they arrive. Raises FileNotFoundError if there is no such file."""
     system, path = _open_system(address)
     protocol = address.partition("://")[0]
     if protocol in ("http", "https"):
@@ -436,7 +442,7 @@ def _download(address: str, transfer: Transfer) -> None:
 
 
 async def _over_http(system: Any, address: str, transfer: Transfer) -> None:
-    """By hand, since fsspec reads whatever comes, for as long as it comes."""
+    """Download with aiohttp directly, because fsspec bounds neither the bytes nor the time."""
     import aiohttp
 
     session = await system.set_session()
@@ -468,7 +474,7 @@ def _open_system(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
     import fsspec
 
     try:
-        # fsspec keeps one system a process and thread, so that none is carried over a fork.
+        # fsspec keeps one file system object per process and thread, so none is shared across a fork.
         return fsspec.core.url_to_fs(with_variables(address))
     except ImportError as error:
         raise DataError(
@@ -477,7 +483,7 @@ def _open_system(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 
 def _try_again(address: str, error: Exception, attempt: int) -> None:
-    """Transports raise errors of their own kinds, of which a second attempt is all that can be made."""
+    """Log a failed transfer, or raise after the last attempt. Every transport raises its own kinds of exceptions."""
     if isinstance(error, DataError):
         raise error
     name = "" if isinstance(error, _Stalled) else f"{type(error).__name__}: "

@@ -1,19 +1,21 @@
 """A stream of batches whose state is a few global numbers.
 
-Position g of the stream is a pure function of (seed, weights, manifests): the mixture says which source and which index
-within it, that source's epoch order says which sample. Step s takes positions [s·B, (s+1)·B), each rank a contiguous
-share, so the global batches are the same for every number of ranks and of loader workers. Epochs flow into each other
-(a batch may straddle the end); each source counts its own. A stream is endless, or ends after `total_samples` with a
-batch of what remains.
+The sample at position g of the stream is a pure function of (seed, weights, manifests): the mixture gives the source
+and the index within it, and the source's epoch order gives the sample. Step s takes positions [s·B, (s+1)·B), each rank
+a contiguous share, so the global batches are the same for every number of ranks and of loader workers. A batch may
+contain the end of one epoch and the beginning of the next; each source counts its own epochs. A stream is endless, or
+ends after `total_samples`; its last batch may then be short.
 
-Batches fall into lanes: one lane of everything, or, where every batch is to come from one dataset, a lane a source, to
-which the mixture gives whole batches in turn. A lane is a sequence of places, cut into batches in that order. Where
-batches are to hold no duplicates, each window of WINDOW_BATCHES batches of a lane is rearranged (data/duplicates.py),
-which needs the texts of that window and nothing before it: a seek costs one window.
+Every batch belongs to a substream. Mixed batches form one substream. If every batch is to come from one dataset, each
+source is a substream of its own, and the mixture decides which substream gives the next batch. A substream is a
+sequence of positions ("places"), cut into batches in that order. To keep duplicates out of batches, each window of
+WINDOW_BATCHES batches of a substream is rearranged (data/duplicates.py). This needs the texts of that window only, so a
+seek costs one window.
 
-The state counts samples DELIVERED to the caller; what workers have prefetched is made again after a resume, at once,
-since nothing is read forward. Workers are a plain DataLoader: worker w of n makes the steps s ≡ w (mod n), and
-DataLoader hands them out in turn. Every random draw about a sample is keyed by (seed, epoch, source, sample).
+The state counts samples DELIVERED to the caller. Batches that workers had prefetched are made again after a resume,
+which is quick, since the data need not be read from the beginning. Workers are a plain DataLoader: worker w of n makes
+the steps s ≡ w (mod n), and DataLoader returns them in turn. Every random draw about a sample is keyed by (seed, epoch,
+source, sample).
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ logger = logging.getLogger(__name__)
 Batch = TypeVar("Batch")
 
 PREFETCHED_STEPS_PER_WORKER = 4
-# Batches that exchange samples so that none repeats a text: room for a text's 16 copies, and what a seek must hash.
+# Number of batches that exchange samples so that no batch repeats a text. Up to 16 copies of a text can be separated;
+# a seek must hash the texts of that many batches.
 WINDOW_BATCHES = 16
 # Samples hashed at once, so that a window of any size fits in memory.
 HASHED_SAMPLES = 4096
@@ -53,23 +56,23 @@ TextHashes = Callable[[Sequence["Sample"]], tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sample as a collator gets it; (epoch, source, index) keys every random draw about it."""
+    """One sample as collators receive it; (epoch, source, index) keys every random draw about it."""
 
     source: int
     index: int  # within its source, in manifest order
-    epoch: int  # of its source
+    epoch: int  # epoch of its source
     position: int  # in the whole stream, over all ranks
     payload: Any  # ids of a document, or a data.shards.format.Tuple
-    stands_in: bool = False  # for one of a skipped shard
+    is_replacement: bool = False  # whether it replaces a sample of a skipped shard
 
 
 class Stream(Iterator[Batch], Generic[Batch]):
     """This rank's share of every step's batch: `collate` turns its list of samples, which may be empty, into a batch.
 
-    `weights` are proportions of samples; without them every source counts by its size to the power of
-    1 / `mixture_temperature`, so that at 1 all epochs keep pace. `batches` "one_dataset": all samples of a global batch
-    are of one source. With `distinct_texts`, no two samples of a global batch share a text, as far as a window allows;
-    `repeats` counts the rest. `total_samples`: where the stream ends; None: never.
+    `weights` are proportions of samples. Without weights, a source's proportion is its size to the power of
+    1 / `mixture_temperature`; at 1 the epochs of all sources end together. With `batches` "one_dataset", all samples of
+    a global batch come from one source. With `distinct_texts`, no two samples of a global batch share a text, as far as
+    a window allows; `repeats` counts the samples that still do. The stream ends after `total_samples`; None: never.
     """
 
     def __init__(
@@ -117,8 +120,9 @@ class Stream(Iterator[Batch], Generic[Batch]):
         self.samples_per_epoch = sum(source.num_samples for source in sources)
         self.global_batch_size = global_batch_size
         self.total_samples = total_samples
-        self.stand_ins = 0  # replacement samples, of skipped shards' ones, delivered since the last checkpoint
-        self.repeats = 0  # samples delivered since the start of this process that share a text with another of theirs
+        # Both count since the start of this process.
+        self.replacements = 0  # samples delivered to this rank that replace samples of skipped shards
+        self.repeats = 0  # samples delivered, over all ranks, that share a text with another sample of their batch
         sizes = [source.num_samples for source in sources]
         self.weights = integer_weights(weights or tempered_weights(sizes, mixture_temperature))
         self._source = _Steps(
@@ -152,19 +156,19 @@ class Stream(Iterator[Batch], Generic[Batch]):
             if isinstance(delivery, _Failure):
                 raise delivery.error
         except BaseException:
-            # A generator or worker that raised has ended; whoever goes on regardless starts again at this step.
+            # A generator or worker that raised has ended. A caller that continues starts again at this step.
             self.close()
             raise
         self._count_repeats(delivery)
-        self.stand_ins += delivery.stand_ins
+        self.replacements += delivery.replacements
         self._consumed += delivery.batch_size
         return delivery.batch
 
     def _count_repeats(self, delivery: _Delivery) -> None:
         if delivery.repeats and not self.repeats and self._source.rank == 0:
             logger.warning(
-                "%d of the %d samples of the batch at sample %d share a text with another of them: %d batches hold too "
-                "many copies to part them (said once)",
+                "%d of the %d samples of the batch at sample %d share a text with another of them: a window of %d "
+                "batches holds too many copies to separate them (said once)",
                 delivery.repeats,
                 delivery.batch_size,
                 self._consumed,
@@ -178,7 +182,7 @@ class Stream(Iterator[Batch], Generic[Batch]):
 
     @property
     def num_steps(self) -> int:
-        """Batches from the first sample to the last, a short one included."""
+        """The number of batches from the first sample to the last; the last batch may be short."""
         assert self.total_samples is not None, "an endless stream has no number of steps"
         return -(-self.total_samples // self.global_batch_size)
 
@@ -189,11 +193,11 @@ class Stream(Iterator[Batch], Generic[Batch]):
 
     @property
     def epoch(self) -> float:
-        """Passes over the data, counted over all sources together."""
+        """Number of passes over the data: delivered samples over the samples of all sources together."""
         return self._consumed / self.samples_per_epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """The stream's place, equal on all ranks; JSON values only."""
+        """The stream's position and settings, equal on all ranks; JSON values only."""
         return {
             "samples": self._consumed,
             "seed": self._seed,
@@ -207,11 +211,11 @@ class Stream(Iterator[Batch], Generic[Batch]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Stand where `state` was taken, whatever the number of ranks and workers was and is."""
+        """Continue from the position at which `state` was taken; the number of ranks and workers may differ."""
         mine = self.state_dict()
         hints = {
             "seed": "use the seed of the run that is resumed",
-            "fingerprints": "resume with the very shard folders of the run, in their order",
+            "fingerprints": "resume with the same shard folders in the same order",
             "weights": "resume with the weights of the run",
             "shuffle": "resume with the shuffling of the run",
             "batches": "resume with the kind of batches of the run",
@@ -222,9 +226,7 @@ class Stream(Iterator[Batch], Generic[Batch]):
             hints["global_batch_size"] = "where batches decide the order, resume with the batch size of the run"
         for key, hint in hints.items():
             if state.get(key) != mine[key]:
-                raise DataError(
-                    f"the stream's {key} {mine[key]} is not that of the saved state, {state.get(key)}; {hint}"
-                )
+                raise DataError(f"the stream's {key} is {mine[key]}, but the saved state has {state.get(key)}; {hint}")
         if state.get("global_batch_size") != self.global_batch_size:
             logger.warning(
                 "global_batch_size changes from %s to %s: every sample is still read once, in other batches",
@@ -253,7 +255,7 @@ class Stream(Iterator[Batch], Generic[Batch]):
             persistent_workers=True,
             collate_fn=_unchanged,
             worker_init_fn=_leave_signals_to_the_trainer,
-            # Without one of its own, the loader would draw a seed from torch's global generator.
+            # Without this generator, DataLoader would draw a seed from torch's global generator.
             generator=torch.Generator().manual_seed(0),
         )
         return iter(loader)
@@ -262,7 +264,7 @@ class Stream(Iterator[Batch], Generic[Batch]):
 class _Steps(IterableDataset):
     """The batches of one rank from position `first` on: all of them, or every n-th in one of n loader workers.
 
-    Iterating yields a `_Delivery` a step.
+    Iteration yields one `_Delivery` for each step.
     """
 
     def __init__(
@@ -290,7 +292,7 @@ class _Steps(IterableDataset):
         self.distinct_texts = distinct_texts
         self.total_samples = total_samples
         self.first = 0
-        # Lane -> the window it stands in: its first place, the place of each of its samples, and what it left repeated.
+        # Substream -> its current window: the first place, the sample at each place, the repeats left in each batch.
         self._windows: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}
 
     @property
@@ -307,13 +309,13 @@ class _Steps(IterableDataset):
         while self.total_samples is None or first < self.total_samples:
             batch_size = self._size(first)
             positions = rank_share(first, batch_size=batch_size, rank=self.rank, world_size=self.world_size)
-            lane, start = self._lane(first)
+            substream, start = self._substream(first)
             places, repeats = positions - first + start, 0
             if self.distinct_texts is not None:
-                places, repeats = self._rearranged(lane, places, start)
-            samples = self._samples(lane, places, positions)
-            stand_ins = sum(sample.stands_in for sample in samples)
-            yield _Delivery(self.collate(samples), batch_size, repeats, stand_ins)
+                places, repeats = self._rearranged(substream, places, start)
+            samples = self._samples(substream, places, positions)
+            replacements = sum(sample.is_replacement for sample in samples)
+            yield _Delivery(self.collate(samples), batch_size, repeats, replacements)
             first += every * self.global_batch_size
 
     def _size(self, first: int) -> int:
@@ -322,76 +324,79 @@ class _Steps(IterableDataset):
             return self.global_batch_size
         return min(self.global_batch_size, self.total_samples - first)
 
-    def _lane(self, first: int) -> tuple[int, int]:
-        """The lane of the global batch that starts at position `first`, and the batch's first place in it."""
+    def _substream(self, first: int) -> tuple[int, int]:
+        """The substream of the global batch that starts at position `first`, and the batch's first place in it."""
         if self.batches == "mixed":
             return 0, first
-        lane, batch = self.mixture.locate(np.asarray([first // self.global_batch_size]))
-        return int(lane[0]), int(batch[0]) * self.global_batch_size
+        substream, batch = self.mixture.locate(np.asarray([first // self.global_batch_size]))
+        return int(substream[0]), int(batch[0]) * self.global_batch_size
 
-    def _lane_end(self, lane: int) -> int | None:
-        """The places of a lane; the stream's last batch, which may be short, is the last of its lane."""
+    def _substream_end(self, substream: int) -> int | None:
+        """The number of places of a substream; None if it is endless.
+
+        The last batch of the stream may be short; it is the last batch of its substream.
+        """
         if self.total_samples is None or self.batches == "mixed":
             return self.total_samples
         num_steps = -(-self.total_samples // self.global_batch_size)
         last = (num_steps - 1) * self.global_batch_size
-        missing = self.global_batch_size - self._size(last) if self._lane(last)[0] == lane else 0
-        return int(self.mixture.taken(num_steps)[lane]) * self.global_batch_size - missing
+        missing = self.global_batch_size - self._size(last) if self._substream(last)[0] == substream else 0
+        return int(self.mixture.taken(num_steps)[substream]) * self.global_batch_size - missing
 
-    def _rearranged(self, lane: int, places: np.ndarray, start: int) -> tuple[np.ndarray, int]:
-        """(Where the samples for `places` stand before the window's exchange, samples that stay repeated.)
+    def _rearranged(self, substream: int, places: np.ndarray, start: int) -> tuple[np.ndarray, int]:
+        """(the places [n] before the window's exchange, how many samples of the global batch still repeat a text).
 
-        start: the first place of the global batch that `places` are of.
+        start: the first place of the global batch that `places` [n] belong to.
         """
         samples_per_window = WINDOW_BATCHES * self.global_batch_size
         window = start - start % samples_per_window
-        if lane not in self._windows or self._windows[lane][0] != window:
-            end = self._lane_end(lane)
+        if substream not in self._windows or self._windows[substream][0] != window:
+            end = self._substream_end(substream)
             stop = window + samples_per_window if end is None else min(window + samples_per_window, end)
-            self._windows[lane] = (window, *self._exchange(lane, window, stop))
-        _, order, repeats = self._windows[lane]
+            self._windows[substream] = (window, *self._exchange(substream, window, stop))
+        _, order, repeats = self._windows[substream]
         return window + order[places - window], int(repeats[(start - window) // self.global_batch_size])
 
-    def _exchange(self, lane: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    def _exchange(self, substream: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         assert self.distinct_texts is not None
         hashes, counts = [], []
         for first in range(start, stop, HASHED_SAMPLES):
             places = np.arange(first, min(first + HASHED_SAMPLES, stop))
-            block, offsets = self.distinct_texts(self._samples(lane, places, places))
+            block, offsets = self.distinct_texts(self._samples(substream, places, places))
             hashes.append(block)
             counts.append(np.diff(offsets))
         offsets = np.concatenate(([0], np.cumsum(np.concatenate(counts))))
         return separate(np.concatenate(hashes), offsets, batch_size=self.global_batch_size)
 
-    def _samples(self, lane: int, places: np.ndarray, positions: np.ndarray) -> list[Sample]:
-        """The samples at `places` [n] of a lane, which are delivered at `positions` [n] of the stream."""
+    def _samples(self, substream: int, places: np.ndarray, positions: np.ndarray) -> list[Sample]:
+        """The samples at `places` [n] of a substream, to be delivered at `positions` [n] of the stream."""
         samples: list[Sample | None] = [None] * len(places)
         if self.batches == "mixed":
             source_of, index_within = self.mixture.locate(places)
         else:
-            source_of, index_within = np.full(len(places), lane), places
+            source_of, index_within = np.full(len(places), substream), places
         for number, (source, order) in enumerate(zip(self.sources, self.orders)):
             chosen = np.flatnonzero(source_of == number)
             epochs, within = np.divmod(index_within[chosen], source.num_samples)
             indices = np.empty_like(within)
             for epoch in np.unique(epochs).tolist():
                 indices[epochs == epoch] = order.locate(epoch, within[epochs == epoch])
-            read = source.standing_in(indices)
+            read = source.with_replacements(indices)
             moved = (read != indices).tolist()
             rows = zip(chosen.tolist(), read.tolist(), epochs.tolist(), source.samples(read), moved)
-            for row, index, epoch, payload, stands_in in rows:
-                samples[row] = Sample(number, index, epoch, int(positions[row]), payload, stands_in)
+            for row, index, epoch, payload, is_replacement in rows:
+                samples[row] = Sample(number, index, epoch, int(positions[row]), payload, is_replacement)
         return samples  # type: ignore[return-value]  # every place belongs to one source
 
 
 @dataclass(frozen=True)
 class _Delivery:
-    """One rank's batch, and what else the stream counts."""
+    """One rank's batch, with counts for the stream."""
 
     batch: Any
     batch_size: int  # samples, over all ranks
     repeats: int  # samples, over all ranks, that share a text with another one
-    stand_ins: int  # samples of this rank's that replace those of skipped shards
+    replacements: int  # samples of this rank that replace samples of skipped shards
 
 
 @dataclass(frozen=True)
@@ -400,7 +405,7 @@ class _Failure:
 
 
 def _with_failures(batches: Iterator[Any]) -> Iterator[Any]:
-    # DataLoader re-raises a worker's exception with its traceback as the message; a user's mistake is one sentence.
+    # DataLoader re-raises a worker's exception with its traceback as the message, but a user error is one sentence.
     try:
         yield from batches
     except DataError as error:
@@ -412,9 +417,9 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _leave_signals_to_the_trainer(_: int) -> None:
-    """Schedulers signal whole groups of processes: a loader works on until the trainer has finished its step.
+    """Ignore signals in a loader worker: schedulers signal whole process groups, but the trainer finishes its step.
 
-    It ends when the trainer does, by whatever end.
+    The worker is killed when the trainer dies, for whatever reason.
     """
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):

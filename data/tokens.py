@@ -1,11 +1,14 @@
-"""What training must know of a tokenizer: its special ids, which tokens continue a word, and its fingerprint.
+"""The facts about a tokenizer that training needs: special ids, which tokens continue a word, and its fingerprint.
 
-The fingerprint is the sha256 of the fast tokenizer's JSON without "truncation" and "padding": those two change
-whenever somebody makes one padded call, and they do not change which ids a text gets.
+The fingerprint is the sha256 of the fast tokenizer's JSON without "truncation" and "padding": one padded call changes
+these two settings, but they do not change the ids of a text.
+
 Whole-word masking (Starbucks §4, after BERT's whole-word masking) needs word boundaries from ids alone, because shards
-hold ids: WordPiece marks continuations with "##", byte-level BPE and SentencePiece mark word starts with a space sign.
-A prompt is tokenized once and put before ids that were tokenized without it, though evaluation tokenizes the joined
-text; `prompt_ids` refuses a prompt for which the two differ.
+hold ids. WordPiece marks continuations with "##"; byte-level BPE and SentencePiece mark word starts with a space sign.
+
+In training, a prompt is tokenized once and put before ids that were tokenized without it; evaluation tokenizes the
+joined text. `prompt_ids` refuses a prompt for which the two differ.
+
 Torch is not needed here; transformers is imported only when a tokenizer is loaded.
 """
 
@@ -28,10 +31,10 @@ if TYPE_CHECKING:
 
 # How byte-level BPE writes the white-space bytes: space, newline, tab, carriage return.
 BYTE_LEVEL_SPACES = ("Ġ", "Ċ", "ĉ", "č")
-# Of a token: tables with a row an id are made of a vocabulary.
+# The largest token id: tables with one row per id must fit into memory.
 LARGEST_ID = 2**24
 _SAVE_AGAIN = "save it again"
-# Beginnings of texts that a prompt is tried with.
+# Beginnings of texts with which a prompt is tested.
 TEXT_BEGINNINGS = ("the first", "what is a", "A man in", "In this", "7 of them")
 
 
@@ -49,7 +52,7 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
-    """Read the vocabulary off a fast tokenizer; cls falls back to bos and sep to eos (ModernBERT-like and RoBERTa)."""
+    """The vocabulary of a fast tokenizer; cls falls back to bos and sep to eos (ModernBERT-like and RoBERTa)."""
     _require_fast(tokenizer)
     cls_id = _first(tokenizer.cls_token_id, tokenizer.bos_token_id)
     sep_id = _first(tokenizer.sep_token_id, tokenizer.eos_token_id)
@@ -65,7 +68,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
             f"tokenizer {tokenizer.name_or_path!r} has the id {max(ids.values())}; ids beyond {LARGEST_ID} are not "
             "supported"
         )
-    # Ids may have gaps after tokens were added by hand, so the largest id counts as well as the number of tokens.
+    # Ids may have gaps after tokens were added by hand, so the size follows from the largest id, too.
     size = max(len(tokenizer), max(ids.values()) + 1)
     special_ids = tuple(sorted(int(i) for i in tokenizer.all_special_ids))
     continuation = np.zeros(size, dtype=bool)
@@ -103,7 +106,7 @@ def load_tokenizer(name_or_folder: str | Path) -> PreTrainedTokenizerFast:
             )
         for path in folder.iterdir() if is_folder else ():
             if path.exists() and not (path.is_file() or path.is_dir()):
-                # A pipe would be waited for without an end.
+                # Reading a pipe would wait forever.
                 raise DataError(f"tokenizer folder {name}: {path.name} is no regular file; {_SAVE_AGAIN}")
     if not is_folder and (isinstance(name_or_folder, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise DataError(f"tokenizer folder {name} does not exist; give an existing folder or a hub name")
@@ -112,7 +115,7 @@ def load_tokenizer(name_or_folder: str | Path) -> PreTrainedTokenizerFast:
 
     tokenizer: Any
     try:
-        # A tokenizer is data: code that its folder brings along is not run, and nobody is asked on the terminal.
+        # A tokenizer is data: code in its folder is not run, and the user is not asked about it on the terminal.
         tokenizer = AutoTokenizer.from_pretrained(str(folder) if is_folder else name, trust_remote_code=False)
     except Exception as error:  # the Rust side raises bare Exceptions for damaged files
         if "trust_remote_code" in str(error):
@@ -131,17 +134,18 @@ def load_tokenizer(name_or_folder: str | Path) -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write a tokenizer's files. The library tells what the system refused by its words alone."""
+    """Write a tokenizer's files. The library reports an error of the operating system as an exception of its own."""
     with refused_by("the tokenizers library", f"writing {folder}", hint="free some space there, or name another place"):
         tokenizer.save_pretrained(str(folder))
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, prompt: str) -> np.ndarray:
-    """What a prompt adds before a text's own ids, without special tokens: int64 [p].
+    """The ids that a prompt adds before a text's own ids, without special tokens: int64 [p].
 
-    WordPiece drops the space at a prompt's end and splits at every sign, so a prompt that ends in a space or a sign
-    agrees with the joined text. Where a text's first word is tokenized with a space before it (SentencePiece), so is
-    the joined text's. Byte-level BPE makes the space a part of the next word, whose ids then differ: refused.
+    WordPiece drops the space at a prompt's end and splits at every punctuation mark, so a prompt that ends in a space
+    or a mark gives the ids of the joined text. SentencePiece tokenizes the first word of a text as if a space stood
+    before it, which agrees with a prompt that ends in a space. Byte-level BPE makes such a space a part of the next
+    word, whose ids then differ: the prompt is refused.
     """
     _require_fast(tokenizer)
 
@@ -152,7 +156,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, prompt: str) -> np.ndarray:
     for text in TEXT_BEGINNINGS if prompt else ():
         own, joined = ids(text), ids(prompt + text)
         found.add(tuple(joined[: -len(own)]) if joined[-len(own) :] == own else None)
-    # A letter joins the next word whatever comes, though some words may still be cut at the seam.
+    # A letter or digit at the prompt's end joins the next word, even if the tested words happen to be cut there.
     if prompt[-1:].isalnum() or None in found or len(found) > 1 or (found == {()} and prompt.strip()):
         raise DataError(
             f"prompt {prompt!r} runs into the first word of a text with tokenizer {tokenizer.name_or_path!r}; "
@@ -170,14 +174,14 @@ def _require_fast(tokenizer: Any) -> None:
 
 
 def _word_start_rule(backend: dict[str, Any]) -> Any:
-    """The test "does this token start a word?" for a tokenizer's JSON."""
+    """The function that says whether a token starts a word, from the tokenizer's JSON."""
     model = backend["model"]
     if model["type"] == "WordPiece":
         prefix = model.get("continuing_subword_prefix") or "##"
         return lambda token: not (token.startswith(prefix) and len(token) > len(prefix))
     if model["type"] == "WordLevel":
         return lambda token: True
-    # Both signs may sit anywhere inside a sequence of pre-tokenizers, or in the normalizer ("Prepend"/"Replace").
+    # Both marks may be anywhere inside a sequence of pre-tokenizers, or in the normalizer ("Prepend"/"Replace").
     layout = json.dumps([backend.get("pre_tokenizer"), backend.get("normalizer"), backend.get("decoder")])
     if '"ByteLevel"' in layout:
         return lambda token: token.startswith(BYTE_LEVEL_SPACES)

@@ -1,4 +1,4 @@
-"""The console script `barista`: every command under one name, each the module that `python -m` runs as well."""
+"""The console script `barista`: every command under one name; each is a module that `python -m` runs as well."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from data.ground.command import MISTAKE_CODE, tell
+from data.ground.command import USER_ERROR_CODE, tell
 from data.ground.errors import ConfigError
 
 
@@ -18,15 +18,15 @@ class Command:
     help: str
 
 
-# By the stage of the work, in the order in which a newcomer meets them.
+# Commands by the stage of the work, in the order in which a newcomer needs them.
 GROUPS: Mapping[str, Mapping[str, Command]] = {
     "start": {
-        "demo": Command("launch.demo", "the whole way on a laptop, in minutes"),
-        "doctor": Command("launch.doctor", "is this machine, or every rank of this job, fit to train?"),
+        "demo": Command("launch.demo", "all steps from data to exported models on a laptop, in minutes"),
+        "doctor": Command("launch.doctor", "checks whether this machine, or every rank of a job, can train"),
     },
     "data": {
-        "prepare": Command("data.prepare", "texts, pairs and tuples to tokenized shards; also trains a tokenizer"),
-        "excerpts": Command("data.excerpts", "documents to short texts, as embedding models are given"),
+        "prepare": Command("data.prepare", "texts and training examples to tokenized shards; also trains a tokenizer"),
+        "excerpts": Command("data.excerpts", "documents to short texts, such as embedding models usually get"),
         "mine": Command("trainer.mine_negatives", "hard negatives for pairs, found by a trained model"),
     },
     "train": {
@@ -36,7 +36,7 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
         "distill": Command("trainer.distill", "a frozen teacher's vectors into every size at once"),
         "teacher-vectors": Command("trainer.teacher_vectors", "a teacher's vectors of all texts, computed once"),
         "static-init": Command("trainer.static_init", "a token table to start a static embedding from"),
-        "select-seed": Command("trainer.select_seed", "several seeds a part of the way, the best to the end"),
+        "select-seed": Command("trainer.select_seed", "starts several seeds, trains the best one to the end"),
         "soup": Command("trainer.soup", "the mean of several models' weights"),
     },
     "use": {
@@ -45,16 +45,16 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
         "study": Command("trainer.study", "models × methods × seeds, trained, evaluated and reported"),
     },
     "cluster": {
-        "plan": Command("launch.plan", "what a training would take on clusters that are not here"),
-        "submit": Command("launch.submit", "a recipe, or a chain of jobs, to Slurm"),
-        "status": Command("launch.status", "how runs are doing"),
+        "plan": Command("launch.plan", "predicts time, memory and bytes of a training on other machines"),
+        "submit": Command("launch.submit", "submits a recipe, or a chain of jobs, to Slurm"),
+        "status": Command("launch.status", "shows the progress of runs"),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 
 def overview() -> str:
-    """The map of the program, which `barista --help` prints."""
+    """The list of all commands, which `barista --help` prints."""
     lines = ["usage: barista COMMAND …     (barista COMMAND --help explains one)", ""]
     for group, commands in GROUPS.items():
         lines.append(f"{group}:")
@@ -69,11 +69,11 @@ def overview() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command in this process, as `python -m` would; returns an exit code where there is no such command."""
+    """Run one command in this process, as `python -m` would; returns an exit code if there is no such command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(overview())
-        return 0 if arguments else MISTAKE_CODE
+        return 0 if arguments else USER_ERROR_CODE
     name, *rest = arguments
     if name not in COMMANDS:
         return tell(ConfigError(f"barista has no command {name[:40]!r}; `barista --help` lists them"))

@@ -1,4 +1,4 @@
-"""Commands that end with the process that runs them, whatever ends it: Ctrl-C, SIGTERM, SIGHUP, or kill -9."""
+"""Runs commands that end together with this process, whether by Ctrl-C, SIGTERM, SIGHUP or kill -9."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from data.ground.parent_death import adopt_orphans, signal_at_parents_death
 
-PATIENCE_SECONDS = 30.0  # of a command that is asked to end, before it is killed
+PATIENCE_SECONDS = 30.0  # a command that is asked to end is killed after this time
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class _Signalled(BaseException):
-    """One of _SIGNALS came; as an exception, so that whatever goes on is cleared up."""
+    """One of _SIGNALS arrived. It is raised as an exception so that everything is cleaned up."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -27,7 +27,7 @@ class _Signalled(BaseException):
 
 @contextlib.contextmanager
 def ends_all_it_started() -> Iterator[None]:
-    """A signal ends the commands below this one too, and then this one, as a shell would say it: 128 and the number."""
+    """A signal ends the commands that this process started, and then this process with exit code 128 + its number."""
     adopt_orphans()
 
     def end(number: int, _frame: object) -> None:
@@ -52,14 +52,14 @@ def call(
 ) -> None:
     """Print and run one command; end with its exit code if it fails.
 
-    environment: variables beside those of this process. quiet: what it prints is left out, but for errors.
+    environment: variables in addition to those of this process. quiet: its stdout is dropped, its stderr is not.
     interactive: it may read from the terminal.
     """
     words = [str(word) for word in command]
     shown = [Path(words[0]).name, *words[1:]]
     print(f"$ {shlex.join(shown)}", flush=True)
     parent = os.getpid()
-    # A signal waits until there is a process to end.
+    # Signals are blocked until there is a process to end.
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_SIGNALS})
 
     def prepare() -> None:
@@ -72,7 +72,7 @@ def call(
             words,
             env={**os.environ, **(environment or {})},
             stdout=subprocess.DEVNULL if quiet else None,
-            # A terminal's question needs the terminal; all else gets a process group of its own, ended as one.
+            # An interactive command must stay in the terminal's session. Others get a process group, ended as a whole.
             start_new_session=not interactive,
             preexec_fn=prepare,
         )
@@ -85,12 +85,12 @@ def call(
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     if code:
-        print(f"error: this command ended with exit code {code}; its own words above say why", file=sys.stderr)
+        print(f"error: this command ended with exit code {code}; its output above says why", file=sys.stderr)
         raise SystemExit(code if code > 0 else 1)
 
 
 def _end(process: subprocess.Popen[bytes], *, alone: bool) -> None:
-    """End a command and wait until nothing of it is left. alone: without a group of its own."""
+    """End a command and wait until all its processes are gone. alone: it has no process group of its own."""
     send = os.kill if alone else os.killpg
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_SIGNALS})
     for number, patience in ((signal.SIGTERM, PATIENCE_SECONDS), (signal.SIGKILL, None)):
@@ -102,7 +102,7 @@ def _end(process: subprocess.Popen[bytes], *, alone: bool) -> None:
 
 
 def _all_gone(whom: int, deadline: float | None) -> bool:
-    """Wait for a child, or below 0 for all of a group, orphans included; False where the deadline comes first."""
+    """Wait for a child, or if `whom` is negative for a whole process group; False if the deadline passes first."""
     while True:
         try:
             ended, _ = os.waitpid(whom, 0 if deadline is None else os.WNOHANG)

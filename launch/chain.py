@@ -1,19 +1,19 @@
-"""Chains: several jobs in one file, each started when the one before it has ended well.
+"""Chains: several jobs in one file, each started when the previous one has ended successfully.
 
-    output = "runs/fineweb_chain"              # records and logs of the stages that are no training runs
+    output = "runs/fineweb_chain"              # for records and logs of stages other than training
 
-    [options]                                  # of launch.submit, for every stage
+    [options]                                  # options of launch.submit for every stage
     partition = "gpu"
     venv = ".venv"
 
     [[stages]]
-    task = "prepare"                           # a job array, one task a command of data.prepare
+    task = "prepare"                           # a job array, one task for each command of data.prepare
     options = { gpus_per_node = 0, cpus_per_task = 16, time = "4:00:00" }
     [[stages.corpora]]
     kind = "documents"
     inputs = ["fineweb/sample/10BT/*.parquet"]
     output = "shards/fineweb-10bt"
-    parts = 15                                 # the files shared out: folders part-000, part-001, …
+    parts = 15                                 # the files are divided among folders part-000, part-001, …
     arguments = ["--tokenizer", "google-bert/bert-base-uncased"]
 
     [[stages]]
@@ -23,12 +23,12 @@
     options = { nodes = 2, gpus_per_node = 8, time = "24:00:00" }
 
     [[stages]]
-    task = "evaluate"                          # of the model of the training stage before it
+    task = "evaluate"                          # evaluates the model of the previous training stage
     options = { gpus_per_node = 1 }
     arguments = ["--beir", "beir/scifact"]
     export = "export"
 
-A recipe that names a folder which a stage before it writes in parts is given the parts.
+If a recipe names a folder that an earlier stage writes in parts, the parts replace the folder.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _KINDS_OF_VALUES = {str: "a text", list: "a list", int: "a whole number", dict: 
 
 @dataclass
 class Made:
-    """What the stages so far will have made: folders of shards, by the name a recipe gives them, and the last model."""
+    """The output of the stages so far: folders of shards, by the name that recipes use, and the last model."""
 
     shards: dict[str, list[str]] = field(default_factory=dict)
     model: str = ""
@@ -67,9 +67,9 @@ class Made:
 def read_chain(path: Path, given: Mapping[str, Any], *, resume: bool, chdir: Path) -> list[Job]:
     """A chain file's jobs, in order, without training that is done.
 
-    `given`: options of the command line, which win over the chain's; a stage's own win over both.
+    `given`: options of the command line. They override the chain's options; a stage's own options override both.
     """
-    values = parse_toml(path, "chain", hint="launch/chain.py shows what one looks like")
+    values = parse_toml(path, "chain", hint="launch/chain.py has an example")
     _check_keys(values, {"output": str, "options": dict, "stages": list}, str(path))
     if not values.get("output") or not values.get("stages"):
         raise ConfigError(f"{path}: a chain needs output, a folder for its records, and at least one of [[stages]]")
@@ -103,7 +103,7 @@ def read_chain(path: Path, given: Mapping[str, Any], *, resume: bool, chdir: Pat
 
 
 def _commands(corpus: Any, made: Made, where: str) -> list[list[str]]:
-    """data.prepare's arguments, a list a task. Files are shared out in turn, so that parts are alike."""
+    """The arguments of data.prepare for each task. Files are dealt out in turn, so that the parts are similar."""
     if not isinstance(corpus, Mapping):
         raise ConfigError(f"{where}: corpora must be tables, [[stages.corpora]]")
     _check_keys(corpus, _CORPUS_KEYS, where)
@@ -132,7 +132,7 @@ def _commands(corpus: Any, made: Made, where: str) -> list[list[str]]:
 
 
 def with_parts(recipe: Recipe, made: Made) -> Recipe:
-    """The recipe with the parts of its folders in the folders' places."""
+    """The recipe with every folder that is written in parts replaced by its parts."""
     data = recipe.data
     shards = [part for folder in data.shards for part in made.shards.get(folder, [folder])]
     if len(shards) == len(data.shards):
@@ -143,12 +143,14 @@ def with_parts(recipe: Recipe, made: Made) -> Recipe:
         ("passage_prompts", data.passage_prompts[1:]),
     ):
         if per_folder:
-            raise ConfigError(f"data.{name} is a folder's own, and {data.shards} are written in parts; use parts = 1")
+            raise ConfigError(
+                f"data.{name} has an entry for each folder, and {data.shards} are written in parts; use parts = 1"
+            )
     return dataclasses.replace(recipe, data=dataclasses.replace(data, shards=shards))
 
 
 def check_shards(recipe: Recipe, made: Made, *, where: str) -> None:
-    """Folders here must hold shards, now or by the time of the job; addresses are the job's to look at."""
+    """Refuse local folders that hold no shards and that no stage will write; the job itself checks addresses."""
     coming = {part for parts in made.shards.values() for part in parts}
     for folder in recipe.data.shards:
         if "://" not in folder and folder not in coming and not (Path(folder) / "manifest.json").is_file():

@@ -1,7 +1,8 @@
-"""What `launch.doctor` looks at on a node, one function a check: what was seen, and what to do where it is wrong.
+"""The checks of `launch.doctor`, one function each: what was seen, and what to do if something is wrong.
 
-A check never raises for what it looks for. Judgements take plain values, so that each can be shown the fault it is
-for. torch and deepspeed are imported inside, since their absence is one of the things to find.
+A check reports a problem in its Finding; it does not raise. The judge_* functions take plain values, so that tests can
+show each of them its fault. torch and deepspeed are imported inside functions, because their absence is one of the
+problems to find.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MOST_BF16_SLOWDOWN = 2.0
 
 @dataclass(frozen=True)
 class Finding:
-    """`hint` is empty where nothing is wrong."""
+    """The result of a check. `hint` is empty if nothing is wrong."""
 
     check: str
     status: str
@@ -42,15 +43,17 @@ class Finding:
 
 
 def guarded(name: str, check: Callable[[], Finding]) -> Finding:
-    """A check's finding; a check that fails in an unforeseen way is a finding too."""
+    """Run a check; an unexpected exception becomes a finding, too."""
     try:
         return check()
     except Exception as error:
-        return Finding(name, BAD, f"{type(error).__name__}: {first_line(error)}", "the words of the error say what")
+        return Finding(
+            name, BAD, f"{type(error).__name__}: {first_line(error)}", "the error message says what is wrong"
+        )
 
 
 def packages() -> Finding:
-    """Versions of what training imports."""
+    """Versions of the packages that training imports."""
     import importlib
 
     versions, missing = [], []
@@ -65,7 +68,7 @@ def packages() -> Finding:
 
 
 def gpus(wanted: int | None) -> Finding:
-    """The driver's GPUs, torch's, and how many there should be (None: whatever the driver has)."""
+    """Compare the GPUs of the driver and of torch with the wanted number (None: all that the driver lists)."""
     listed, complaint = _listed_gpus()
     if complaint:
         return Finding("gpu", BAD, complaint, "fix or reload the NVIDIA driver; nvidia-smi must work first")
@@ -76,10 +79,10 @@ def gpus(wanted: int | None) -> Finding:
 
 
 def judge_gpus(listed: Sequence[str], seen: int, wanted: int | None, *, built_for: str | None) -> Finding:
-    """listed: the driver's names. seen: by torch. built_for: torch's CUDA version."""
+    """listed: the driver's names of GPUs. seen: how many torch sees. built_for: torch's CUDA version."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is not None and seen < wanted and len(listed) < wanted:
-        hint = f"expected {wanted}: ask the scheduler for them, or look for GPUs that fell off the bus in dmesg"
+        hint = f"expected {wanted}: request them from the scheduler, or look in dmesg for GPUs that fell off the bus"
         return Finding("gpu", BAD, f"{len(listed)} GPUs", hint)
     if listed and not seen and hidden != "":
         build = f"torch is built for CUDA {built_for}" if built_for else "torch is a CPU build"
@@ -89,12 +92,12 @@ def judge_gpus(listed: Sequence[str], seen: int, wanted: int | None, *, built_fo
         hint = f"unset CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else f"expected {wanted}"
         return Finding("gpu", BAD, f"torch sees {seen} of {len(listed)} GPUs", hint)
     if len(set(listed)) > 1:
-        return Finding("gpu", WARN, ", ".join(sorted(set(listed))), "unlike GPUs: all wait for the slowest")
+        return Finding("gpu", WARN, ", ".join(sorted(set(listed))), "different GPUs: all wait for the slowest")
     return Finding("gpu", OK, f"{seen} × {listed[0]}" if seen else "none; training runs on the CPU")
 
 
 def _listed_gpus() -> tuple[list[str], str]:
-    """Names by nvidia-smi, and its complaint where it fails; nothing where it is absent."""
+    """(names of GPUs by nvidia-smi, its error message if it fails); both empty if nvidia-smi is absent."""
     if shutil.which("nvidia-smi") is None:
         return [], ""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -108,7 +111,7 @@ def _listed_gpus() -> tuple[list[str], str]:
 
 
 def bf16() -> Finding:
-    """Speed of a bf16 product against a float32 one, on this rank's device."""
+    """Compare the speed of a bf16 product with a float32 product on this rank's device."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -138,7 +141,7 @@ def judge_bf16(float32_seconds: float, bf16_seconds: float, *, size: int, device
 
 
 def compiler() -> Finding:
-    """Only train.compile and DeepSpeed's own operators need one."""
+    """Look for a C++ compiler, which only train.compile and DeepSpeed's own operators need."""
     found = shutil.which("c++") or shutil.which("g++")
     if found is None:
         return Finding("compiler", WARN, "no c++", "leave train.compile off, or install g++")
@@ -170,9 +173,7 @@ def disk(folder: Path, rank: int, *, size_mib: int, least_mib_a_second: float) -
         with path.open("rb") as file:
             while part := file.read(MIB):
                 if part != block:
-                    return Finding(
-                        "disk", BAD, f"{folder} gave back other bytes than were written", "do not train here"
-                    )
+                    return Finding("disk", BAD, f"{folder} returned other bytes than were written", "do not train here")
         read = time.perf_counter() - begin
     except OSError as error:
         hint = "choose a folder you may write to: --folder, and run.output in the recipe"
@@ -184,7 +185,7 @@ def disk(folder: Path, rank: int, *, size_mib: int, least_mib_a_second: float) -
 
 
 def judge_disk(write: float, read: float, *, folder: Path, least: float) -> Finding:
-    """MiB a second."""
+    """write, read, least: MiB a second."""
     seen = f"{folder}: writes {write:.0f} MiB/s, reads {read:.0f} MiB/s (perhaps from memory)"
     if min(write, read) < least:
         return Finding("disk", WARN, seen, f"below {least:g} MiB/s checkpoints are slow: use another file system")
@@ -192,7 +193,7 @@ def judge_disk(write: float, read: float, *, folder: Path, least: float) -> Find
 
 
 def limits() -> Finding:
-    """Open files, and locked memory where there is InfiniBand."""
+    """Check the limit of open files, and of locked memory if there is InfiniBand."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     devices = Path("/sys/class/infiniband")
@@ -215,25 +216,25 @@ def judge_limits(files: int, locked: int, *, infiniband: bool) -> Finding:
 def shared_memory() -> Finding:
     path = Path("/dev/shm")
     if not path.is_dir():
-        return Finding("shared memory", BAD, "/dev/shm is absent", "mount it; loader processes hand batches over there")
+        return Finding("shared memory", BAD, "/dev/shm is absent", "mount it; loader processes pass batches through it")
     return judge_shared_memory(shutil.disk_usage(path).total)
 
 
 def judge_shared_memory(total: int) -> Finding:
     seen = f"/dev/shm holds {total / MIB:.0f} MiB"
     if total < LEAST_SHARED_MEMORY:
-        hint = "loader processes hand batches over there: docker run --shm-size=8g (or --ipc=host)"
+        hint = "loader processes pass batches through it: docker run --shm-size=8g (or --ipc=host)"
         return Finding("shared memory", BAD, seen, hint)
     return Finding("shared memory", OK, seen)
 
 
 def hostfile(path: Path) -> Finding:
-    """What DeepSpeed will make of it: its own complaints are tracebacks, and of no slots it complains not at all."""
-    hint = "write a host a line, each once, with at least one slot: node1 slots=8"
+    """Check a hostfile: DeepSpeed would end in a traceback, or silently ignore a host without slots."""
+    hint = "write one host per line, each host once, with at least one slot: node1 slots=8"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        # Where it is absent, DeepSpeed trains on this host alone.
+        # Without a hostfile, DeepSpeed would silently train on this host alone.
         seen = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         return Finding("hostfile", BAD, f"{path} cannot be read: {seen}", hint)
     slots: dict[str, int] = {}
@@ -254,7 +255,7 @@ def hostfile(path: Path) -> Finding:
 
 
 def own_name(world_size: int) -> Finding:
-    """Whether the other hosts could reach what this host's name stands for, which is where gloo listens."""
+    """Check that other hosts can reach the address of this host's name, on which gloo listens."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -272,15 +273,15 @@ def judge_name(name: str, address: str, *, alone: bool, interface: str) -> Findi
 
 
 def judge_ports(unreached: Sequence[str]) -> Finding:
-    """unreached: host:port of ranks that did not answer."""
+    """unreached: "host:port" of ranks that did not answer."""
     if unreached:
         hint = "open the ports between the nodes (all above 1023), or choose the network: GLOO_SOCKET_IFNAME"
         return Finding("ports", BAD, f"no answer from {', '.join(unreached)}", hint)
-    return Finding("ports", OK, "every rank's is reached")
+    return Finding("ports", OK, "every rank is reached")
 
 
 def unreached(addresses: Sequence[tuple[str, int]], *, seconds: float) -> list[str]:
-    """Those that take no connection."""
+    """The addresses ("host:port") that accept no connection."""
     silent = []
     for host, port in addresses:
         try:
@@ -291,7 +292,7 @@ def unreached(addresses: Sequence[tuple[str, int]], *, seconds: float) -> list[s
 
 
 def judge_clocks(clocks: Sequence[float], hosts: Sequence[str]) -> Finding:
-    """Seconds since 1970 that every rank read at about the same moment."""
+    """clocks: seconds since 1970 that the ranks read at about the same moment."""
     skew = max(clocks) - min(clocks)
     seen = f"within {skew:.2f} s"
     if skew > MOST_SKEW_SECONDS:
@@ -301,7 +302,7 @@ def judge_clocks(clocks: Sequence[float], hosts: Sequence[str]) -> Finding:
 
 
 def judge_shared_folder(folder: Path, missing: Sequence[str], *, alone: bool) -> Finding:
-    """missing: hosts whose file this rank does not see."""
+    """missing: hosts whose files this rank does not see."""
     if missing:
         hint = "run.output and data.shards must be on a file system that all nodes mount at the same path"
         return Finding("shared folder", BAD, f"{folder} here lacks what {', '.join(missing)} wrote", hint)
@@ -309,7 +310,7 @@ def judge_shared_folder(folder: Path, missing: Sequence[str], *, alone: bool) ->
 
 
 def judge_same(name: str, values: Sequence[str], hosts: Sequence[str]) -> Finding:
-    """What must be the same on all ranks."""
+    """Check a value that must be the same on all ranks."""
     if len(set(values)) > 1:
         seen = "; ".join(f"{host}: {value}" for host, value in sorted(set(zip(hosts, values))))
         return Finding(name, BAD, seen, "use one environment and one checkout, on a file system that all nodes share")
@@ -317,14 +318,14 @@ def judge_same(name: str, values: Sequence[str], hosts: Sequence[str]) -> Findin
 
 
 def collective(group: Any, device: Any) -> Finding:
-    """An all-reduce over all ranks: its value, and its rate."""
+    """Check the result of an all-reduce over all ranks, and measure its rate."""
     import torch
     import torch.distributed as dist
 
     backend, world_size = dist.get_backend(group), dist.get_world_size(group)
     values = torch.full((2**20,), float(dist.get_rank(group) + 1), device=device)
     expected = world_size * (world_size + 1) / 2
-    dist.all_reduce(values.clone(), group=group)  # the first one sets up connections
+    dist.all_reduce(values.clone(), group=group)  # the first call sets up connections
     begin = time.perf_counter()
     dist.all_reduce(values, group=group)
     got = float(values[0])
@@ -337,7 +338,7 @@ def collective(group: Any, device: Any) -> Finding:
 
 
 def deepspeed_step(device: Any) -> Finding:
-    """One optimizer step of a small model at ZeRO stage 1, as training takes it. Needs the default process group."""
+    """Take one optimizer step of a small model at ZeRO stage 1, as in training. Needs the default process group."""
     import io
 
     import deepspeed

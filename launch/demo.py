@@ -1,15 +1,15 @@
-"""Command: the whole road on a laptop, in minutes (`make demo`).
+"""Command: all steps from data to exported models on a laptop, in minutes (`make demo`).
 
-From all-MiniLM-L6-v2, a real model of 6 layers × 384 that comes with the dependencies: the documentation of the
-installed packages → shards → the model made to work at six sizes, without labels → SRL on (summary, body) pairs →
-every size evaluated beside the model cut as it is, an untrained one and BM25 → every size exported → one loaded with
-sentence-transformers to answer a question.
+The demo starts from all-MiniLM-L6-v2, a real model of 6 layers × 384 that comes with the dependencies. It collects the
+documentation of the installed packages, writes shards, makes the model work at six sizes without labels, fine-tunes on
+(summary, body) pairs (SRL), evaluates every size beside the truncated original model, an untrained model and BM25,
+exports every size, and answers a question with one export in sentence-transformers.
 
-With --from-scratch the road begins with random weights and pre-trains them: tokenizer → shards → SMAE → SRL → the
-same end. It takes longer, and its model is worth less: it shows how all sizes are pre-trained at once.
+With --from-scratch it starts from random weights and pre-trains them: tokenizer, shards, SMAE, SRL, and the same last
+steps. This takes longer and gives a worse model; it shows how all sizes are pre-trained at once.
 
-Each stage is the command a user would type, printed as it runs; this file only strings them together. Everything goes
-to runs/demo: summary.json, evaluation/ (table, figures), export/<size>/.
+Each stage is a command that a user could type, and is printed as it runs; this file only calls them in turn. All
+results are in runs/demo: summary.json, evaluation/ (table, figures), export/<size>/.
 
     python -m launch.demo [--quick] [--from-scratch]
     python -m launch.demo ask "how do I sort an array?"      (after a demo)
@@ -48,26 +48,26 @@ FEW_PACKAGES = ("stdlib", "numpy", "scipy")
 MODEL_RECIPE = "launch/recipes/demo_minilm_srl.toml"
 PRETRAIN_RECIPE = "launch/recipes/demo_smae.toml"
 FINETUNE_RECIPE = "launch/recipes/demo_srl.toml"
-# From random weights, the short form: fewer steps, the same road.
+# Fewer steps for --from-scratch --quick.
 QUICK_PRETRAIN = ("--train.steps=30", "--checkpoint.every_steps=30")
 QUICK_FINETUNE = ("--train.steps=150", "--checkpoint.every_steps=150")
 
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much of everything, from the model."""
+    """The amounts of data and steps of a demo that starts from the model."""
 
-    queries: int  # held out, to evaluate
-    bodies: int  # that they are searched in
-    texts: int  # that the model is resized on
-    resize_steps: int  # of 64 texts
-    pair_steps: int  # of 64 pairs
+    queries: int  # held-out queries of the evaluation
+    bodies: int  # bodies among which they search
+    texts: int  # texts on which the model is resized
+    resize_steps: int  # steps of 64 texts
+    pair_steps: int  # steps of 64 pairs
 
     @property
     def operations(self) -> float:
-        """Multiplications and additions, about."""
-        forward = 2 * 6 * (4 * 384**2 + 2 * 384 * 1536)  # a token; 6 layers' products, the word table is looked up
-        query, body = 14, 58  # tokens in the mean, of at most 32 and 64
+        """The approximate number of multiplications and additions."""
+        forward = 2 * 6 * (4 * 384**2 + 2 * 384 * 1536)  # per token: the products of 6 layers; embeddings cost none
+        query, body = 14, 58  # mean number of tokens, of at most 32 and 64
         held_out = self.texts / 10
         tokens = body * (self.texts + 3 * held_out)  # the closed form, and three models' agreement
         tokens += 4 * 64 * body * self.resize_steps  # forward and backward, and the teacher
@@ -78,8 +78,8 @@ class Amounts:
 
 WHOLE = Amounts(queries=200, bodies=600, texts=1000, resize_steps=6, pair_steps=16)
 QUICK = Amounts(queries=150, bodies=300, texts=500, resize_steps=3, pair_steps=8)
-# Measured on the machine that README.md names: what the stages take beside products; how much of the speed of one
-# large float32 product they reach together; what bf16 units add to it.
+# Measured on the machine that README.md names: seconds that the stages need beside matrix products, the share of the
+# speed of one large float32 product that they reach, and the speed-up by bf16 units.
 _START_SECONDS = 75.0
 _EFFICIENCY = 0.45
 _BF16_GAIN = 1.2
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--from-scratch", action="store_true", help="begin with random weights")
     commands = parser.add_subparsers(dest="command")
     asking = commands.add_parser("ask", help="answer a question from the demo's exported model")
-    asking.add_argument("question", nargs="?", help="typed in when left out")
+    asking.add_argument("question", nargs="?", help="asked for on the terminal if left out")
     asking.add_argument("--size", default="trenta", help="which export answers (default trenta)")
     args = parser.parse_args(argv)
     if args.command == "ask":
@@ -121,7 +121,7 @@ def run(*, quick: bool, from_scratch: bool) -> int:
 
 
 def ask(question: str | None, *, size: str) -> int:
-    """Print the five pieces of documentation nearest to a question."""
+    """Print the five passages of documentation nearest to a question."""
     folder = OUTPUT / "export" / size
     if not (folder / "modules.json").is_file():
         raise UserError(f"{folder} holds no exported model; run `make demo` first, or choose a size in {folder.parent}")
@@ -137,7 +137,7 @@ def ask(question: str | None, *, size: str) -> int:
     entries = [json.loads(line) for line in lines]
     passages = model.encode([entry["text"] for entry in entries], batch_size=64, show_progress_bar=False)
     scores = model.similarity(model.encode([question]), passages)[0]
-    print(f"\n{question}  ({len(entries):,} pieces of documentation, {passages.shape[1]} dimensions)")
+    print(f"\n{question}  ({len(entries):,} passages of documentation, {passages.shape[1]} dimensions)")
     for score, index in zip(*(part.tolist() for part in scores.topk(5))):
         opening = " ".join(entries[index]["text"].split())[:90]
         print(f"  {score:.3f}  {entries[index]['_id']}\n         {opening} …")
@@ -145,19 +145,19 @@ def ask(question: str | None, *, size: str) -> int:
 
 
 def _make_room(description: dict[str, bool]) -> None:
-    """Make an empty folder with the demo's mark in it. Only what an earlier demo left there is deleted."""
+    """Make an empty output folder with a file that marks it as the demo's. Only an earlier demo is deleted."""
     if OUTPUT.is_symlink() or (OUTPUT.exists() and not OUTPUT.is_dir()):
         raise UserError(f"{OUTPUT} is a link or a file; move it away")
     if OUTPUT.exists() and any(OUTPUT.iterdir()):
         if not (OUTPUT / "demo.json").is_file():
-            raise UserError(f"{OUTPUT} holds files that are no demo of ours; move them away")
+            raise UserError(f"{OUTPUT} holds files that are not of an earlier demo; move them away")
         shutil.rmtree(OUTPUT)
     OUTPUT.mkdir(parents=True, exist_ok=True)
     (OUTPUT / "demo.json").write_text(json.dumps(description) + "\n", encoding="utf-8")
 
 
 def _from_model(amounts: Amounts) -> Path:
-    """A model that exists, made to work at every size: without labels, then on pairs."""
+    """Make an existing model work at every size: without labels, then on pairs."""
     speed = _speed()
     seconds = forecast_seconds(amounts, speed=speed, bf16_units=_has_bf16_units())
     print(f"{speed / 1e9:.0f} GFLOP/s in float32: about {seconds / 60:.0f} minutes on this machine's CPU", flush=True)
@@ -177,7 +177,7 @@ def _from_model(amounts: Amounts) -> Path:
 
 
 def _from_scratch(*, quick: bool) -> Path:
-    """Random weights, pre-trained and fine-tuned at all sizes at once."""
+    """Pre-train and fine-tune random weights at all sizes at once."""
     _stage("1/8 collect the documentation of the installed packages")
     if quick:
         _collect(FEW_PACKAGES, queries=200, bodies=1500)
@@ -199,7 +199,7 @@ def _from_scratch(*, quick: bool) -> Path:
 
 
 def _speed() -> float:
-    """Multiplications and additions a second of one float32 product, on all cores; it takes a second to find out."""
+    """Measure multiplications and additions a second of one float32 product on all cores, for one second."""
     left, right = (np.ones(shape, dtype=np.float32) for shape in ((1024, 384), (384, 1536)))
     fastest, begin = float("inf"), time.perf_counter()
     while time.perf_counter() - begin < 1.0:
@@ -210,7 +210,7 @@ def _speed() -> float:
 
 
 def forecast_seconds(amounts: Amounts, *, speed: float, bf16_units: bool) -> float:
-    """What the demo takes on a machine that does nothing else. speed: as of _speed."""
+    """The predicted seconds of the demo on an otherwise idle machine. speed: as returned by _speed."""
     return _START_SECONDS + amounts.operations / (speed * _EFFICIENCY * (_BF16_GAIN if bf16_units else 1.0))
 
 
@@ -226,7 +226,7 @@ def _shards(kind: str, name: str, *, tokenizer: Path) -> None:
 
 
 def _evaluate_trained(recipe: str) -> Path:
-    """The model of a recipe, evaluated with the controls."""
+    """Evaluate the model of a recipe beside an untrained model and BM25; returns its folder."""
     model = Path(load_recipe(recipe).run.output) / "model"
     _evaluate(model, "--random-init", "--bm25", "--output", EVALUATION)
     return model
@@ -239,19 +239,19 @@ def _evaluate(model: Path, *arguments: object) -> None:
 
 def _train(module: str, recipe: str, overrides: Sequence[object]) -> None:
     launcher = Path(sys.executable).with_name("deepspeed")
-    # Without a GPU, two ranks on the CPU, so that the demo is a distributed run anywhere.
+    # Without a GPU, two ranks run on the CPU, so that the demo is a distributed run on every machine.
     ranks = ["--num_gpus", _count_gpus() or 2, "--master_port", _free_port()]
     _call([launcher, *ranks, "--module", module, "--config", recipe, *_precision(), *overrides])
 
 
 def _precision() -> list[str]:
-    """A CPU without bf16 units would take many times as long for bf16 as for float32."""
+    """The engine settings: float32 on a CPU without bf16 units, which would take many times as long for bf16."""
     name = "zero1" if _count_gpus() or _has_bf16_units() else "zero1_float32"
     return [f"--engine.ds_config=ds_configs/{name}.json"]
 
 
 def _has_bf16_units() -> bool:
-    """The names of such units in a CPU's flags end so."""
+    """Whether the CPU has bf16 units: the names of their flags contain "bf16"."""
     cpu = Path("/proc/cpuinfo")
     return cpu.is_file() and "bf16" in cpu.read_text(encoding="utf-8")
 
@@ -274,7 +274,7 @@ def _stage(title: str) -> None:
 
 
 def _call(command: Sequence[object], *, quiet: bool = False, interactive: bool = False) -> None:
-    # Said, so that DeepSpeed does not warn that it had to guess.
+    # Without this, DeepSpeed would warn that it had to guess the accelerator.
     accelerator = {} if _count_gpus() else {"DS_ACCELERATOR": "cpu"}
     call(command, environment=accelerator, quiet=quiet, interactive=interactive)
 
@@ -284,12 +284,12 @@ def _records(evaluation: Path) -> list[dict]:
 
 
 def _scores(records: Sequence[dict], method: str, metric: str) -> dict[str, float]:
-    """By size name, in the order of the sizes."""
+    """The values of a method and metric by size name, in the order of the sizes."""
     return {r["size"]: r["value"] for r in records if (r["method"], r["metric"]) == (method, metric)}
 
 
 def summarise(*, seconds: float) -> dict:
-    """What the demo found, by size name."""
+    """The results of the demo, by size name."""
     records = _records(EVALUATION)
     trained = _scores(records, "trained", "recip_rank_10")
     controls = {}

@@ -1,14 +1,14 @@
-"""`python -m launch.doctor`: is this node, or every rank of this job, fit to train? What is wrong, and what to do.
+"""Command: checks whether this node, or every rank of a job, can train; names each problem and its solution.
 
     python -m launch.doctor                                            # one node, alone
-    python -m launch.doctor --hostfile hosts                           # and what DeepSpeed will make of that file
+    python -m launch.doctor --hostfile hosts                           # also checks that hostfile
     deepspeed --hostfile hosts --module launch.doctor --folder /shared/runs
     srun --ntasks-per-node=8 python -m launch.doctor --folder /shared/runs
 
-Started by a launcher or srun it runs on every rank, looks at what lies between them too (ports, clocks, a shared
-folder, equal versions, a collective), and the first rank prints one table. Exit code 0: fit, warnings included; 1: not;
-2: a mistake on the command line. Ranks speak through the launcher's key-value store, so that what hinders gloo or NCCL
-can be told. The checks are in launch/checks.py.
+Started by a launcher or srun, it runs on every rank and also checks the connections between ranks (ports, clocks, a
+shared folder, equal versions, a collective); the first rank prints one table. Exit code 0: fit, perhaps with warnings;
+1: not fit; 2: an error on the command line. Ranks communicate through the launcher's key-value store, so problems of
+gloo or NCCL can be reported. The checks are in launch/checks.py.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class Peers:
-    """This rank among all, and how they exchange words; `store` is None for one alone."""
+    """This rank's number, the number of ranks, and the store through which they exchange values; None for one rank."""
 
     rank: int
     size: int
     store: Any = None
 
     def exchange(self, name: str, value: Any) -> list[Any]:
-        """Every rank's value, by rank. Waits for all."""
+        """The values of all ranks, by rank. Waits for all ranks."""
         if self.store is None:
             return [value]
         self.store.set(f"doctor/{name}/{self.rank}", json.dumps(value))
@@ -72,7 +72,7 @@ def _diagnose(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and not least <= value <= most:
             raise UserError(f"--{name.replace('_', '-')} {value} must lie between {least} and {most:,}")
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # so that a hang becomes a finding
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a hang then raises and becomes a finding
     ranks_from_slurm()
     rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
     if rank >= size:
@@ -98,14 +98,14 @@ def _diagnose(args: argparse.Namespace) -> int:
         findings.append(Finding("meeting", BAD, f"a rank went silent ({first_line(error)})", hint))
         return _report([(socket.gethostname(), findings)], args.json)
     code = _report(told, args.json) if rank == 0 else _code(told)
-    # A launcher ends all ranks when the first one has gone.
+    # A launcher ends all ranks when one of them exits, so all wait until everything is printed.
     peers.exchange("told", rank)
     _leave_last(peers)
     return code
 
 
 def _leave_last(peers: Peers) -> None:
-    """The first rank serves the store, so it goes when all others have."""
+    """Wait for the other ranks to exit if this is the first rank, which serves the store."""
     if peers.store is None:
         return
     if peers.rank:
@@ -115,7 +115,7 @@ def _leave_last(peers: Peers) -> None:
 
 
 def _own_checks(args: argparse.Namespace, rank: int, size: int) -> list[Finding]:
-    """What a node can find out by itself."""
+    """The checks that a rank can do without the others."""
     run: list[tuple[str, Callable[[], Finding]]] = [
         *([("hostfile", lambda: checks.hostfile(args.hostfile))] if args.hostfile else []),
         ("gpu", lambda: checks.gpus(args.gpus)),
@@ -131,7 +131,7 @@ def _own_checks(args: argparse.Namespace, rank: int, size: int) -> list[Finding]
 
 
 def _joint_checks(args: argparse.Namespace, peers: Peers) -> list[Finding]:
-    """What lies between ranks. Every rank calls the same exchanges in the same order, whatever it finds."""
+    """The checks between ranks. Every rank makes the same exchanges in the same order, whatever it finds."""
     hosts = peers.exchange("hosts", socket.gethostname())
     found = [checks.judge_same("same versions", peers.exchange("versions", _versions()), hosts)]
     clocks = peers.exchange("clocks", _time_together(peers))
@@ -167,7 +167,7 @@ def _with_group(peers: Peers, seconds: float) -> list[Finding]:
         import deepspeed.ops
 
         if not cuda:
-            # An operator for inference that DeepSpeed would compile at start.
+            # DeepSpeed would compile this operator, which is for inference, at its start.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(backend, verbose=False)
         found.append(checks.guarded("deepspeed", lambda: checks.deepspeed_step(device)))
@@ -181,7 +181,7 @@ def _with_group(peers: Peers, seconds: float) -> list[Finding]:
 
 
 def _meet(rank: int, size: int, seconds: float) -> Peers:
-    """The store that the launcher's variables describe."""
+    """Join the other ranks through the store that the launcher's variables describe."""
     if size == 1:
         return Peers(0, 1)
     from torch.distributed.rendezvous import rendezvous
@@ -195,7 +195,7 @@ def _meet(rank: int, size: int, seconds: float) -> Peers:
 
 
 def _time_together(peers: Peers) -> float:
-    """The clock, read by all at about the same moment: when the last one has come."""
+    """Read the clock at about the same moment as all other ranks: when the last one has arrived."""
     peers.exchange("before the clocks", peers.rank)
     return time.time()
 
@@ -203,7 +203,7 @@ def _time_together(peers: Peers) -> float:
 def _shared_folder(folder: Path, peers: Peers, hosts: list[str]) -> Finding:
     token = peers.exchange("token", f"{os.getpid()}-{time.time_ns()}")[0]
     mine = folder / f".doctor-{token}-{peers.rank}"
-    with contextlib.suppress(OSError):  # that the file is missing is the finding
+    with contextlib.suppress(OSError):  # a failure shows as a missing file
         folder.mkdir(parents=True, exist_ok=True)
         mine.write_text(token, encoding="utf-8")
     peers.exchange("written", peers.rank)
@@ -216,7 +216,7 @@ def _shared_folder(folder: Path, peers: Peers, hosts: list[str]) -> Finding:
 
 
 def _ports(peers: Peers, seconds: float) -> Finding:
-    """Every rank listens where its host name, or its gloo device, points; every rank calls on all others."""
+    """Listen on the address that gloo would use, and connect to all other ranks, which do the same."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen(peers.size)
@@ -237,7 +237,7 @@ def _answer(listener: socket.socket) -> None:
 
 
 def _address() -> str:
-    """Where gloo would listen: of the device GLOO_SOCKET_IFNAME names, else what the host name stands for."""
+    """The address on which gloo would listen: of the device that GLOO_SOCKET_IFNAME names, else of the host name."""
     device = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if device:
         import psutil
@@ -269,7 +269,7 @@ def _several_hosts() -> bool:
 
 
 def _number(variable: str, default: int) -> int:
-    """A launcher's or Slurm's variable."""
+    """The whole number in a variable of the launcher or of Slurm."""
     text = os.environ.get(variable, "").strip() or str(default)
     if not re.fullmatch("[0-9]{1,9}", text):
         raise UserError(f"{variable}={text!r} is no number; leave it to the launcher, or unset it")
@@ -277,7 +277,7 @@ def _number(variable: str, default: int) -> int:
 
 
 def ranks_from_slurm() -> None:
-    """Under srun without a launcher, the variables that launchers set."""
+    """Set the variables that launchers set, if this runs under srun without a launcher."""
     if "RANK" in os.environ or _number("SLURM_NTASKS", 1) == 1 or "SLURM_PROCID" not in os.environ:
         return
     given = os.environ
@@ -300,7 +300,7 @@ def _code(told: Sequence[tuple[str, list[Finding]]]) -> int:
 
 
 def _report(told: Sequence[tuple[str, list[Finding]]], as_json: bool) -> int:
-    """Print a line a check: the worst of all ranks, and where."""
+    """Print one line for each check, with the worst finding of all ranks and its hosts; returns the exit code."""
     if as_json:
         print(json.dumps([{"host": host, "findings": [asdict(each) for each in found]} for host, found in told]))
         return _code(told)
@@ -326,12 +326,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Check a node, or every rank of a job, for training; say what is wrong and how to fix it.",
         allow_abbrev=False,
     )
-    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs will be written; all nodes' own")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs"), help="where runs will be written; all nodes must see it"
+    )
     parser.add_argument("--hostfile", type=Path, help="a hostfile, to be checked before DeepSpeed reads it")
     parser.add_argument("--gpus", type=int, help="GPUs that each node should have; default: what the driver lists")
-    parser.add_argument("--free-gib", type=float, default=20.0, help="room that runs need")
-    parser.add_argument("--disk-mib", type=int, default=64, help="written and read to time the disk")
-    parser.add_argument("--least-mib-s", type=float, default=50.0, help="below this the disk is called slow")
+    parser.add_argument("--free-gib", type=float, default=20.0, help="free disk space that runs need")
+    parser.add_argument("--disk-mib", type=int, default=64, help="MiB written and read to measure the disk")
+    parser.add_argument("--least-mib-s", type=float, default=50.0, help="a disk below this speed is reported as slow")
     parser.add_argument("--timeout-seconds", type=float, default=120.0, help="how long ranks wait for one another")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes

@@ -1,17 +1,17 @@
-"""Jobs: from a recipe, prepare commands or an evaluation, and options, to the exact script that Slurm gets.
+"""Jobs: the exact script that Slurm gets, from options and a recipe, prepare commands or an evaluation.
 
-Scripts are made from the templates in launch/slurm by putting values in the places of @@NAMES@@; nothing else of a
-template changes. A training run's jobs live in the run's own folder:
+Scripts are made from the templates in launch/slurm by replacing @@NAMES@@ with values; nothing else in a template
+changes. The jobs of a training run are stored in the run's folder:
 
-    <run>/recipe.toml            the resolved recipe, so that the trainer knows the folder as this run's
-          job/001/recipe.toml    as submitted the first time, second time, …: what the job reads
+    <run>/recipe.toml            the resolved recipe, by which the trainer recognises the folder as this run's
+          job/001/recipe.toml    the recipe that the job reads, as submitted (002 the second time, …)
                   environment.json, job.sbatch, uncommitted.diff
-                  variables.sh         what --env says, for the script to read
+                  variables.sh         the variables of --env, which the script reads
                   slurm-<job>.log, logs/attempt-000/rank-00000.log …
 
-Later edits of the recipe in the repository do not reach a job in the queue; later edits of the code do. What a
-submission writes into a job's folder only its owner may read: what was not committed, and the values of variables, are
-private.
+Later edits of the recipe in the repository do not reach a job in the queue; later edits of the code do. Only the owner
+may read the files that a submission writes into a job's folder, because uncommitted changes and the values of variables
+are private.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PLACE = re.compile(r"@@([A-Z_]+)@@")
 
 @dataclass(frozen=True)
 class Job:
-    """One submission: its script, where it and its record are kept, and what Slurm calls it."""
+    """One submission: its name in Slurm, the folder of its files, its script and its options."""
 
     name: str
     folder: Path
@@ -50,12 +50,12 @@ class Job:
 
     @property
     def variables(self) -> str:
-        """The shell's lines of the file that the script reads its variables from; empty where there are none."""
+        """The content of the file from which the script reads its variables; empty if there are none."""
         return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.options.variables.items())
 
 
 def training_job(recipe: Recipe, options: JobOptions, *, where: str, resume: bool, chdir: Path) -> Job:
-    """A job that pre-trains or fine-tunes; refuses what could not train."""
+    """A job that pre-trains or fine-tunes; refuses a recipe that could not train."""
     check_world(recipe, options.nodes * options.ranks)
     run = Path(recipe.run.output)
     _check_path(recipe.run.output, "run.output")
@@ -99,7 +99,7 @@ def training_job(recipe: Recipe, options: JobOptions, *, where: str, resume: boo
 
 
 def prepare_job(commands: Sequence[Sequence[str]], options: JobOptions, *, folder: Path, chdir: Path) -> Job:
-    """An array of `data.prepare` commands, one a task, each on one node."""
+    """A job array of `data.prepare` commands, one for each task, each on one node."""
     options = dataclasses.replace(options, nodes=1)
     _check_path(str(folder), "output")
     cases = "\n".join(
@@ -131,7 +131,7 @@ def evaluate_job(commands: Sequence[Sequence[str]], options: JobOptions, *, fold
 
 
 def fill(template: str, **values: str) -> str:
-    """A template with every @@NAME@@ replaced. A place without a value, or the reverse, is our mistake."""
+    """A template with every @@NAME@@ replaced. Names and values must match exactly; a mismatch is a bug."""
     text = (TEMPLATES / template).read_text(encoding="utf-8")
     assert set(_PLACE.findall(text)) == set(values), (template, set(_PLACE.findall(text)) ^ set(values))
     filled = _PLACE.sub(lambda place: values[place[1]], text)
@@ -141,9 +141,9 @@ def fill(template: str, **values: str) -> str:
 
 
 def directives(options: JobOptions, *, name: str, log: Path, chdir: Path) -> str:
-    """#SBATCH lines of what was asked for; Slurm's defaults stand for the rest."""
+    """The #SBATCH lines for the given options; Slurm's defaults apply to all others."""
     if not str(chdir).isprintable():
-        raise ConfigError(f"the working folder {str(chdir)!r} holds a line break or a sign of no script; rename it")
+        raise ConfigError(f"the working folder {str(chdir)!r} holds a line break or another control sign; rename it")
     chosen = [f"--job-name={name}", f"--nodes={options.nodes}"]
     if options.gpus_per_node:
         chosen.append(f"--gpus-per-node={options.gpus_per_node}")
@@ -159,7 +159,7 @@ def directives(options: JobOptions, *, name: str, log: Path, chdir: Path) -> str
 
 
 def prelude(options: JobOptions, folder: Path) -> str:
-    """Shell lines that make the job's environment. `folder`: the job's."""
+    """The shell lines that set up the job's environment. `folder`: the job's folder."""
     lines = [f"module load {name}" for name in options.module]
     if options.venv:
         lines.append(f"source {quoted(Path(options.venv) / 'bin' / 'activate')}")
@@ -167,7 +167,7 @@ def prelude(options: JobOptions, folder: Path) -> str:
     if options.variables:
         lines.append(f"source {quoted(folder / VARIABLES)}  # sets {', '.join(options.variables)}")
     if not options.gpus_per_node:
-        # Said, so that DeepSpeed does not have to guess.
+        # Without this, DeepSpeed would guess the accelerator.
         lines.append("export DS_ACCELERATOR=cpu")
     return "\n".join(lines)
 
@@ -181,9 +181,9 @@ def _container(options: JobOptions) -> str:
 
 
 def _check_path(path: str, key: str) -> None:
-    """A per cent sign in the name of a log is Slurm's; a line break would end a directive."""
+    """Refuse names that Slurm would change: it replaces % in log names, and a line break would end a directive."""
     if re.search(r"[%'\"\\]", path) or not path.isprintable():
-        raise ConfigError(f"{key} {path!r} holds a sign that Slurm's scripts give a meaning to; use a plain name")
+        raise ConfigError(f"{key} {path!r} holds a sign that has a meaning in Slurm's scripts; use a plain name")
     if path.startswith("-"):
         raise ConfigError(f"{key} {path!r} begins with a dash, as options do; choose another name")
     if any(len(part.encode()) > _LONGEST_NAME for part in Path(path).parts):
@@ -191,7 +191,7 @@ def _check_path(path: str, key: str) -> None:
 
 
 def _check_secrets(recipe: Recipe, options: JobOptions) -> None:
-    """The job reads its recipe from a file, which holds no secrets but may name variables."""
+    """Refuse secrets in the recipe: the job reads it from a file, which may name variables instead."""
     if as_tables(recipe) != dataclasses.asdict(recipe):
         shown = next((each for each in map(without_secrets, recipe.data.shards) if HIDDEN in each), "an address")
         raise ConfigError(

@@ -1,13 +1,13 @@
-"""One node's part of a Slurm job: start its ranks, turn Slurm's signals into a file, and end as they did.
+"""One node's part of a Slurm job: starts its ranks, turns Slurm's signals into a file, and ends with their exit code.
 
-`srun` starts this once a node. It is Slurm's own task, and with `ProctrackType=proctrack/cgroup`, the usual setting,
-Slurm's signals reach Slurm's own tasks alone: ranks below a launcher would first hear of a time limit by SIGKILL, and
-the launchers of DeepSpeed and torch die of SIGUSR1 and kill their ranks 30 s after SIGTERM. So ranks are started here,
-with the environment those launchers would give them, and on either signal a file appears in a node-local folder, which
-every rank looks for once a step (`BARISTA_STOP_FILE`). Ranks have all the time that Slurm leaves them.
+`srun` starts this once on each node. It is Slurm's own task. With `ProctrackType=proctrack/cgroup`, the usual setting,
+Slurm's signals reach Slurm's own tasks only. Ranks below a launcher would learn of a time limit by SIGKILL, and the
+launchers of DeepSpeed and torch die of SIGUSR1 and kill their ranks 30 s after SIGTERM. So ranks are started here, with
+the environment that those launchers would set. On either signal a file is created in a node-local folder; every rank
+looks for it once a step (`BARISTA_STOP_FILE`). Ranks then have all the time that Slurm leaves them.
 
-Each rank writes to a file of its own; the first rank of all also to the job's log. This runs outside containers, by
-whatever Python the node has, so it imports the standard library alone.
+Each rank writes to its own log file; rank 0 also writes to the job's log. This module runs outside containers, with
+the node's Python, so it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import IO
 
 STOPPED_EARLY = 75  # the trainer's exit code when it was asked to stop, and saved
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
-# A rank whose neighbour died ends by itself within a minute; after this long it is killed.
+# A rank whose peer died ends by itself within a minute; after this time it is killed.
 SECONDS_FOR_OTHERS = 90.0
 _TAIL_LINES = 25
-# Of a command or a folder that was named wrongly: another attempt would not help.
-_MISTAKES = (
+# Errors of a wrong command or folder (user errors): another attempt would not help.
+_USER_ERRORS = (
     errno.EACCES,
     errno.EISDIR,
     errno.ENAMETOOLONG,
@@ -61,7 +61,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank's process, its log, and what copies that log to the job's, if anything does."""
+    """A rank's process, its log, and for rank 0 the thread that copies its output to the job's log."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -72,7 +72,7 @@ class Rank:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.node", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks to start on this node")
-    parser.add_argument("--logs", type=Path, required=True, metavar="FOLDER", help="a file a rank goes here")
+    parser.add_argument("--logs", type=Path, required=True, metavar="FOLDER", help="folder of the ranks' log files")
     parser.add_argument("command", nargs="+", help="after --: what each rank runs")
     args = parser.parse_args(argv)
     missing = [
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not all(number.isascii() and number.isdigit() for number in numbers) or int(numbers[0]) >= int(numbers[1]):
         say(f"error: SLURM_NODEID={numbers[0]} of SLURM_NNODES={numbers[1]} is no node of a job; leave both to Slurm")
         return 2
-    os.umask(os.umask(0o077) | 0o002)  # logs are for their owner and group to change
+    os.umask(os.umask(0o077) | 0o002)  # others than owner and group must not write logs
     place = Place(int(numbers[0]), int(numbers[1]), args.ranks)
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if devices and len(devices.split(",")) < args.ranks:
@@ -99,8 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         named = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         say(f"error: the ranks cannot be started ({named}{error.strerror}); fix that command or folder")
-        code = 2 if error.errno in _MISTAKES else 1
-    # Where a rank fails, srun ends all nodes and returns what it killed them with: the true code is left here.
+        code = 2 if error.errno in _USER_ERRORS else 1
+    # If a rank fails, srun ends all nodes and returns the code of its own kill, so the real code is written to a file.
     with contextlib.suppress(OSError):
         (args.logs / f"node-{place.node:03d}.exit").write_text(f"{code}\n", encoding="utf-8")
     return 0 if code == STOPPED_EARLY else code
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_node(
     command: Sequence[str], *, place: Place, logs: Path, seconds_for_others: float = SECONDS_FOR_OTHERS
 ) -> int:
-    """Run this node's ranks to their end. 0: all ended well; 75: all were stopped; else the first failure's code."""
+    """Run this node's ranks to their end. Returns 0 if all succeeded, 75 if any was stopped, else the first failure."""
     logs.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="barista-stop-"))
     stop_file = folder / "stop"
@@ -136,7 +136,7 @@ def run_node(
 
 
 def rank_environment(place: Place, local_rank: int) -> Mapping[str, str]:
-    """What torch's and DeepSpeed's launchers set."""
+    """The variables that the launchers of torch and DeepSpeed set."""
     return {
         "RANK": str(place.first_rank + local_rank),
         "LOCAL_RANK": str(local_rank),
@@ -159,7 +159,7 @@ def _start(
             env={**os.environ, **environment},
             stdout=subprocess.PIPE if number == 0 else log,
             stderr=subprocess.STDOUT,
-            # Some sites signal all processes: a rank that has no handler yet must outlive that, and finds the file.
+            # Some sites signal all processes. A rank without a handler yet must survive this; it will find the file.
             preexec_fn=_ignore_stop_signals,
         )
     copier = None
@@ -202,7 +202,7 @@ def _wait(ranks: Sequence[Rank], *, seconds_for_others: float, now: Callable[[],
         if running:
             time.sleep(0.2)
     for rank in ranks:
-        # A grandchild may hold the pipe open: what it still says is not worth waiting for.
+        # A grandchild may keep the pipe open, so the wait for its output is bounded.
         if rank.copier is not None:
             rank.copier.join(timeout=5.0)
     if failed is None:
@@ -211,7 +211,7 @@ def _wait(ranks: Sequence[Rank], *, seconds_for_others: float, now: Callable[[],
     if failed.number != 0:
         say(f"the end of {failed.log}:\n" + tail(failed.log))
     code = failed.process.returncode
-    # Told apart by their shell's convention: 128 and the signal.
+    # A death by signal is reported as in a shell: 128 + the signal's number.
     return code if code > 0 else 128 - code
 
 
@@ -219,7 +219,7 @@ def describe(code: int | None) -> str:
     assert code is not None
     if code >= 0:
         return f"exit code {code}"
-    # Most real-time signals have no name.
+    # signal.Signals lacks most real-time signals.
     return f"signal {signal.Signals(-code).name if -code in list(signal.Signals) else -code}"
 
 
@@ -230,7 +230,7 @@ def tail(path: Path, lines: int = _TAIL_LINES) -> str:
 def say(line: str) -> None:
     node = os.environ.get("SLURM_NODEID", "?")
     node = node if node.isascii() and node.isdigit() else "?"
-    # Written whole, so that the lines of several nodes do not interleave.
+    # One write, so that the lines of several nodes do not interleave.
     os.write(2, f"[node {node}] {line}\n".encode())
 
 

@@ -1,8 +1,8 @@
-"""What a user may ask of Slurm for a job, checked before anything is written.
+"""The options of a Slurm job, checked before anything is written.
 
-One dataclass is the command line of `launch.submit` and the keys of a chain file alike: each field is an option
-(`--gpus-per-node`) and a key (`gpus_per_node`). Whatever becomes part of a `#SBATCH` line is refused where it could
-become something else there.
+One dataclass defines both the command line of `launch.submit` and the keys of a chain file: each field is an option
+(`--gpus-per-node`) and a key (`gpus_per_node`). A value that becomes part of a `#SBATCH` line is refused if it could
+change the meaning of that line.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ def _help(text: str, metavar: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Resources, environment and patience of one job. Empty or 0: the cluster's own default."""
+    """Resources, environment and requeue limits of one job. Empty or 0 means the cluster's default."""
 
     nodes: int = field(default=1, metadata=_help("nodes of the job", "N"))
-    gpus_per_node: int = field(default=-1, metadata=_help("GPUs a node, one rank each; 0: a job without GPUs", "G"))
-    ranks_per_node: int = field(default=0, metadata=_help("ranks a node of a job without GPUs (default 1)", "N"))
+    gpus_per_node: int = field(default=-1, metadata=_help("GPUs per node, one rank each; 0: a job without GPUs", "G"))
+    ranks_per_node: int = field(default=0, metadata=_help("ranks per node of a job without GPUs (default 1)", "N"))
     time: str = field(default="", metadata=_help("time limit in Slurm's form, such as 24:00:00 or 2-12", "TIME"))
     partition: str = field(default="", metadata=_help("partition, or several with commas", "NAME"))
     account: str = field(default="", metadata=_help("account that pays", "NAME"))
     qos: str = field(default="", metadata=_help("quality of service", "NAME"))
     constraint: str = field(default="", metadata=_help("node features, such as 'h100&ib'", "FEATURES"))
-    cpus_per_task: int = field(default=0, metadata=_help("CPUs a node, for all its ranks and loader processes", "N"))
-    mem: str = field(default="", metadata=_help("memory a node, such as 200G; 0: all of it", "SIZE"))
+    cpus_per_task: int = field(default=0, metadata=_help("CPUs per node, for all its ranks and loader processes", "N"))
+    mem: str = field(default="", metadata=_help("memory per node, such as 200G; 0: all of it", "SIZE"))
     venv: str = field(default="", metadata=_help("virtual environment to activate in the job", "FOLDER"))
     module: list[str] = field(
         default_factory=list, metadata=_help("environment module to load; may be repeated", "NAME")
     )
     setup: list[str] = field(
-        default_factory=list, metadata=_help("shell line to run before all else; may be repeated", "LINE")
+        default_factory=list, metadata=_help("shell line to run at the start of the job; may be repeated", "LINE")
     )
     container: str = field(
         default="",
-        metadata=_help("what to put before the ranks' command, such as 'apptainer exec --nv b.sif'", "COMMAND"),
+        metadata=_help("prefix of the ranks' command, such as 'apptainer exec --nv b.sif'", "COMMAND"),
     )
     env: list[str] = field(
         default_factory=list,
         metadata=_help(
-            "environment variable of the job, NAME=VALUE, or NAME alone for its value here; its value goes into a file "
-            "that only you can read; may be repeated",
+            "environment variable of the job, NAME=VALUE, or NAME for its current value here; the value goes into a "
+            "file that only you can read; may be repeated",
             "NAME[=VALUE]",
         ),
     )
@@ -66,18 +66,18 @@ class JobOptions:
     )
     max_requeues: int = field(default=100, metadata=_help("how often a run may go back into the queue", "N"))
     crash_requeues: int = field(
-        default=1, metadata=_help("how often in a row it may after a crash without a new checkpoint", "N")
+        default=1, metadata=_help("requeues in a row after crashes without a new checkpoint in between", "N")
     )
-    array_limit: int = field(default=0, metadata=_help("tasks of an array that run at a time; 0: all", "N"))
+    array_limit: int = field(default=0, metadata=_help("tasks of an array that run at the same time; 0: all", "N"))
 
     @property
     def ranks(self) -> int:
-        """A node."""
+        """Ranks per node."""
         return self.gpus_per_node or self.ranks_per_node or 1
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables of the job: `env`, with values from here where none is given."""
+        """The environment variables of the job: those of `env`; a missing value is taken from this process."""
         matches = [_VARIABLE.fullmatch(each) for each in self.env]
         named = [(match["name"], match["value"]) for match in matches if match is not None]
         return {name: os.environ[name] if value is None else value for name, value in named}
@@ -107,7 +107,7 @@ _LONG_OPTION = re.compile(r"(?P<name>--[a-z][a-z-]*)(?:=.*)?", re.DOTALL)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Every field as an option. What is not given is absent from the namespace."""
+    """Add every field as an option. Options that are not given are absent from the namespace."""
     for each in dataclasses.fields(JobOptions):
         several = typing.get_origin(_TYPES[each.name]) is list
         parser.add_argument(
@@ -126,7 +126,7 @@ def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def job_options(values: Mapping[str, Any], *, where: str) -> JobOptions:
-    """Checked options. `where` begins a mistake's sentence: the place that the values come from."""
+    """Check values and make options of them. `where`: the place of the values, with which error messages begin."""
     for name, value in values.items():
         if name not in _TYPES:
             raise ConfigError(f"{where}: unknown key {name}; the keys are {', '.join(_TYPES)}")
@@ -139,7 +139,7 @@ def job_options(values: Mapping[str, Any], *, where: str) -> JobOptions:
         )
         if not right:
             kind = "a list of texts" if several else {int: "a whole number", str: "a text"}[wanted]
-            shown = name if name == "env" else f"{name} = {value!r}"  # its values are nobody's to see
+            shown = name if name == "env" else f"{name} = {value!r}"  # values of env may be secret
             raise ConfigError(f"{where}: {shown} must be {kind}")
     options = JobOptions(**values)
     _check(options, where)
@@ -180,11 +180,11 @@ def _check(options: JobOptions, where: str) -> None:
                 refuse(name, "must be one line each, and not empty")
     for each in options.module:
         if not _WORD.fullmatch(each):
-            refuse("module", "holds what is no name of a module")
+            refuse("module", "must hold names of modules only")
     for number, each in enumerate(options.env, 1):
         match = _VARIABLE.fullmatch(each)
         if match is None:
-            # Not shown, for it may be a value whose name was forgotten.
+            # Not shown, because it may be a secret value whose name was forgotten.
             raise ConfigError(f"{where}: --env (number {number}) is not of the form NAME=VALUE, or NAME, on one line")
         if match["value"] is None and match["name"] not in os.environ:
             raise ConfigError(f"{where}: --env {each} has no value, and {each} is not set here; export it, or give one")
@@ -199,7 +199,7 @@ def _check(options: JobOptions, where: str) -> None:
 
 
 def _check_sbatch(text: str, where: str) -> None:
-    """One line of #SBATCH, whose every word Slurm reads: a long option each, and none that the script sets itself."""
+    """Check one #SBATCH line: every word must be a long option, and none may be one that the script sets itself."""
     words = _words(text)
     if words is None:
         raise ConfigError(f"{where}: --sbatch {text!r} leaves a quote open; close it")
@@ -210,14 +210,14 @@ def _check_sbatch(text: str, where: str) -> None:
                 f"{where}: --sbatch {text!r}: {word!r} is no long option of sbatch; write each as --sbatch=--exclusive "
                 "or --sbatch=--name=value"
             )
-        # Slurm takes the beginning of a name for the name.
+        # Slurm accepts abbreviated option names.
         clash = next((name for name in _OURS if name.startswith(match["name"])), None)
         if clash:
             raise ConfigError(f"{where}: --sbatch {text!r} is set by this command itself; leave {clash} out")
 
 
 def _words(text: str) -> list[str] | None:
-    """A line's words as a shell tells them apart; None where a quote is left open."""
+    """A line's words, separated as in a shell; None if a quote is left open."""
     try:
         return shlex.split(text)
     except ValueError:
@@ -245,7 +245,7 @@ def _shown(name: str, value: object) -> str:
 
 
 def time_limit_seconds(text: str) -> int | None:
-    """Seconds of a time limit in Slurm's notation; None where it is none."""
+    """Seconds of a time limit in Slurm's notation; None if the text is no time limit."""
     match = _TIME.fullmatch(text)
     if match is None:
         return None

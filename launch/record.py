@@ -1,4 +1,4 @@
-"""What a submission is made of, written beside it: command, versions, the commit, and what was not committed."""
+"""The record written beside a submission: command, versions, the commit, and uncommitted changes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ JobNumber = Annotated[str, pydantic.StringConstraints(pattern=r"^[0-9]{1,18}$")]
 
 
 class Submission(Record):
-    """environment.json of a job's folder."""
+    """The fields of environment.json in a job's folder."""
 
     job: JobNumber
     submitted: str
@@ -49,19 +49,19 @@ class Submission(Record):
     venv: str | None
     modules: list[str]
     container: str | None
-    # A container's, and those of modules, are not known here: the run's own environment.json has them.
+    # Versions inside a container or from modules are not known here; the run's own environment.json has them.
     versions: dict[str, str | None] | None
     git: Checkout | None
 
 
 class Submitted(Record):
-    """What a later submission needs of a file environment.json, whichever version wrote it. A run's own has no job."""
+    """The field of environment.json that a later submission needs, of any version. A run's own file has no job."""
 
     job: JobNumber | None = None
 
 
 def submission(job: str, options: JobOptions, *, argv: Sequence[str], folder: Path) -> Submission:
-    """The record of a job. Versions are those of the job's virtual environment, read without running it."""
+    """The record of a job. Versions are read from the job's virtual environment without running it."""
     return Submission(
         job=job,
         submitted=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -87,26 +87,26 @@ def shown_command(argv: Sequence[str]) -> list[str]:
             shown.append(f"{own[1] or ''}{own[2]}={HIDDEN}")
         else:
             shown.append(without_secrets(word))
-    # Names on a command line may be any bytes.
+    # Words of a command line may be any bytes, not only UTF-8.
     return [word.encode(errors="backslashreplace").decode() for word in shown]
 
 
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # as in containers: a number without a name
+    except (KeyError, OSError):  # user ids without a name, as in containers
         return str(os.getuid())
 
 
 def versions(prefix: Path) -> dict[str, str | None]:
     paths = [str(path) for path in prefix.glob("lib*/python*/site-packages")]
-    # Of a package that was half removed the name is missing.
+    # A partly removed package has no name.
     found = {(each.metadata["Name"] or "").lower(): each.version for each in metadata.distributions(path=paths)}
     return {name: found.get(name) for name in PACKAGES}
 
 
 def commit(folder: Path) -> Checkout | None:
-    """The commit of a checkout and the files that differ from it; None where it is no checkout."""
+    """The commit of a checkout and the files that differ from it; None if the folder is no checkout."""
     head = _git(folder, "rev-parse", "HEAD")
     if head is None:
         return None
@@ -120,7 +120,7 @@ def commit(folder: Path) -> Checkout | None:
 
 
 def uncommitted(folder: Path) -> bytes:
-    """The changes to tracked files, as a patch; empty where there are none."""
+    """The changes to tracked files, as a patch; empty if there are none."""
     return _git(folder, "diff", "--no-ext-diff", "--no-textconv", "HEAD") or b""
 
 

@@ -1,17 +1,19 @@
-"""Command: how runs are doing, as a table in a terminal.
+"""Command: shows the progress of runs, as a table in a terminal.
 
     python -m launch.status RUN…  [--watch SECONDS] [--json]
 
-One run: its state, speed, and a row a size. Several: a row each. Everything is read from the run folders, so it works
-on a login node without torch, while the run goes on or long after. What a run is doing is decided by its files alone:
+For one run it prints the state, the speed, and a row for each size; for several runs a row each. Everything is read
+from the run folders, so it works on a login node without torch, during the run and long after. A run's state follows
+from its files alone:
 
     done       DONE is there
     stopped    STOPPED is there (it says why), or the run has reached train.stop_at_step
     starting   no step is logged yet
-    running    something was written lately: within ten minutes, or four times what logged steps are apart
+    running    something was written within the last ten minutes, or within four times the interval of logged steps
     silent     nothing was written for longer than that: look at its log, then start it again with --resume auto
 
-Time left is the remaining steps at the pace of the newest ones plus the checkpoints due; evaluations come on top.
+The time left is the remaining steps at the speed of the newest ones, plus the checkpoints due. Evaluations are not
+included.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ _HEADLINES = ("ndcg_cut_10", "spearman")
 _SLOW_FEED = 0.2
 _MUCH_PADDING = 0.5
 
-# Numbers of a line of metrics.jsonl, beside losses by size, scores and what checkpoints cost.
+# Keys of a line of metrics.jsonl that must be numbers if present, beside losses by size, scores and checkpoints' costs.
 _NUMBERS = (
     "data_wait_share",
     "epoch",
@@ -82,18 +84,18 @@ class SizeStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What a run folder tells; None: not known (yet)."""
+    """The status of a run, read from its folder; None means not known (yet)."""
 
     run: str
     state: str
-    reason: str | None  # of a stop
+    reason: str | None  # why the run stopped
     seconds_since_written: float
     step: int
     total_steps: int | None
-    total_is_estimated: bool  # by epochs, from the place in the data
+    total_is_estimated: bool  # from the epochs, by the position in the data
     epoch: float | None
     seconds_left: float | None
-    newest: dict[str, float]  # the newest logged step's numbers that are not by size
+    newest: dict[str, float]  # numbers of the newest logged step, without those of single sizes
     sizes: list[SizeStatus]
     evaluation_step: int | None
     checkpoint_step: int | None
@@ -102,7 +104,7 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a recipe says of its run's progress; `damaged` names the keys that hold something else."""
+    """The recipe's keys that matter for the progress of its run; `damaged` names the keys with impossible values."""
 
     ladder: Ladder
     steps: int
@@ -114,14 +116,15 @@ class _Plan:
 
 
 class _Stopped(Record):
-    """What is told of STOPPED, whichever version wrote it."""
+    """The field of STOPPED that is shown, in files of all versions."""
 
     reason: str
 
 
 def read_status(folder: Path, *, now: float) -> RunStatus:
-    """`now`: seconds since the epoch, the clock of the files' times. Whatever a folder holds, it is a ConfigError at
-    worst: it may be somebody else's.
+    """The status of a run. `now`: the time, in seconds since 1970.
+
+    Raises ConfigError if the folder cannot be read or is no run, whatever it holds: it may be somebody else's folder.
     """
     try:
         return _read_status(folder, now=now)
@@ -135,7 +138,7 @@ def read_status(folder: Path, *, now: float) -> RunStatus:
 def _read_status(folder: Path, *, now: float) -> RunStatus:
     plan = _read_plan(folder)
     records, damaged = _records(folder / "metrics.jsonl")
-    # Lines of evaluations, checkpoints and faults have no place in the data.
+    # Lines about evaluations, checkpoints and faults have no epoch.
     steps = [record for record in records if "epoch" in record]
     newest = steps[-1] if steps else {}
     step = int(newest.get("step", 0))
@@ -170,7 +173,7 @@ def _read_status(folder: Path, *, now: float) -> RunStatus:
 
 
 def _read_plan(folder: Path) -> _Plan:
-    """Of the resolved recipe. Not checked as a whole: a run of another version may have other keys."""
+    """Read the plan from the resolved recipe, of which nothing else is checked: other versions may have other keys."""
     path = folder / "recipe.toml"
     if not path.is_file():
         if not folder.is_dir():
@@ -207,7 +210,7 @@ def _read_plan(folder: Path) -> _Plan:
 
 
 def _records(path: Path) -> tuple[list[Line], int]:
-    """The lines of metrics.jsonl, and how many are damaged. A last line may still be being written: it is left out."""
+    """The lines of metrics.jsonl, and how many are damaged. An incomplete last line is still being written: ignored."""
     if not path.is_file():
         return [], 0
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -217,7 +220,7 @@ def _records(path: Path) -> tuple[list[Line], int]:
 
 
 def _read_line(text: str) -> tuple[Line, bool]:
-    """What a line of metrics.jsonl says in numbers, and its fault; and whether that is all that it should say."""
+    """(the numbers and the fault of a line of metrics.jsonl, whether the line is sound)."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -235,12 +238,12 @@ def _read_line(text: str) -> tuple[Line, bool]:
 
 
 def _is_number(value: object) -> bool:
-    """One that can be reckoned with; JSON has whole numbers without end."""
+    """Whether a value is a number of usable size; whole numbers in JSON are unbounded."""
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST)
 
 
 def _total_steps(plan: _Plan, newest: Line) -> tuple[int | None, bool]:
-    """Steps of the whole run, and whether that is a reckoning by epochs."""
+    """(the number of steps of the whole run, whether it is estimated from the epochs)."""
     if plan.steps:
         return plan.steps, False
     epoch = newest.get("epoch", 0)
@@ -256,12 +259,12 @@ def _newest_checkpoint(folder: Path) -> int | None:
 
 
 def _written_at(folder: Path) -> float:
-    """When the run last wrote: its records, checkpoints and descriptions."""
+    """The time of the run's last write to its metrics, checkpoints and descriptions."""
     candidates = [folder / name for name in ("metrics.jsonl", "recipe.toml", "environment.json", "checkpoints", "DONE")]
     candidates += (folder / "checkpoints").glob("*")
     times = []
     for path in candidates:
-        with contextlib.suppress(FileNotFoundError):  # a checkpoint in the making changes its name
+        with contextlib.suppress(FileNotFoundError):  # an unfinished checkpoint is renamed at its end
             times.append(path.stat().st_mtime)
     return max(times, default=0.0)
 
@@ -284,18 +287,18 @@ def _state(
 
 
 def _seconds_a_step(steps: Sequence[Line]) -> float:
-    """The mean of the newest records, slow ones among them: they come again."""
+    """Mean seconds a step of the newest records. Slow steps are included, because they recur."""
     return _mean([record["seconds"] for record in steps[-_NEWEST_RECORDS:] if "seconds" in record])
 
 
 def _mean(seconds: Sequence[float]) -> float:
-    """Of those that are a time; 0 where there is none."""
+    """The mean of the plausible times; 0 if there are none."""
     known = [each for each in seconds if 0 <= each < _MOST_SECONDS]
     return statistics.mean(known) if known else 0.0
 
 
 def _checkpoint_seconds(records: Sequence[Line], plan: _Plan, step: int, total: int) -> float:
-    """For how long the checkpoints still to be written will hold training up."""
+    """The seconds for which the checkpoints still to be written will stall training."""
     known = [record["checkpoint/still_seconds"] for record in records if "checkpoint/still_seconds" in record]
     every = plan.save_every_steps
     if not every:
@@ -370,7 +373,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def as_text(runs: Sequence[RunStatus], *, now: float) -> str:
-    """One run in full, several as a row each. Names in a run's folder may hold escape codes; none reach a terminal."""
+    """One run in full, several runs as one row each. Escape codes in names are made visible for the terminal."""
     runs = [_printable(run) for run in runs]
     return _details(runs[0], now) if len(runs) == 1 else _rows(runs, now)
 
@@ -458,7 +461,7 @@ def _rows(runs: Sequence[RunStatus], now: float) -> str:
 def _state_words(run: RunStatus, now: float) -> str:
     if run.state == "silent":
         clock = "%H:%M" if run.seconds_since_written < 12 * 3600 else "%Y-%m-%d %H:%M"
-        # A file system may hold times that no calendar has.
+        # File times may lie before 1970, which localtime cannot always show.
         return f"silent since {time.strftime(clock, time.localtime(max(0.0, now - run.seconds_since_written)))}"
     return f"stopped ({run.reason})" if run.reason else run.state
 
@@ -494,7 +497,7 @@ def _number(value: float | None, *, digits: int = 4) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Two units at most: "3 min 10 s"."""
+    """A duration in at most two units: "3 min 10 s"."""
     whole = round(seconds)
     for unit, next_unit, size, next_size in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
         if whole >= size:
@@ -518,8 +521,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m launch.status", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
-    parser.add_argument("--watch", type=float, metavar="SECONDS", help="again every so often, until all are done")
-    parser.add_argument("--json", action="store_true", help="everything, as a list of objects")
+    parser.add_argument("--watch", type=float, metavar="SECONDS", help="repeat at this interval until all are done")
+    parser.add_argument("--json", action="store_true", help="print everything as a JSON list of objects")
     args = parser.parse_args(argv)
     return exit_code_of(lambda: _show(args))
 
@@ -547,7 +550,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _json(runs: Sequence[RunStatus]) -> str:
-    """JSON has no NaN and no infinity: they are null."""
+    """The runs as JSON; NaN and infinity, which JSON lacks, become null."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):

@@ -1,12 +1,12 @@
-"""Command: a recipe, or a chain of jobs, to Slurm.
+"""Command: submits a recipe, or a chain of jobs, to Slurm.
 
     python -m launch.submit RECIPE --nodes 2 --gpus-per-node 8 --time 24:00:00 [--section.key=value …] [--dry-run]
     python -m launch.submit --chain chain.toml [--dry-run]
 
-Everything that can be checked on a login node is, before anything is written: torch is not needed here. The job's
-script goes to stdout, what happens to it to stderr. A run saves and stops ahead of its time limit or when it is
-preempted, goes back into the queue under the same number, and goes on from its checkpoint until it is done.
-docs/cluster.md walks through it; launch/job.py says what is written where, launch/chain.py what a chain looks like.
+Everything that can be checked on a login node is checked before anything is written; torch is not needed. The job's
+script goes to stdout, messages go to stderr. A run saves and stops before its time limit or when it is preempted, goes
+back into the queue under the same number, and continues from its checkpoint until it is done. docs/cluster.md explains
+it step by step; launch/job.py describes the files, launch/chain.py the format of chains.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def _submit(words: Sequence[str]) -> int:
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="the recipe of a training run")
     parser.add_argument("--chain", type=Path, metavar="FILE", help="a chain of jobs, in place of a recipe")
     parser.add_argument("--dry-run", action="store_true", help="print the script and write, submit nothing")
-    parser.add_argument("--resume", action="store_true", help="go on with a run that has begun, or a chain")
-    parser.add_argument("--after", metavar="JOB", help="number of a job that must end well before this one starts")
+    parser.add_argument("--resume", action="store_true", help="continue a run that has begun, or a chain")
+    parser.add_argument("--after", metavar="JOB", help="number of a job that must succeed before this one starts")
     add_options(parser)
     args, rest = parser.parse_known_args(words)
     strange = next((word for word in rest if not (word.startswith("--") and "=" in word and "." in word)), None)
@@ -99,7 +99,7 @@ def _announce(job: Job) -> None:
 
 
 def _check_script(job: Job) -> None:
-    """Shell lines of a user's own are part of it: bash reads them here, and not first on a compute node."""
+    """Let bash parse the script, which contains the user's shell lines, before it reaches a compute node."""
     bash = shutil.which("bash")
     if bash is None:
         return
@@ -112,11 +112,11 @@ def _check_script(job: Job) -> None:
 
 
 def _refuse_if_queued(job: Job) -> None:
-    """Two jobs must not train into one folder."""
-    hint = "see by squeue --me that no job of this folder is in the queue, then remove the file"
+    """Refuse a job if an earlier job of its folder is still queued: two jobs must not train into one folder."""
+    hint = "check with squeue --me that no job of this folder is in the queue, then remove the file"
     for record in sorted(job.folder.parent.glob("*/environment.json")):
         number = read_record(record, Submitted, what="record", hint=hint).job
-        if number is None:  # a run's own
+        if number is None:  # the run's own file
             continue
         listed = subprocess.run(["squeue", "--noheader", "--jobs", number], capture_output=True, text=True, check=False)
         if listed.returncode == 0 and listed.stdout.strip():
@@ -126,7 +126,7 @@ def _refuse_if_queued(job: Job) -> None:
 
 
 def submit_all(jobs: Sequence[Job], *, after: str | None, argv: Sequence[str], chdir: Path) -> list[str]:
-    """Write and submit every job, each after the one before it; all or none. Returns Slurm's numbers."""
+    """Write and submit all jobs, each to start after the previous one, or none. Returns Slurm's job numbers."""
     numbers: list[str] = []
     written: list[Path] = []
     first_after = after
@@ -146,7 +146,7 @@ def submit_all(jobs: Sequence[Job], *, after: str | None, argv: Sequence[str], c
             text = json.dumps(record.model_dump(mode="json"), indent=2) + "\n"
             _write(job.folder / "environment.json", text.encode(), written, private=True)
     except BaseException as error:
-        # A chain whose later stages Slurm refuses would train for days and go nowhere.
+        # Cancel the earlier stages of a chain if Slurm refuses a later one: they would train for days in vain.
         if numbers:
             subprocess.run(["scancel", *numbers], check=False)
         for path in reversed(written):
@@ -166,7 +166,7 @@ def submit_all(jobs: Sequence[Job], *, after: str | None, argv: Sequence[str], c
 
 
 def _write(path: Path, content: bytes, written: list[Path], *, private: bool) -> None:
-    """Whole or not at all; `written` remembers what is new, folders too. private: for nobody else to read."""
+    """Write a file atomically; new files and folders are added to `written`. private: only the owner may read it."""
     missing = [folder for folder in reversed(path.parents) if not folder.exists()]
     for folder in missing:
         folder.mkdir()
@@ -195,7 +195,7 @@ def _sbatch(job: Job, after: str | None) -> str:
         raise ConfigError(f"Slurm refused {job.name}: {done.stderr.strip() or f'exit code {done.returncode}'}")
     number = done.stdout.strip().split(";")[0]
     if not _NUMBER.fullmatch(number):
-        raise ConfigError(f"sbatch said {done.stdout.strip()!r} in place of a job's number; look by squeue --me")
+        raise ConfigError(f"sbatch printed {done.stdout.strip()!r} in place of a job's number; check with squeue --me")
     return number
 
 

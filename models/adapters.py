@@ -1,8 +1,8 @@
 """Training a part of an encoder: frozen lower layers, and low-rank adapters (LoRA, Hu et al. 2021, §4.1).
 
-An adapter leaves W as it is and trains A [r, in] and B [out, r] with y = W x + α/r · B A x. `peft` puts them into the
-backbone's own modules, so the encoder runs as before. What a run leaves behind is an ordinary checkpoint with
-W + α/r · B A in W's place, which needs no peft to read, and the adapter itself in peft's format.
+An adapter leaves W unchanged and trains A [r, in] and B [out, r] with y = W x + α/r · B A x. `peft` inserts adapters
+into the backbone's modules, so the encoder runs as before. A run's result is an ordinary model with W + α/r · B A in
+place of W, which can be read without peft, and the adapter itself in peft's format.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from models.sizes import ModelError
 if TYPE_CHECKING:
     from peft import PeftModel
 
-_NAME = "default"  # what peft calls a model's only adapter
+_NAME = "default"  # peft's name of a model's only adapter
 
 
 def freeze_lower_layers(backbone: PreTrainedModel, num_layers: int) -> None:
-    """Keep the embeddings and the first `num_layers` layers from training; 0: freeze nothing, not even embeddings."""
+    """Freeze the embeddings and the first `num_layers` layers; 0: freeze nothing, not even the embeddings."""
     if num_layers == 0:
         return
     table = backbone.get_input_embeddings()
-    # All that stands before the layers: word, position and segment tables and their norm.
+    # The module before the layers: word, position and segment tables and their norm.
     stem = next(child for child in backbone.children() if any(module is table for module in child.modules()))
     for part in (stem, *encoder_layers(backbone)[:num_layers]):
         part.requires_grad_(False)
@@ -43,10 +43,10 @@ def add_adapters(
     targets: Sequence[str],
     first_layer: int = 0,
 ) -> PeftModel:
-    """Put trainable adapters into the backbone, in place, and freeze all else; returns peft's view of it.
+    """Insert trainable adapters into the backbone, in place, and freeze everything else; returns peft's wrapper of it.
 
-    `targets`: last names of linear layers ("query", "output.dense"); empty: every one in the transformer blocks.
-    Layers below `first_layer` get none.
+    `targets`: name endings of linear layers ("query", "output.dense"); empty: all linear layers in the transformer
+    blocks. Layers below `first_layer` get no adapters.
     """
     try:
         from peft import LoraConfig, TaskType, get_peft_model
@@ -85,9 +85,9 @@ def _ends_with(name: str, target: str) -> bool:
 
 
 def merged_tensors(backbone: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the same backbone without adapters: W + α/r · B A under W's own name.
+    """The tensors of the backbone without adapters: W + α/r · B A under W's original name.
 
-    `tensors`: whole values by the names that the adapted backbone gives its parameters and buffers.
+    `tensors`: complete values, by the adapted backbone's names of parameters and buffers.
     """
     merged = {}
     for name, value in tensors.items():
@@ -109,5 +109,5 @@ def save_adapter(adapter: PeftModel, tensors: Mapping[str, Tensor], folder: Path
     `tensors`: as for `merged_tensors`.
     """
     prefixed = {f"base_model.model.{name}": value for name, value in tensors.items()}
-    # No look at the hub for whether the vocabulary grew: adapters are on linear layers only.
+    # Adapters are on linear layers only, so peft need not ask the hub whether the vocabulary has grown.
     adapter.save_pretrained(str(folder), state_dict=prefixed, save_embedding_layers=False)

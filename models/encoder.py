@@ -1,9 +1,11 @@
 """Any Hugging Face encoder as an embedding model of every size.
 
-The encoder returns every wanted layer, so a size (n, d) is a slice of what one pass computed: nothing is patched into
-the backbone, and 2-D objectives compose with gradient caching. V_n^d and v_n^d are Starbucks §3.1, eq. 1.
-Models with a norm after the last layer (ModernBERT) get that same norm on every wanted layer: it is what a copy of the
-model cut to n layers computes, so training, evaluation and export agree.
+The encoder returns every wanted layer, so the embedding of a size (n, d) is a slice of the output of one pass. The
+backbone's code is not patched, and 2-D objectives work with gradient caching. V_n^d and v_n^d are Starbucks §3.1,
+eq. 1.
+
+Models with a norm after the last layer (ModernBERT) get the same norm on every wanted layer. A copy of the model cut to
+n layers computes just this, so training, evaluation and export agree.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _FINAL_NORM_NAMES = ("final_norm", "final_layer_norm", "ln_f")
 
 
 class _SettingsFile(Record):
-    """barista.json. Lengths are in tokens, special tokens included."""
+    """The fields of barista.json. Lengths are in tokens, special tokens included."""
 
     format: Literal[1] = 1
     pooling: Literal["cls", "mean"] = "cls"
@@ -55,10 +57,10 @@ class _SettingsFile(Record):
 
 @dataclass(frozen=True)
 class EmbeddingSettings:
-    """What turns hidden states into embeddings, kept beside the weights in `barista.json`.
+    """The settings that turn hidden states into embeddings, stored beside the weights in `barista.json`.
 
-    `temperature` divides the scores in training; lengths are in tokens, special tokens included. `tokenizer`: the
-    fingerprint of the one that the weights were trained with; None in folders that older versions wrote, whose
+    `temperature` divides the scores in training. Lengths are in tokens, special tokens included. `tokenizer` is the
+    fingerprint of the tokenizer that the weights were trained with; it is None in folders of older versions, and the
     tokenizer is then not compared.
     """
 
@@ -88,10 +90,10 @@ class EmbeddingSettings:
 
     @classmethod
     def load(cls, source: str | Path) -> EmbeddingSettings | None:
-        """The settings beside a model, or None where there are none.
+        """The settings beside a model, or None if there are none.
 
-        Those of barista.json; where there is none, those of a sentence-transformers folder or hub name, whose ladder
-        is its full size alone.
+        They are read from barista.json, or else from a sentence-transformers folder or hub name. The ladder of the
+        latter has only the full size.
         """
         path = Path(source) / SETTINGS_FILE
         if not os.path.lexists(path):
@@ -110,7 +112,7 @@ class EmbeddingSettings:
 
 
 def float32_einsum(equation: str, first: Tensor, second: Tensor) -> Tensor:
-    """`torch.einsum` in float32 under autocast too, which would round both sides to its half precision again."""
+    """`torch.einsum` in float32, also under autocast, which would round both operands to half precision."""
     with torch.autocast(first.device.type, enabled=False):
         return torch.einsum(equation, first.float(), second.float())
 
@@ -125,10 +127,10 @@ def pool(hidden: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
 
 
 class Encoder(nn.Module):
-    """A backbone, its pooling and its heads; `forward` gives the embeddings of all wanted sizes from one pass.
+    """A backbone, its pooling and its heads; `forward` returns the embeddings of all wanted sizes from one pass.
 
-    heads: a linear map for some depths, "LAYERS" -> nn.Linear (models/heads.py); a depth without one has the pooled
-    states themselves.
+    heads: linear maps of some depths, "LAYERS" -> nn.Linear (models/heads.py). At a depth without a head, the pooled
+    states are the embedding.
     """
 
     def __init__(self, backbone: PreTrainedModel, pooling: str = "cls", heads: nn.ModuleDict | None = None) -> None:
@@ -154,7 +156,7 @@ class Encoder(nn.Module):
 
     @property
     def is_static(self) -> bool:
-        """Whether it is a token table, which takes texts flat and without padding (models/static_embedding.py)."""
+        """Whether it is a token table, which takes flat texts without padding (models/static_embedding.py)."""
         return isinstance(self.backbone, StaticModel)
 
     @property
@@ -163,7 +165,7 @@ class Encoder(nn.Module):
 
     @property
     def embedding_size(self) -> int:
-        """Dimensions of the largest embedding: what heads map into, or the encoder's own width."""
+        """Dimensions of the largest embedding: the output width of the heads, or the encoder's width without heads."""
         return embedding_size(self.heads, hidden_size=self.hidden_size)
 
     @property
@@ -171,7 +173,7 @@ class Encoder(nn.Module):
         return cast(nn.Embedding, self.backbone.get_input_embeddings())
 
     def position_vectors(self, length: int) -> Tensor | None:
-        """What the embedding layer adds at positions 0..length-1, [length, hidden]; None where it adds nothing."""
+        """The vectors that the embedding layer adds at positions 0..length-1: [length, hidden], or None if none."""
         table = _position_table(self.backbone)
         if table is None:
             return None
@@ -183,8 +185,9 @@ class Encoder(nn.Module):
     ) -> dict[int, Tensor]:
         """Layer number -> [batch, seq, hidden]; layer 0 is the embedding layer.
 
-        input_ids, attention_mask: [batch, seq]; padding only at the right. read: bool [batch, seq], the positions
-        whose last layer will be read; None: all. What the last layer returns elsewhere, and at padding, is undefined.
+        input_ids, attention_mask: [batch, seq]; padding only at the right. read: bool [batch, seq], the positions of
+        the last layer that will be read; None: all. The last layer's output at other positions, and every output at
+        padding, is undefined.
         """
         packing = Packing.of(attention_mask) if packs(self.backbone) else None
         inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
@@ -202,7 +205,7 @@ class Encoder(nn.Module):
         states = {}
         for layer in sorted(set(layers)):
             state = out.hidden_states[layer]
-            # The last state has been through the final norm already.
+            # The backbone has already applied the final norm to the last state.
             state = final_norm(state) if final_norm is not None and 0 < layer < self.num_layers else state
             states[layer] = state if packing is None else packing.unpack(state[0])
         return states
@@ -217,13 +220,13 @@ class Encoder(nn.Module):
     ) -> tuple[Tensor, ...]:
         """One pass for all sizes: a tuple of [batch, size.dim], pooled and cut, not normalised.
 
-        A static encoder takes flat ids [T] with `offsets`, int64 [batch + 1], as well, in place of a mask.
+        A static encoder also takes flat ids [T] with `offsets`, int64 [batch + 1], in place of a mask.
         """
         if self.is_static:
             if attention_mask is not None:
                 input_ids, offsets = flatten(input_ids, attention_mask)
             whole = self.backbone(input_ids, offsets)
-            # A slice's backward would copy a large batch's gradient, of the whole width too.
+            # The full width is not sliced: the backward pass of a slice would copy the gradient of a large batch.
             return tuple(whole if size.dim == whole.shape[1] else whole[:, : size.dim] for size in sizes)
         assert attention_mask is not None, "only a static encoder takes flat texts"
         read = None
@@ -237,7 +240,7 @@ class Encoder(nn.Module):
         return tuple(vectors[size.layers][:, : size.dim] for size in sizes)
 
     def head(self, pooled: Tensor, layers: int) -> Tensor:
-        """Pooled states [batch, hidden] at a depth -> the widest embedding there, [batch, embedding_size]."""
+        """Apply the head of a depth, if any, to pooled states: [batch, hidden] -> [batch, embedding_size]."""
         return self.heads[str(layers)](pooled) if str(layers) in self.heads else pooled
 
 
@@ -245,11 +248,12 @@ _READ_FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
 
 
 class ReadRows:
-    """Hooks that let the last layer's feed-forward run only for the positions that will be read.
+    """Hooks that run the last layer's feed-forward only for the positions that will be read.
 
-    Nothing attends to the last layer, so its feed-forward, two thirds of its products, is needed only where a loss or
-    a pooling reads: at masked positions and at CLS. `read_positions` (bool [batch, seq]) travels as a keyword through
-    the backbone to its layers, so that activation checkpointing repeats it; a call without it computes everything.
+    Nothing attends to the last layer's output, so its feed-forward, two thirds of the layer's products, is needed only
+    at positions that a loss or the pooling reads: masked positions and CLS. `read_positions` (bool [batch, seq]) is
+    passed as a keyword through the backbone to its layers, so that activation checkpointing repeats it. A call without
+    it computes all positions.
     """
 
     KEYWORD = "read_positions"
@@ -280,7 +284,7 @@ class ReadRows:
 
 
 def _let_last_layer_skip(backbone: PreTrainedModel) -> bool:
-    """Attach ReadRows to the last layer, once; False for families whose layers have another form."""
+    """Attach ReadRows to the last layer, once; False for families whose layers have another structure."""
     if backbone.config.model_type not in _READ_FAMILIES:
         return False
     layer: Any = encoder_layers(backbone)[-1]
@@ -297,7 +301,7 @@ def _final_norm(backbone: nn.Module) -> nn.Module | None:
 
 
 def encoder_layers(backbone: PreTrainedModel) -> nn.ModuleList:
-    """The backbone's own list of transformer layers, whatever its family calls it."""
+    """The backbone's list of transformer layers, whose name differs between families."""
     wanted = int(backbone.config.num_hidden_layers)
     lists = [m for m in backbone.modules() if isinstance(m, nn.ModuleList) and len(m) == wanted]
     if not lists:
@@ -316,7 +320,7 @@ def _position_table(backbone: nn.Module) -> nn.Embedding | None:
 
 
 def longest_input(backbone: nn.Module) -> int | None:
-    """Tokens that the position table holds; None where positions are computed (rotary)."""
+    """The number of tokens that the position table allows; None if positions are computed (rotary)."""
     table = _position_table(backbone)
     if table is None:
         return None
@@ -325,7 +329,7 @@ def longest_input(backbone: nn.Module) -> int | None:
 
 
 def truncate_layers(backbone: PreTrainedModel, num_layers: int) -> PreTrainedModel:
-    """Cut the backbone to its first layers, in place, with the count in its config set to match."""
+    """Cut the backbone to its first layers, in place, and set the count in its config."""
     have = int(backbone.config.num_hidden_layers)
     if not 1 <= num_layers <= have:
         raise ModelError(f"cannot keep {num_layers} layers of an encoder that has {have}; choose 1 to {have}")
@@ -333,20 +337,20 @@ def truncate_layers(backbone: PreTrainedModel, num_layers: int) -> PreTrainedMod
     del layers[num_layers:]
     backbone.config.num_hidden_layers = num_layers
     _let_last_layer_skip(backbone)
-    # ModernBERT lists the kind of every layer; a longer list would not load again.
+    # ModernBERT's config lists the kind of every layer; a list of the old length could not be loaded.
     if getattr(backbone.config, "layer_types", None):
         backbone.config.layer_types = list(backbone.config.layer_types)[:num_layers]
     return backbone
 
 
 def set_dropout(backbone: PreTrainedModel, probability: float) -> None:
-    """Give every dropout of the backbone one probability, in its config too; below 0: leave them as they are."""
+    """Set the probability of every dropout of the backbone, also in its config; below 0: change nothing."""
     if probability < 0:
         return
     for module in backbone.modules():
         if isinstance(module, nn.Dropout):
             module.p = probability
-        # Families whose attention draws by a number of its own (ModernBERT).
+        # The attention of some families (ModernBERT) keeps its own probability.
         for name in ("attention_dropout", "dropout_prob"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, probability)
@@ -356,7 +360,7 @@ def set_dropout(backbone: PreTrainedModel, probability: float) -> None:
 
 
 def load_encoder(source: str | Path, *, pooling: str | None = None) -> Encoder:
-    """An encoder from a local folder or a hub name. `pooling` None: what its settings say, else CLS."""
+    """An encoder from a local folder or a hub name. `pooling` None: the pooling of its settings, else CLS."""
     settings = EmbeddingSettings.load(source)
     backbone = load_pretrained(AutoModel, source)
     heads = _heads_of(source, backbone.config)
@@ -366,7 +370,7 @@ def load_encoder(source: str | Path, *, pooling: str | None = None) -> Encoder:
 
 
 def _heads_of(source: str | Path, config: PretrainedConfig) -> nn.ModuleDict:
-    """The heads beside a model; Dense modules of sentence-transformers are one for each depth, as after a cut."""
+    """The heads beside a model. Dense modules of sentence-transformers become the same head for every depth."""
     found = read_sentence_model(source)
     linear = None if found is None else found.linear_map(int(config.hidden_size))
     if linear is None:
@@ -383,7 +387,7 @@ def _settings_of_sentence_model(source: str | Path) -> EmbeddingSettings | None:
     thing = f"sentence-transformers folder {source}"
     with torch.device("meta"), refused_by("transformers", thing, hint="give another", kind=ModelError):
         limit = longest_input(AutoModel.from_config(config, trust_remote_code=False))
-    # Where positions are computed, the configuration's count is as much as the model was made for.
+    # If positions are computed, the configuration names the length that the model was made for.
     limit = limit or getattr(config, "max_position_embeddings", None)
     lengths = [min(each for each in (named, limit) if each) for named in found.lengths if named or limit]
     if len(lengths) < 2:
@@ -409,12 +413,12 @@ def base_of(masked_lm: PreTrainedModel) -> PreTrainedModel:
 
 
 def load_masked_lm(source: str | Path) -> tuple[PreTrainedModel, bool]:
-    """An encoder together with its MLM head, from a local folder or a hub name; whether that head is a fresh one."""
+    """(an encoder with its MLM head, whether the head is freshly initialised), from a local folder or a hub name."""
     return load_with_head(AutoModelForMaskedLM, source)
 
 
 def build_masked_lm(config: Mapping[str, Any], *, vocab_size: int, pad_token_id: int) -> PreTrainedModel:
-    """An untrained encoder with its MLM head. `config`: a `model_type` and that family's own keys."""
+    """An untrained encoder with its MLM head. `config`: a `model_type` and keys of that family's configuration."""
     values = dict(config)
     family = values.pop("model_type", None)
     if family is None:

@@ -1,9 +1,9 @@
 """Linear layer and cross-entropy in one step: the logits of all rows never exist together.
 
-Rows are taken in chunks; each chunk's logits give its losses and, at once, its gradients, so that one chunk of logits
-is all that is ever held. The arithmetic is that of `cross_entropy(rows @ weight.T + bias)` with a weight for each row
-(SMAE's losses of all sizes share one tied vocabulary). Making gradients in the forward pass costs no extra product: the
-two backward products run here instead of later, and backward only scales them.
+Rows are processed in chunks. Each chunk's logits give its losses and at once its gradients, so memory holds the logits
+of one chunk only. The result equals `cross_entropy(rows @ weight.T + bias)` with a weight for each row (SMAE's losses
+of all sizes share one tied vocabulary). Computing the gradients in the forward pass costs no extra product: the two
+backward products run here instead of later, and the backward pass only scales their results.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def rows_per_chunk(vocab_size: int, *, memory_mib: float, dtype: torch.dtype) -> int:
-    """How many rows' logits and their softmax, both of `dtype`, fit in the budget.
+    """The number of rows whose logits and softmax, both of `dtype`, fit in the budget.
 
     At least 16, so that a tiny budget still makes progress.
     """
@@ -23,7 +23,7 @@ def rows_per_chunk(vocab_size: int, *, memory_mib: float, dtype: torch.dtype) ->
 
 
 def product_dtype(rows: Tensor) -> torch.dtype:
-    """What matrix products of `rows` run in: the autocast dtype where autocast is on."""
+    """The dtype of matrix products of `rows`: the autocast dtype if autocast is on, else the dtype of `rows`."""
     device = rows.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
 
@@ -31,7 +31,7 @@ def product_dtype(rows: Tensor) -> torch.dtype:
 def fused_linear_cross_entropy(
     rows: Tensor, weight: Tensor, *, bias: Tensor | None, targets: Tensor, row_weights: Tensor, chunk_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Weighted sum of cross-entropies, and each row's own.
+    """The weighted sum of cross-entropies, and the cross-entropy of each row.
 
     rows: [R, D]; weight: [V, D]; bias: [V] or None; targets: int64 [R] in 0..V-1; row_weights: float32 [R].
     Returns (sum over rows of row_weight · CE, float32 scalar, differentiable in rows, weight and bias;
@@ -40,7 +40,7 @@ def fused_linear_cross_entropy(
     dtype, and sums over chunks are float32. In bf16 a row's loss is exact to 2^-8 nats (rounding, without bias).
     """
     if rows.shape[0] == 0:
-        # A text may be too short for any mask. The zero keeps every parameter in the graph on this rank.
+        # Texts may be too short to have a masked token. The zero keeps every parameter in this rank's graph.
         anchor = (rows.sum() + weight.sum() + (bias.sum() if bias is not None else 0.0)).float() * 0.0
         return anchor, rows.new_zeros(0, dtype=torch.float32)
     dtype = product_dtype(rows)
@@ -75,19 +75,19 @@ class _Chunked(torch.autograd.Function):
                 chunk = rows[part].to(dtype)  # [r, D]
                 target = targets[part, None]
                 logits = torch.nn.functional.linear(chunk, table, offset)  # [r, V]
-                # One pass over the logits: float32 inside, stored in the products' dtype, which the products need.
+                # One pass over the logits: computed in float32, stored in the dtype that the products need.
                 errors = torch.softmax(logits, dim=1)
                 likelihood = errors.gather(1, target).squeeze(1).float()
                 losses[part] = -likelihood.log()
                 if not likelihood.all():
-                    # Underflow (a loss above 87 nats): the long way, for these rows.
+                    # The probability underflowed (a loss above 87 nats): compute these rows by logsumexp.
                     rare = (likelihood == 0).nonzero().squeeze(1)
                     exact = logits[rare].float()
                     losses[start + rare] = exact.logsumexp(1) - exact.gather(1, target[rare]).squeeze(1)
                 if not (needs_rows or needs_weight or needs_bias):
                     continue
-                # d CE / d logits = softmax − one-hot. The row's weight scales rows, which are narrower than logits.
-                # Not scatter_add_, which copies all of a bf16 matrix on the CPU.
+                # d CE / d logits = softmax − one-hot. The row's weight is applied to D numbers below, not to V logits.
+                # scatter_add_ would copy the whole matrix in bf16 on the CPU.
                 errors[torch.arange(len(chunk), device=rows.device), target[:, 0]] = (likelihood - 1).to(dtype)
                 scale = row_weights[part, None]
                 if grad_rows is not None:
@@ -107,7 +107,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        # In place, for the table's gradient is the step's largest tensor; autograd refuses a second backward.
+        # In place, because the table's gradient is the step's largest tensor; autograd refuses a second backward pass.
         scaled = [
             None if saved is None else saved.mul_(grads[0]).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes)

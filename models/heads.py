@@ -1,9 +1,9 @@
 """Linear heads: a map for each depth from its pooled states into the model's embedding space.
 
-The shallow layers of a finished encoder know much of what its last layer says, in coordinates of their own. A head
-puts a depth's pooled states into the last layer's space, where every prefix of dimensions is an embedding: the one of
-size (l, d) is head_l(pool(h_l))[:d]. A depth without a head is as wide as the encoder, and its pooled states are the
-embedding. They stand beside the weights as `heads.safetensors`, under the names LAYERS.weight and LAYERS.bias.
+The lower layers of a trained encoder contain much of the information of its last layer, but in other coordinates. A
+head maps a depth's pooled states into the last layer's space, where every prefix of dimensions is an embedding: that of
+size (l, d) is head_l(pool(h_l))[:d]. At a depth without a head, the pooled states are the embedding, with the encoder's
+width. Heads are stored beside the weights in `heads.safetensors`, under the names LAYERS.weight and LAYERS.bias.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEADS_FILE = "heads.safetensors"
 
 
 def linear_head(weight: Tensor, bias: Tensor) -> nn.Linear:
-    """weight: float [out, hidden]; bias: [out]."""
+    """A linear layer with copies of `weight`, float [out, hidden], and `bias`, [out]."""
     head = nn.Linear(weight.shape[1], weight.shape[0])
     with torch.no_grad():
         head.weight.copy_(weight)
@@ -32,13 +32,13 @@ def linear_head(weight: Tensor, bias: Tensor) -> nn.Linear:
 
 
 def save_heads(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write `heads.safetensors` into a folder that is being made; nothing where there are no heads."""
+    """Write `heads.safetensors` into a new folder; writes nothing if there are no heads."""
     if tensors:
         save_file(dict(tensors), folder / HEADS_FILE, metadata={"format": "pt"})
 
 
 def load_heads(folder: str | Path) -> nn.ModuleDict:
-    """The heads beside a model; empty where there are none. Raises ModelError for a file that is not of heads."""
+    """The heads beside a model; empty if there are none. Raises ModelError if the file does not hold heads."""
     path = Path(folder) / HEADS_FILE
     if not path.is_file():
         return nn.ModuleDict()
@@ -63,18 +63,18 @@ def load_heads(folder: str | Path) -> nn.ModuleDict:
 
 
 def heads_up_to(heads: nn.ModuleDict, num_layers: int) -> nn.ModuleDict:
-    """Copies of the heads of depths up to `num_layers`."""
+    """Copies of the heads for depths up to `num_layers`."""
     return nn.ModuleDict({depth: copy.deepcopy(head) for depth, head in heads.items() if int(depth) <= num_layers})
 
 
 def embedding_size(heads: nn.ModuleDict, *, hidden_size: int) -> int:
-    """The width of the space that heads map into; without heads that of the encoder."""
+    """The width of the space that heads map into; without heads, the encoder's width."""
     outs = _widths(heads.values())
     return outs.pop() if outs else hidden_size
 
 
 def check_heads(heads: nn.ModuleDict, *, num_layers: int, hidden_size: int, thing: str) -> None:
-    """Raises ModelError for heads that do not fit an encoder, or do not share one space."""
+    """Raise ModelError if heads do not fit the encoder or do not map into one space."""
     for depth, head in heads.items():
         if not 1 <= int(depth) <= num_layers:
             raise ModelError(f"{thing} has a head for {depth} layers, and the encoder has {num_layers}; remove it")

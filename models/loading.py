@@ -1,8 +1,8 @@
-"""The one loader of model folders: whole, plausible and finite weights of a known encoder, or one sentence.
+"""The one loader of model folders: complete, plausible and finite weights of a known encoder, or a one-sentence error.
 
-transformers fills weights that a file lacks with random numbers, asks on stdin whether a folder's own code may run, and
-raises whatever its parts raise. Here a folder is looked at first; no code of its own ever runs; every exception becomes
-a ModelError that names the folder; and what was loaded must be all of the encoder, and finite.
+transformers fills missing weights with random numbers, asks on stdin whether a folder's own code may run, and raises
+many kinds of exceptions. This module checks the folder first and never runs its code. Every exception becomes a
+ModelError that names the folder, and the loaded weights must be complete and finite.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from models.static_embedding import StaticConfig
 
 log = logging.getLogger(__name__)
 
-# What of a configuration says where a model comes from, not what it computes.
+# Keys of a configuration that say where a model comes from; they do not change what it computes.
 NOT_COMPUTED_WITH = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
 _HINT = "give a sound model folder"
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
-# Buffers that older versions kept in files; models compute them.
+# Buffers that older versions stored in files; models compute them now.
 _COMPUTED = ("position_ids", "token_type_ids", "inv_freq")
 _POOLER = "pooler"
-# Far beyond every encoder that exists: what is larger is a mistake, and building it would take all memory.
+# Far above every existing encoder. A larger value is an error, and building such a model would take all memory.
 _LARGEST = {
     "num_hidden_layers": 1_000,
     "hidden_size": 1 << 17,
@@ -44,21 +44,22 @@ _LARGEST = {
     "vocab_size": 1 << 27,
     "max_position_embeddings": 1 << 24,
 }
-_NAMED = 3  # tensors that a sentence names
+_NAMED = 3  # number of tensors that an error message names
 
 
 def load_pretrained(auto: Any, source: str | Path) -> PreTrainedModel:
-    """The model that `auto` (AutoModel or AutoModelForMaskedLM) makes of a folder or of a hub name, in float32.
+    """Load a folder or hub name by `auto` (AutoModel or AutoModelForMaskedLM), in float32.
 
     Raises:
-        ModelError: there is none; it is no encoder; its weights lack something, do not fit or are not finite.
+        ModelError: there is no such model, it is no encoder, or its weights are incomplete, do not fit its
+            configuration or are not finite.
 
     """
     return load_with_head(auto, source)[0]
 
 
 def load_with_head(auto: Any, source: str | Path) -> tuple[PreTrainedModel, bool]:
-    """As `load_pretrained`, and whether the model's head is a fresh one, for the source has none."""
+    """As `load_pretrained`; returns (model, whether its head is freshly initialised because the source has none)."""
     thing = f"model {str(source)!r}"
     config = load_config(source)
     folder = local_folder(source)
@@ -69,7 +70,7 @@ def load_with_head(auto: Any, source: str | Path) -> tuple[PreTrainedModel, bool
     if model_class is None:
         raise ModelError(f"{thing} is of the type {config.model_type!r}, which has no layers to pre-train; {_HINT}")
     extra = {}
-    # An unused pooler would still be decayed by the optimizer.
+    # Without this, the optimizer would apply weight decay to an unused pooler.
     if "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
         extra["add_pooling_layer"] = False
     with _refusing(source, thing):
@@ -79,7 +80,7 @@ def load_with_head(auto: Any, source: str | Path) -> tuple[PreTrainedModel, bool
             dtype=torch.float32,
             trust_remote_code=False,
             output_loading_info=True,
-            # Listed in the report, so that the sentence can name them.
+            # Mismatches are then listed in the report, so that the error message can name them.
             ignore_mismatched_sizes=True,
             **extra,
         )
@@ -92,10 +93,10 @@ def load_with_head(auto: Any, source: str | Path) -> tuple[PreTrainedModel, bool
 
 
 def load_config(source: str | Path) -> PretrainedConfig:
-    """The configuration of a folder or a hub name, as that of an encoder that can be used.
+    """The configuration of a folder or a hub name, checked to be that of a supported encoder.
 
     Raises:
-        ModelError: there is none, or it is no encoder's.
+        ModelError: there is no configuration, or it is not that of a supported encoder.
 
     """
     thing = f"model {str(source)!r}"
@@ -112,7 +113,7 @@ def load_config(source: str | Path) -> PretrainedConfig:
 
 
 def build_from_config(family: str, values: Mapping[str, Any], *, thing: str) -> PreTrainedModel:
-    """An untrained encoder with its MLM head. `thing`: where the values come from, as a sentence begins."""
+    """An untrained encoder with its MLM head. `thing`: the source of the values, with which errors begin."""
     hint = "fix its values"
     with refused_by("transformers", thing, hint=hint, kind=ModelError):
         config = AutoConfig.for_model(family, **values)
@@ -129,11 +130,11 @@ def build_from_config(family: str, values: Mapping[str, Any], *, thing: str) -> 
 
 
 def check_plausible(config: PretrainedConfig, thing: str) -> None:
-    """Refuse counts of a configuration that are no counts, before anything of that size is built."""
+    """Refuse impossible layer counts, widths and the like in a configuration before a model of that size is built."""
     for name, largest in _LARGEST.items():
         value = getattr(config, name, None)
         optional = name not in ("num_hidden_layers", "hidden_size", "vocab_size")
-        # Some families compute positions and say so by -1.
+        # Some families compute positions, which -1 denotes.
         if (value is None and optional) or (name == "max_position_embeddings" and value == -1):
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
@@ -146,9 +147,9 @@ def check_plausible(config: PretrainedConfig, thing: str) -> None:
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], thing: str) -> None:
-    """Refuse NaN and infinity, naming the tensor: whatever is computed with them means nothing."""
+    """Refuse tensors with NaN or infinity, and name the first."""
     for name, tensor in tensors:
-        # A sum takes no memory; it may overflow, so it only says where to look again.
+        # The sum needs no memory, unlike isfinite(). It may overflow, so isfinite() decides if the sum is not finite.
         if tensor.is_floating_point() and not tensor.sum().isfinite() and not tensor.isfinite().all():
             raise ModelError(
                 f"{thing} holds NaN or infinity in {name}: its training diverged or its file is damaged; "
@@ -157,7 +158,7 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], thing: str) -> None:
 
 
 def local_folder(source: str | Path) -> Path | None:
-    """The folder that a source names; None where it can only be a name on the hub."""
+    """The folder that a source names; None if it can only be a name on the hub."""
     path, name = Path(source), str(source)
     is_path = isinstance(source, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1
     return path if is_path or path.exists() else None
@@ -171,7 +172,7 @@ def _transformer_folder(folder: Path) -> Path:
 
 
 def _look_at(folder: Path) -> None:
-    """Refuse what transformers would crash at, ask about, or take as leave to load something else."""
+    """Refuse a folder on which transformers would crash, ask the user, or load another model instead."""
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"no model in {folder}: config.json is missing; give the folder of a Hugging Face checkpoint")
@@ -188,7 +189,7 @@ def _look_at(folder: Path) -> None:
     if not isinstance(family, str):
         raise ModelError(f"model configuration {path} names no model_type; {_HINT}")
     if family not in CONFIG_MAPPING:
-        own_code = ", and code that a folder brings along is never run" if "auto_map" in values else ""
+        own_code = ", and code inside a model folder is never run" if "auto_map" in values else ""
         raise ModelError(
             f"model configuration {path} names the model_type {family!r:.60}, which transformers does not "
             f"know{own_code}; give an encoder of a family that it knows, such as bert"
@@ -196,7 +197,7 @@ def _look_at(folder: Path) -> None:
 
 
 def _check_family(config: PretrainedConfig, thing: str) -> None:
-    """Encoders are what transformers has a masked language model of, and our own tables."""
+    """Refuse families other than encoders: those with a masked language model in transformers, and our token tables."""
     is_masked = AutoModelForMaskedLM._model_mapping.get(type(config), None) is not None
     as_decoder = getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False)
     if not isinstance(config, StaticConfig) and (not is_masked or as_decoder):
@@ -214,9 +215,9 @@ def _check_precision(config: PretrainedConfig, thing: str) -> None:
 
 
 def _check_room(config: PretrainedConfig, folder: Path, thing: str) -> None:
-    """Refuse a configuration of far more weights than the folder's files can hold, before they are made up."""
+    """Refuse a configuration with far more weights than the folder's files can hold, before memory is allocated."""
     held = sum(path.stat().st_size for pattern in _WEIGHT_FILES for path in folder.glob(pattern) if path.is_file())
-    # A weight takes a byte at least; the estimate is a rough one.
+    # A weight takes at least one byte, and the estimate is rough.
     if held and _parameters(config) > 4 * held + 10**7:
         raise ModelError(
             f"{thing} has a configuration of about {_parameters(config):,} weights, and its files hold {held:,} bytes; "
@@ -225,7 +226,7 @@ def _check_room(config: PretrainedConfig, folder: Path, thing: str) -> None:
 
 
 def _parameters(config: PretrainedConfig) -> int:
-    """About how many weights an encoder of this configuration has."""
+    """The approximate number of weights of an encoder with this configuration."""
     hidden = int(config.hidden_size)
     tables = int(config.vocab_size) * int(getattr(config, "embedding_size", None) or hidden)
     if isinstance(config, StaticConfig):
@@ -237,9 +238,9 @@ def _parameters(config: PretrainedConfig) -> int:
 
 
 def _check_report(model: PreTrainedModel, report: Mapping[str, Collection[Any]], thing: str) -> bool:
-    """Refuse a load after which a part of the encoder is random, or was left out. Poolers and heads do not count.
+    """Refuse a model if weights of the encoder are random or were left out; poolers and heads may be missing.
 
-    True where the head is random.
+    Returns whether the head is random.
     """
     base = model.base_model
     prefix = "" if base is model else f"{model.base_model_prefix}."
@@ -268,7 +269,7 @@ def _check_report(model: PreTrainedModel, report: Mapping[str, Collection[Any]],
 
 
 def _check_head(model: PreTrainedModel, base: nn.Module, missing: set[str], thing: str) -> None:
-    """A head may be absent as a whole, as beside every fine-tuned encoder, but not in part."""
+    """Refuse a head of which only a part is missing. Fine-tuned encoders have no head at all, which is accepted."""
     tied = {id(parameter) for parameter in base.parameters()}
     head = [name for name, each in model.named_parameters(remove_duplicate=False) if id(each) not in tied]
     if set(head) - missing:
@@ -290,7 +291,7 @@ def _and_more(count: int) -> str:
 
 @contextlib.contextmanager
 def _refusing(source: str | Path, thing: str) -> Iterator[None]:
-    """As `refused_by`, for a folder or a hub name: what the system refuses may be fixed by a network."""
+    """As `refused_by`, for a folder or a hub name: an OSError may mean that the hub could not be reached."""
     with refused_by("transformers", thing, hint=_HINT, kind=ModelError):
         try:
             yield

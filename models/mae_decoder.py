@@ -1,21 +1,21 @@
 """The bottleneck decoder of masked-autoencoder pre-training, run once for all sizes.
 
-One transformer layer reads [cls_{n,d}, e(x_dec)_1, ..., e(x_dec)_L] and must recover the masked words, most of which
-it can only know from the one vector cls_{n,d} (Starbucks §3.2; RetroMAE). The passes of the |S| sizes differ in
-position 0 alone, and one layer's keys and values are computed position by position. So queries, keys and values of all
-other positions are shared: attention over the common keys runs once and keeps its log-sum-exp, and each size's CLS key
-is merged exactly. With c = q·k_cls/√h, the CLS position holds the share a = sigmoid(c − lse) of the softmax, hence
-out = (1 − a)·out_common + a·v_cls. Only masked positions ask (a query's output is read nowhere else).
+One transformer layer reads [cls_{n,d}, e(x_dec)_1, ..., e(x_dec)_L] and must recover the masked words. It can know most
+of them only from the one vector cls_{n,d} (Starbucks §3.2; RetroMAE). The inputs of the |S| sizes differ in position 0
+only, and the keys and values of one layer are computed position by position. So the sizes share the queries, keys and
+values of all other positions: attention over the common keys runs once and keeps its log-sum-exp, and each size's CLS
+key is merged exactly. With c = q·k_cls/√h, the CLS position has the share a = sigmoid(c − lse) of the softmax, hence
+out = (1 − a)·out_common + a·v_cls. Queries are computed for masked positions only, because no other output is read.
 
-The layer has BERT's form (attention, residual, norm, feed-forward, residual, norm). From a BERT-like backbone it starts
-as a copy of its first layer; from other families (ModernBERT's rotary, pre-norm layer) it starts fresh, with position
-vectors of its own where the backbone's embeddings carry none. It is thrown away after pre-training.
+The layer has BERT's form (attention, residual, norm, feed-forward, residual, norm). With a BERT-like backbone it starts
+as a copy of the backbone's first layer. With other families (ModernBERT's rotary, pre-norm layer) it starts from random
+weights, with its own position vectors if the backbone's embeddings have none. It is discarded after pre-training.
 
-Enhanced decoding (RetroMAE; SentMAE eq. 4 to 7) has the same layer and two streams. Queries are [cls_{n,d} + p_i];
+Enhanced decoding (RetroMAE; SentMAE eq. 4 to 7) uses the same layer with two streams. Queries are [cls_{n,d} + p_i];
 keys and values are [cls_{n,d}, e(x)_1, ..., e(x)_L] with no token masked, and each row i reads its own sample of them
-(models/visibility.py). Keys and values of all positions but 0 are again common to the sizes. The layer that makes
-queries is affine, so every query is the sum of a part of its text and size and a part of its position, and no product
-runs for each (text, position). Attention is PyTorch's fused one, a size at a time, made again in backward.
+(models/visibility.py). The sizes again share the keys and values of all positions but 0. The projection of queries is
+affine, so a query is the sum of a part for its text and size and a part for its position; no product is needed for each
+(text, position). Attention is PyTorch's fused kernel, one size at a time, recomputed in the backward pass.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from models.encoder import encoder_layers, float32_einsum
 
 log = logging.getLogger(__name__)
 
-# Our part -> its path in a first layer: BERT and RoBERTa, then DistilBERT.
+# Module of the decoder -> its path in the backbone's first layer: BERT and RoBERTa, then DistilBERT.
 _FIRST_LAYER_PATHS = (
     {
         "query": "attention.self.query",
@@ -61,7 +61,7 @@ _FIRST_LAYER_PATHS = (
 
 
 class MultiSizeDecoder(nn.Module):
-    """One decoder layer for all sizes' CLS vectors at once."""
+    """One decoder layer for the CLS vectors of all sizes at once."""
 
     def __init__(self, backbone: PreTrainedModel) -> None:
         super().__init__()
@@ -120,8 +120,8 @@ class MultiSizeDecoder(nn.Module):
         embedded: [B, L, D], the decoder's input embeddings; position 0 is not used.
         attention_mask: [B, L], 1 for tokens. cls: [S, B, D], each size's vector for position 0.
         wanted: bool [B, L], the positions to predict; never position 0.
-        visible: bool [B, L, L], which columns each row reads, padding never: enhanced decoding. None: basic decoding.
-        positions: [L, D], the backbone's position vectors, for enhanced decoding; None where it has none.
+        visible: bool [B, L, L], the columns that each row reads (never padding), for enhanced decoding; None: basic
+        decoding. positions: [L, D], the backbone's position vectors, for enhanced decoding; None if it has none.
         Returns [S, M, D], M = wanted.sum(), in row-major order of `wanted`.
         """
         if self.positions is not None:
@@ -134,14 +134,14 @@ class MultiSizeDecoder(nn.Module):
             rows, asked = self._enhanced(embedded, cls, wanted, visible, positions)
         attended = F.dropout(self.attention_output(rows), self.dropout, self.training)
         states = self.attention_norm(attended + asked)
-        # The widest tensors of the step outside the encoder: made again in backward, for one more product of `up`.
+        # These are the widest tensors of the step outside the encoder. Recomputing them costs one more product of `up`.
         inner = checkpoint(self._feed_forward, states, use_reentrant=False)
         return self.output_norm(F.dropout(inner, self.dropout, self.training) + states)
 
     def _basic(self, embedded: Tensor, attention_mask: Tensor, cls: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """(what the wanted positions attended to [S, M, D], what asked [M, D])."""
+        """(attention outputs [S, M, D], inputs of the queries [M, D]) of the wanted positions."""
         batch, _, hidden = embedded.shape
-        # Masked positions of each text side by side, padded to the largest count.  [B, m]
+        # The masked positions of each text, padded to the largest count.  [B, m]
         counts = wanted.sum(1)
         most = max(int(counts.max()), 1)
         slots = torch.argsort(wanted.to(torch.int8), dim=1, descending=True, stable=True)[:, :most]
@@ -153,7 +153,7 @@ class MultiSizeDecoder(nn.Module):
         value = self._split(self.value(embedded))
         scale = 1.0 / math.sqrt(hidden // self.num_heads)
         hidden_keys = attention_mask.to(torch.bool).logical_not()
-        hidden_keys[:, 0] = True  # every size brings its own position 0
+        hidden_keys[:, 0] = True  # position 0 differs between sizes and is merged below
         scores = (query @ key.transpose(-1, -2)).float() * scale  # [B, h, m, L]
         scores = scores.masked_fill(hidden_keys[:, None, None, :], torch.finfo(torch.float32).min)
         log_sum = scores.logsumexp(-1)  # [B, h, m]
@@ -174,11 +174,11 @@ class MultiSizeDecoder(nn.Module):
     def _enhanced(
         self, embedded: Tensor, cls: Tensor, wanted: Tensor, visible: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(what the wanted positions attended to, what asked), both [S, M, D]."""
+        """(attention outputs, inputs of the queries) of the wanted positions, both [S, M, D]."""
         num_sizes, batch, hidden = cls.shape
         text, place = wanted.nonzero(as_tuple=True)  # [M]
         asked = cls[:, text] + positions[place]
-        # Position 0 predicts nothing, and alone might see nothing: queries are those of 1..L-1.
+        # Position 0 predicts nothing, and its row might see no column at all, so queries are those of 1..L-1.
         # W(h + p) + b = (W h + b) + (W p + b) - (W 0 + b).
         parts = self.query(torch.cat([cls.flatten(0, 1), positions[1:], positions.new_zeros(1, hidden)]))
         of_texts = parts[: num_sizes * batch].view(num_sizes, batch, 1, hidden)
@@ -220,7 +220,7 @@ class MultiSizeDecoder(nn.Module):
 
 
 def _first(config: Any, *names: str, default: Any = None) -> Any:
-    """The first of several spellings that families use for one setting."""
+    """The first setting that the configuration has: families name the same setting differently."""
     for name in names:
         if (value := getattr(config, name, None)) is not None:
             return value

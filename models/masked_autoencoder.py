@@ -1,11 +1,11 @@
 """Masked-language-model and masked-autoencoder pre-training losses for every size in one forward pass.
 
 L = Σ_{(n,d)} w_{n,d} (L_enc(n,d) + L_dec(n,d)) (Starbucks §3.2, eq. 8 and 9), where both terms are means over masked
-tokens. Only masked rows and the CLS rows reach the head; the rows of all sizes are stacked and share one transform and
-one fused linear cross-entropy; the decoder runs once (models/mae_decoder.py). Without a decoder this is MLM at each
-size; with the full size alone, plain MLM or RetroMAE. A visibility mask makes decoding enhanced: its decoder terms are
-means over every token. What the decoder reads at position 0 is each size's CLS vector, through the head's transform in
-SMAE, whose sizes are narrower than the decoder (eq. 7), and as it is in RetroMAE (SentMAE eq. 2 and 4).
+tokens. Only masked rows and the CLS rows reach the head. The rows of all sizes are stacked and share one transform and
+one fused linear cross-entropy, and the decoder runs once (models/mae_decoder.py). Without a decoder this is MLM at each
+size; with the full size only, it is plain MLM or RetroMAE. With a visibility mask, decoding is enhanced, and the
+decoder terms are means over all tokens. At position 0 the decoder reads each size's CLS vector: in SMAE after the
+head's transform, because sizes are narrower than the decoder (eq. 7), and unchanged in RetroMAE (SentMAE eq. 2 and 4).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ IGNORED = -100
 class MaskedAutoencoder(nn.Module):
     """Encoder, head and (optionally) bottleneck decoder, sharing embeddings and head.
 
-    bottleneck: "head", the decoder reads head(CLS); "cls", the CLS vector itself, for sizes of the full width alone.
+    bottleneck: what the decoder reads at position 0. "head": head(CLS); "cls": the CLS vector itself, which only sizes
+    of the full width allow.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class MaskedAutoencoder(nn.Module):
         super().__init__()
         assert bottleneck in ("head", "cls"), bottleneck
         self.bottleneck = bottleneck
-        # Kept beside the module tree: its parts are registered below, by reference, under the names used here.
+        # Not registered as a submodule: its parts are registered below under the names that this class uses.
         object.__setattr__(self, "masked_lm", masked_lm)
         self.encoder = Encoder(base_of(masked_lm), pooling)
         self.head, self.vocabulary_loss = head_of(masked_lm, logits_memory_mib=logits_memory_mib)
@@ -53,8 +54,8 @@ class MaskedAutoencoder(nn.Module):
     def start_from_frequencies(self, counts: Tensor) -> None:
         """Set the output bias of an untrained head to the tokens' log frequencies. counts: [V], of the corpus.
 
-        Otherwise a fresh model first learns these frequencies with all its weights, which makes every text's
-        embedding nearly the same, a state that small models take long to leave. Smoothed by one count a token.
+        Otherwise an untrained model first learns these frequencies with all its weights. All texts then have nearly the
+        same embedding, a state that small models take long to leave. One is added to each count for smoothing.
         """
         counts = counts.to(self.vocabulary_loss.bias) + 1.0
         self.vocabulary_loss.bias.copy_((counts / counts.sum()).log())
@@ -77,13 +78,14 @@ class MaskedAutoencoder(nn.Module):
         """Losses of one micro-batch, or its embeddings.
 
         input_ids, attention_mask, labels, decoder_input_ids, decoder_labels: int64 [B, L]; labels are -100 where no
-        token is predicted. decoder_visible: bool [B, L, L], for enhanced decoding: which positions each row reads
-        (models/visibility.py); decoder_input_ids are then the tokens themselves. `encoder_scale`, `decoder_scale`: one
-        over the GLOBAL batch's count of predicted tokens (times the term's weight), so that micro-batches and ranks
+        token is predicted. decoder_visible: bool [B, L, L], for enhanced decoding: the positions that each row reads
+        (models/visibility.py); decoder_input_ids are then the unmasked tokens. `encoder_scale`, `decoder_scale`: the
+        term's weight over the GLOBAL batch's count of predicted tokens, so that the losses of micro-batches and ranks
         add up to the batch's mean.
+
         Returns (loss, encoder losses [S], decoder losses [S]); the latter two are detached, scaled like the loss but
-        not weighted by size. `embeddings` "also": and then each size's embeddings of these masked texts [B, d]; "only":
-        nothing but them, from the same draws of dropout. Without `labels`: as `Encoder.forward`.
+        not weighted by size. With `embeddings` "also", each size's embeddings of these masked texts [B, d] follow; with
+        "only", they alone are returned, computed with the same dropout masks. Without `labels`: as `Encoder.forward`.
         """
         if labels is None:
             return self.encoder(input_ids, attention_mask, sizes)

@@ -2,8 +2,8 @@
 
 `head(u) = LayerNorm(act(u · W_{1:d} + b))` for u of any width d up to D (Starbucks §3.2, eq. 7; act is gelu unless the
 model's config says otherwise), and `logits(z) = z · E^T + c` over the tied word embeddings. Weights and activation are
-those of the backbone's own MLM head, shared by reference, so a checkpoint's pretrained head is where training starts
-and what saving the backbone writes.
+shared by reference with the backbone's own MLM head: training starts from a checkpoint's pretrained head, and saving
+the backbone writes the trained one.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class PrefixHead(nn.Module):
         self.eps = norm.eps
 
     def forward(self, rows: Sequence[Tensor]) -> Tensor:
-        """rows: one [r_k, d_k] a size. Returns [sum of r_k, D], sizes one after another."""
-        # W_{1:d} are W's first d rows, which PyTorch's layout keeps as the first d columns.
+        """Transform the rows of all sizes: [r_k, d_k] for each size k -> [sum of r_k, D], sizes one after another."""
+        # W_{1:d} are the paper's first d rows; PyTorch stores the transpose, so they are the first d columns.
         projected = torch.cat([F.linear(part, self.weight[:, : part.shape[1]]) for part in rows])
         if self.bias is not None:
             projected = projected + self.bias
@@ -54,7 +54,7 @@ class PrefixHead(nn.Module):
 
 
 class VocabularyLoss(nn.Module):
-    """Cross-entropy over the tied vocabulary without whole logits."""
+    """Cross-entropy over the tied vocabulary, without the logits of all rows in memory at once."""
 
     def __init__(self, embeddings: nn.Parameter, bias: nn.Parameter, *, logits_memory_mib: float) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class VocabularyLoss(nn.Module):
         self.logits_memory_mib = logits_memory_mib
 
     def forward(self, rows: Tensor, targets: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor]:
-        """rows: [R, D]; targets: [R]; row_weights: [R]. Returns (weighted sum, each row's loss detached [R])."""
+        """(weighted sum of losses, each row's loss detached [R]). rows: [R, D]; targets, row_weights: [R]."""
         return fused_linear_cross_entropy(
             rows,
             self.weight,
@@ -78,8 +78,8 @@ class VocabularyLoss(nn.Module):
 def head_of(masked_lm: PreTrainedModel, *, logits_memory_mib: float) -> tuple[PrefixHead, VocabularyLoss]:
     """The backbone's own head, found by shape: one D×D linear layer, one norm and one bias of the vocabulary's size.
 
-    Its activation is the module that the head was built with (ACT2FN of BERT's hidden_act, DistilBERT's activation,
-    ModernBERT's classifier_activation). A head without one is RoBERTa's, which calls gelu whatever its config says.
+    The activation is the module that the head was built with (ACT2FN of BERT's hidden_act, DistilBERT's activation,
+    ModernBERT's classifier_activation). RoBERTa's head has no such module: it always calls gelu, whatever its config.
     """
     hidden = int(masked_lm.config.hidden_size)
     vocabulary = int(masked_lm.config.vocab_size)

@@ -1,9 +1,10 @@
 """Attention over texts packed one after another, so that nothing is computed on padding.
 
-A batch of texts becomes one row of all their tokens; linear layers, norms and embeddings do not mind, and attention
-keeps the texts apart. Registered with transformers under the name `packed`, for every backbone that takes position ids
-and lets its attention be chosen. On CUDA in half precision it is PyTorch's variable-length flash attention; elsewhere,
-and where attention weights are dropped out, which that kernel cannot, each text attends by itself.
+A batch of texts becomes one row of all their tokens. Linear layers, norms and embeddings work token by token, and
+attention keeps the texts apart. This attention is registered with transformers as `packed`, for every backbone that
+takes position ids and supports a choice of attention. On CUDA in half precision it is PyTorch's variable-length flash
+attention. That kernel cannot drop out attention weights; with such dropout, and on other devices, each text is computed
+by itself.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ NAME = "packed"
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the tokens of a padded batch [B, L] are in the packed row of T tokens."""
+    """The map between a padded batch [B, L] and the packed row of its T tokens."""
 
     batch: int
     length: int
-    places: Tensor  # int64 [T]: of each token in the flattened batch
-    positions: Tensor  # int64 [T]: of each token within its text
+    places: Tensor  # int64 [T]: index of each token in the flattened batch
+    positions: Tensor  # int64 [T]: position of each token within its text
     offsets: Tensor  # int32 [B + 1]: where each text begins
     longest: int
 
     @classmethod
     def of(cls, attention_mask: Tensor) -> Packing:
-        """attention_mask: [B, L], 1 for tokens, 0 for padding."""
+        """Build the map from attention_mask: [B, L], 1 for tokens, 0 for padding."""
         batch, length = attention_mask.shape
         counts = attention_mask.sum(1)
         places = attention_mask.flatten().nonzero().squeeze(1)
@@ -71,7 +72,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface. query, key, value: [1, heads, T, width]. Returns [1, T, heads, width].
 
-    cu_seq_lens_q: int32 [texts + 1], where each text begins.
+    cu_seq_lens_q: int32 [texts + 1], the index at which each text begins.
     """
     assert attention_mask is None and query.shape[0] == 1, "packed texts come in one row, without a mask"
     if query.is_cuda and dropout == 0.0 and query.dtype in (torch.float16, torch.bfloat16):
@@ -97,7 +98,7 @@ def _plain_attention(
 
 
 def fast_on(device: torch.device, backbone: PreTrainedModel) -> bool:
-    """Whether packing gains: on CUDA, without attention dropout, where the kernel gives what plain attention gives."""
+    """Whether packing is worthwhile: on CUDA, without attention dropout, if the kernel agrees with plain attention."""
     config = backbone.config
     rates = (getattr(config, name, 0.0) for name in ("attention_probs_dropout_prob", "attention_dropout"))
     if device.type != "cuda" or any(rates) or why_not_packed(backbone) is not None:
@@ -125,7 +126,7 @@ AttentionMaskInterface.register(NAME, _no_mask)
 
 
 def packs(backbone: PreTrainedModel) -> bool:
-    """Whether texts are packed: the backbone's attention is this module's."""
+    """Whether texts are packed, that is whether the backbone uses this module's attention."""
     return backbone.config._attn_implementation == NAME
 
 
@@ -136,7 +137,7 @@ def check_packs(backbone: PreTrainedModel) -> None:
 
 
 def why_not_packed(backbone: PreTrainedModel) -> str | None:
-    """Why this backbone cannot read packed texts; None where it can."""
+    """The reason why this backbone cannot read packed texts; None if it can."""
     if "position_ids" not in inspect.signature(type(backbone).forward).parameters:
         return "takes no position ids"
     if not getattr(type(backbone), "_supports_attention_backend", False):

@@ -1,11 +1,11 @@
-"""Embeddings and token tables in fewer bits, as sentence-transformers reads them.
+"""Embeddings and token tables in fewer bits, in the formats of sentence-transformers.
 
-- int8 embeddings: 256 equal steps between each dimension's least and largest value in calibration vectors. Codes are
-  those of its `quantize_embeddings(precision="int8", ranges=…)`; a code stands for the middle of its step.
-- binary embeddings: one bit a dimension, whether it is above 0. As vectors of ±1 their dot product is d − 2 · Hamming
-  distance, so that the ordinary exact search ranks by Hamming distance.
-- an int8 token table: each row's codes −127..127 and one scale, in the layout of model2vec's vocabulary-quantised
-  files, which a StaticEmbedding multiplies out when it loads them.
+- int8 embeddings: 256 equal steps between each dimension's smallest and largest value in calibration vectors. The codes
+  equal those of `quantize_embeddings(precision="int8", ranges=…)`; a code stands for the middle of its step.
+- binary embeddings: one bit for each dimension, set if the value is above 0. As vectors of ±1, their dot product is
+  d − 2 · Hamming distance, so the ordinary exact search ranks by Hamming distance.
+- an int8 token table: codes −127..127 and one scale for each row, in the layout of model2vec's vocabulary-quantised
+  files; StaticEmbedding multiplies codes and scales when it loads them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _STEPS = 255
 
 
 def int8_ranges(vectors: np.ndarray) -> np.ndarray:
-    """Least and largest value of each dimension: float32 [2, d] of vectors [n, d]."""
+    """The smallest and largest value of each dimension: vectors [n, d] -> float32 [2, d]."""
     return np.stack([vectors.min(0), vectors.max(0)]).astype(np.float32)
 
 
 def to_int8(vectors: np.ndarray, ranges: np.ndarray) -> np.ndarray:
-    """Codes int8 [n, d]; values beyond the ranges take the outermost codes."""
+    """The codes of vectors, int8 [n, d]; values outside the ranges get the outermost codes."""
     start, step = _start_and_step(ranges)
     return (np.clip(np.floor((vectors - start) / step), 0, _STEPS) - 128).astype(np.int8)
 
 
 def from_int8(codes: np.ndarray, ranges: np.ndarray) -> np.ndarray:
-    """What codes stand for, float32 [n, d]: off by half a step at most within the ranges."""
+    """The values that codes stand for, float32 [n, d]; the error within the ranges is at most half a step."""
     start, step = _start_and_step(ranges)
     return (start + (codes.astype(np.float32) + 128.5) * step).astype(np.float32)
 
@@ -45,7 +45,7 @@ def to_signs(vectors: np.ndarray) -> np.ndarray:
 
 
 def int8_table(table: Tensor) -> tuple[Tensor, Tensor]:
-    """A token table [V, d] as codes int8 [V, d] and scales float32 [V]; codes · scale is off by half of it at most."""
+    """A token table [V, d] as codes int8 [V, d] and scales float32 [V]; the error is at most half a scale."""
     table = table.detach().float()
     scales = table.abs().amax(1) / 127
     codes = (table / torch.where(scales > 0, scales, 1.0)[:, None]).round().to(torch.int8)

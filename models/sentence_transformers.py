@@ -1,10 +1,10 @@
-"""Folders of sentence-transformers, read as what this project knows: a transformer, its settings and a linear map.
+"""Reads folders of sentence-transformers as a transformer, its settings and a linear map.
 
-Both layouts are read: the long-standing one (1_Pooling/config.json with a flag a pooling mode, max_seq_length in
-sentence_bert_config.json) and that of sentence-transformers 6 (`pooling_mode`, the length in tokenizer_config.json).
-The modules may be Transformer, Pooling (cls or mean), Dense (without activation), Dropout and Normalize. Several Dense
-are one linear map. Normalize makes unit vectors, which the cosine compares; cosine without it compares the same.
-Whatever else a folder asks for would give other vectors than its own, and is refused in one sentence.
+Two layouts are read: that of versions up to 5 (1_Pooling/config.json with a flag for each pooling mode, max_seq_length
+in sentence_bert_config.json) and that of version 6 (`pooling_mode`, the length in tokenizer_config.json). The modules
+may be Transformer, Pooling (cls or mean), Dense (without activation), Dropout and Normalize. Several Dense modules are
+combined into one linear map. Normalize scales vectors to unit length, which does not change their cosine. Anything else
+in a folder would change its vectors in a way that this project cannot compute, and is refused in one sentence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from data.model_folders import MODULES_FILE, Module, Modules, read_modules
 from models.loading import local_folder
 from models.sizes import ModelError
 
-# The library tries these in turn; each family once had its own.
+# The library tries these names in turn; older versions had one for each family.
 _TRANSFORMER_FILES = tuple(
     f"sentence_{family}_config.json"
     for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -35,7 +35,7 @@ _TRANSFORMER_FILES = tuple(
 _MODEL_FILE = "config_sentence_transformers.json"
 _POOLED = "sentence_embedding"
 _IDENTITY = ("torch.nn.modules.linear.Identity", "torch.nn.Identity")
-# Arguments of the loading, which do not change what is computed.
+# Loading arguments that do not change the vectors.
 _HARMLESS = {"attn_implementation", "dtype", "torch_dtype", "local_files_only", "use_fast", "model_max_length"}
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -51,14 +51,14 @@ Schema = TypeVar("Schema", bound=Record)
 
 
 class LinearMap(NamedTuple):
-    """What Dense modules do to a pooled vector: weight [out, hidden], bias [out], float32."""
+    """The linear map of the Dense modules: weight [out, hidden], bias [out], float32."""
 
     weight: Tensor
     bias: Tensor
 
 
 class _TransformerFile(Record):
-    """sentence_bert_config.json."""
+    """The fields of sentence_bert_config.json."""
 
     max_seq_length: int | None = None
     do_lower_case: bool | None = False
@@ -78,7 +78,7 @@ class _TransformerFile(Record):
 
 
 class _TokenizerFile(Record):
-    """What tokenizer_config.json says of lengths. One without a length has 1e30, as an integer."""
+    """The fields of tokenizer_config.json that matter here. Without a limit, the length is 1e30 as an integer."""
 
     model_max_length: int | float | None = None
     truncation_side: str = "right"
@@ -86,13 +86,13 @@ class _TokenizerFile(Record):
 
 
 class _Tokenizer(Record):
-    """tokenizer.json."""
+    """The field of tokenizer.json that matters here."""
 
     normalizer: dict[str, Any] | None = None
 
 
 class _PoolingFile(Record):
-    """N_Pooling/config.json: the mode, or modes, by name; before version 6 a flag a mode, and the mean without any."""
+    """The fields of N_Pooling/config.json: the mode or modes by name, or flags before version 6; no flag means mean."""
 
     pooling_mode: str | list[str] | None = None
     include_prompt: bool = True
@@ -111,7 +111,7 @@ class _PoolingFile(Record):
 
 
 class _DenseFile(Record):
-    """N_Dense/config.json."""
+    """The fields of N_Dense/config.json."""
 
     in_features: int
     out_features: int
@@ -123,14 +123,14 @@ class _DenseFile(Record):
 
 
 class _NormalizeFile(Record):
-    """N_Normalize/config.json, which older versions do not write."""
+    """The fields of N_Normalize/config.json, which older versions do not write."""
 
     module_input_name: str | None = _POOLED
     module_output_name: str | None = None
 
 
 class _ModelFile(Record):
-    """config_sentence_transformers.json."""
+    """The fields of config_sentence_transformers.json."""
 
     model_type: str = "SentenceTransformer"
     prompts: dict[str, str | None] | None = None
@@ -140,10 +140,10 @@ class _ModelFile(Record):
 
 @dataclass(frozen=True)
 class SentenceModel:
-    """What a sentence-transformers folder says.
+    """The content of a sentence-transformers folder.
 
-    `lengths`: the tokens at which queries and passages are cut, special tokens included; None: the folder names none.
-    `dense`: the folders of its Dense modules, in their order.
+    `lengths`: the tokens at which queries and passages are cut, special tokens included; None if the folder names no
+    limit. `dense`: the folders of the Dense modules, in order.
     """
 
     folder: Path
@@ -156,7 +156,7 @@ class SentenceModel:
     dense: tuple[Path, ...]
 
     def linear_map(self, hidden_size: int) -> LinearMap | None:
-        """The Dense modules as one map of pooled vectors of `hidden_size`; None where there is none."""
+        """The Dense modules combined into one map of pooled vectors [hidden_size]; None if there are none."""
         if not self.dense:
             return None
         weight = torch.eye(hidden_size, dtype=torch.float64)
@@ -174,9 +174,9 @@ class SentenceModel:
 
 
 def read_sentence_model(source: str | Path) -> SentenceModel | None:
-    """What a sentence-transformers folder, or hub name whose files are at hand or can be fetched, says.
+    """Read a sentence-transformers folder, or a hub name whose files are cached or can be fetched.
 
-    None where there is no modules.json, and where there is a barista.json, which goes before it.
+    None without a modules.json, or with a barista.json, which takes precedence.
 
     Raises:
         ModelError: the folder is damaged, or it describes a model that this project cannot compute.
@@ -265,10 +265,10 @@ def _lengths(transformer: Path, folder: Path) -> tuple[int | None, int | None]:
 
 
 def _lowers_case(transformer: Path, tokenizer: _TokenizerFile) -> bool:
-    """Whether a tokenizer makes its texts lower case by itself, as far as its files say."""
+    """Whether a tokenizer converts texts to lower case, as far as its files say."""
     path = transformer / "tokenizer.json"
     if not path.is_file():
-        # BERT's tokenizers of a vocab.txt do, unless told otherwise.
+        # BERT's tokenizers with a vocab.txt do so by default.
         return tokenizer.do_lower_case is not False and (transformer / "vocab.txt").is_file()
     normalizer = read_record(path, _Tokenizer, what="tokenizer").normalizer or {}
     parts = normalizer.get("normalizers", [normalizer])
@@ -285,14 +285,14 @@ def _pooling(path: Path, folder: Path, *, has_prompt: bool) -> str:
 
 
 def _similarity(name: str | None, folder: Path, *, unit: bool) -> str:
-    """The dot product of unit vectors is their cosine."""
+    """The similarity, "cosine" or "dot". The dot product of unit vectors is their cosine."""
     if name not in (None, "cosine", "dot"):
         raise _refusal(folder, f"it compares vectors by {name!r:.40}, and only cosine and dot can be computed")
     return "dot" if name == "dot" and not unit else "cosine"
 
 
 def _prompts(found: _ModelFile) -> tuple[str, str]:
-    """What stands before queries and before passages. The default prompt serves models that name neither."""
+    """The prompts of queries and passages. The default prompt serves both if the folder names neither."""
     prompts = found.prompts or {}
     query = prompts.get("query") or ""
     passage = next((text for name in ("document", "passage", "corpus") if (text := prompts.get(name))), "")
@@ -341,8 +341,8 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _fetch(name: str, file: str) -> Path | None:
-    """A file of a hub name, from the cache or the network; None where there is none."""
-    # What is wrong with the name itself is said by whoever loads the model.
+    """The snapshot folder of a hub name, after fetching one of its files; None if there is no such file."""
+    # A wrong name is reported later, when the model is loaded.
     with contextlib.suppress(OSError, ValueError):
         found = cached_file(
             name,
@@ -357,7 +357,7 @@ def _fetch(name: str, file: str) -> Path | None:
 
 
 def _fetch_all(name: str, modules: Modules) -> None:
-    """Fetch what is read of a hub name beside its transformer, which is loaded by its name."""
+    """Fetch the files of a hub name that are read here; the transformer itself is loaded by its name."""
     if modules.listed[0].path:
         raise ModelError(
             f"{name} keeps its transformer in the folder {modules.listed[0].path}; download it, and name the folder"

@@ -1,9 +1,9 @@
-"""Sizes and ladders: which (layers, dimensions) one model is trained and served at.
+"""Sizes and ladders: the (layers, dimensions) at which one model is trained and used.
 
 A size is a pair (n, d): the first n encoder layers, the first d hidden dimensions (Starbucks §3.1, eq. 1).
-A ladder is a strictly increasing list of sizes whose last member is the whole encoder (eq. 4); that of a model of one
-layer, a static embedding, increases in dimensions alone.
-Torch-free, so that a login node without a GPU stack can check a recipe.
+A ladder is a strictly increasing list of sizes whose last member is the whole encoder (eq. 4). The ladder of a model
+with one layer, a static embedding, increases in dimensions only.
+This module does not import torch, so that a login node without a GPU stack can check a recipe.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CUP_NAMES = ("demi", "short", "tall", "grande", "venti", "trenta")
 
 
 class ModelError(UserError):
-    """A user's mistake about a model: one sentence that names the thing and says what to do."""
+    """A user error about a model: one sentence that names the thing and says what to do."""
 
 
 @dataclass(frozen=True, order=True)
@@ -36,7 +36,7 @@ class Size:
         return f"{self.layers}x{self.dim}"
 
     def fits_in(self, other: Size) -> bool:
-        """Whether a model of the other size has this one in it."""
+        """Whether a model of the other size contains this size."""
         return self.layers <= other.layers and self.dim <= other.dim
 
     @classmethod
@@ -87,18 +87,21 @@ class Ladder:
 
     @property
     def grid(self) -> tuple[Size, ...]:
-        """Its layer counts × its dims, each pair once, layers first: a ladder of one layer repeats its count."""
+        """All pairs of the ladder's layer counts and dimensions, each once, ordered by layers.
+
+        The sizes of a one-layer ladder all have the same layer count.
+        """
         return tuple(dict.fromkeys(Size(a.layers, b.dim) for a in self for b in self))
 
     @property
     def names(self) -> dict[Size, str]:
-        """The cup names for a ladder of six, "2x32" and the like for any other length."""
+        """The cup names (demi, short, …) for a ladder of six sizes, "2x32" and the like for any other."""
         if len(self.sizes) == len(CUP_NAMES):
             return dict(zip(self.sizes, CUP_NAMES))
         return {size: str(size) for size in self.sizes}
 
     def name(self, size: Size) -> str:
-        """The cup name of a ladder member, LAYERSxDIM of any other size."""
+        """The name of a size of the ladder; LAYERSxDIM for any other size."""
         return self.names.get(size, str(size))
 
     def find(self, name: str) -> Size:
@@ -107,7 +110,7 @@ class Ladder:
         return by_name[name] if name in by_name else Size.parse(name)
 
     def check_against(self, *, num_layers: int, hidden_size: int) -> None:
-        """Refuse a ladder that outgrows the encoder or stops short of it."""
+        """Refuse a ladder whose last size is larger or smaller than the encoder."""
         if self.full != Size(num_layers, hidden_size):
             verb = "stops short of" if self.full.fits_in(Size(num_layers, hidden_size)) else "outgrows"
             raise ModelError(

@@ -1,10 +1,10 @@
 """A token table as an encoder: a text's embedding is the mean of its tokens' rows.
 
-It is a Hugging Face model of its own type, `static`, so that loading, saving, checkpoints and exports know one kind of
-folder. It has one layer, and its sizes are prefixes of the table's columns. Texts come flat, all tokens in one tensor
-with offsets: a table has no use for padding, and `EmbeddingBag` never makes the [tokens, dim] that a mean of rows would
-need. Special tokens do not count, because servers of such models (sentence-transformers' StaticEmbedding) tokenize
-without them: the model leaves them out itself, however a text was tokenized. A text without tokens is all zeros.
+It is a Hugging Face model with the type `static`, so that loading, saving, checkpoints and exports handle one kind of
+folder. It has one layer, and its sizes are prefixes of the table's columns. Texts are flat, all tokens in one tensor
+with offsets: a table needs no padding, and `EmbeddingBag` computes means without a [tokens, dim] tensor. The model
+ignores special tokens, because sentence-transformers' StaticEmbedding tokenizes without them. The embedding of a text
+without tokens is all zeros.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODEL_TYPE = "static"
 
 
 class StaticConfig(PretrainedConfig):
-    """`special_ids`: tokens that are no part of a text. `initializer_range`: deviation of fresh rows."""
+    """`special_ids`: tokens to ignore. `initializer_range`: standard deviation of untrained rows."""
 
     model_type = MODEL_TYPE
 
@@ -44,7 +44,7 @@ class StaticConfig(PretrainedConfig):
 
 
 class StaticModel(PreTrainedModel):
-    """The table. Its one tensor is called `embedding.weight` in files, as sentence-transformers calls it."""
+    """The token table. Its only tensor is `embedding.weight` in files, the name that sentence-transformers uses."""
 
     config_class = StaticConfig
     config: StaticConfig
@@ -64,7 +64,7 @@ class StaticModel(PreTrainedModel):
         return self.embedding
 
     def forward(self, input_ids: Tensor, offsets: Tensor) -> Tensor:
-        """Flat ids of n texts to their means: input_ids [T], offsets int64 [n + 1] -> [n, hidden]."""
+        """The means of n flat texts: input_ids [T], offsets int64 [n + 1] -> [n, hidden]."""
         tokens, offsets = self._without_specials(input_ids, offsets)
         return self.embedding(tokens, offsets[:-1])
 
@@ -79,7 +79,7 @@ class StaticModel(PreTrainedModel):
 
 
 def cut_table(model: StaticModel, dim: int) -> StaticModel:
-    """A table of the first `dim` columns alone."""
+    """A copy of the table with the first `dim` columns only."""
     config = copy.deepcopy(model.config)
     config.hidden_size = dim
     cut = StaticModel(config)
@@ -96,7 +96,7 @@ def flatten(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def build_static(config: Mapping[str, Any], *, vocab_size: int, special_ids: Sequence[int]) -> StaticModel:
-    """A fresh table. `config`: model_type = "static", hidden_size, and initializer_range where 1 is not wanted."""
+    """An untrained table. `config`: model_type = "static", hidden_size, and initializer_range (default 1)."""
     values = {key: value for key, value in config.items() if key != "model_type"}
     if unknown := sorted(set(values) - {"hidden_size", "initializer_range"}):
         raise ModelError(
@@ -109,7 +109,7 @@ def build_static(config: Mapping[str, Any], *, vocab_size: int, special_ids: Seq
 
 
 def special_ids_of(all_special_ids: Sequence[int], unknown_id: int | None) -> list[int]:
-    """What a table leaves out: a tokenizer's special tokens, but not the unknown one, which stands for text."""
+    """The ids that a table ignores: a tokenizer's special tokens except the unknown token, which stands for text."""
     return sorted(int(index) for index in set(all_special_ids) - {unknown_id})
 
 

@@ -15,7 +15,7 @@ import tomli_w
 from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
-from data.shards.writer import UnitWriter, finish_folder
+from data.shards.writer import SplitWriter, finish_folder
 from models.encoder import EmbeddingSettings, load_encoder
 from tests.beir import write_beir
 from tests.faults.comparison import NO_DIFFERENCES
@@ -59,7 +59,7 @@ def killed(launcher: None, folder: Path) -> tuple[Path, Trial]:
 def tuned(launcher: None, folder: Path, killed: tuple[Path, Trial]) -> Path:
     """A fine-tuning of what the killed run came to; a query is the first half of its passage."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "shards" / "tokenizer")
-    with UnitWriter(folder / "tuples", 0, kind="tuples", vocabulary_size=len(tokenizer)) as writer:
+    with SplitWriter(folder / "tuples", 0, kind="tuples", vocabulary_size=len(tokenizer)) as writer:
         for text in made_up_texts(64):
             ids = tokenizer(text, add_special_tokens=False).input_ids
             writer.add_tuple(ids[: len(ids) // 2], [ids])

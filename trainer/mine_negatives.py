@@ -30,7 +30,7 @@ import numpy as np
 from transformers.utils import logging as hf_logging
 
 from data.corpora.plan import TUPLE_FORMATS, corpus_of, plan_tuples
-from data.corpora.units import Unit
+from data.corpora.splits import InputSplit
 from data.ground.command import run_command
 from data.ground.errors import ConfigError, UserError
 from data.ground.files import sha256_of
@@ -147,7 +147,7 @@ _READING = (
 )
 
 
-def _units(args: argparse.Namespace, scratch: Path) -> list[Unit]:
+def _units(args: argparse.Namespace, scratch: Path) -> list[InputSplit]:
     return plan_tuples(
         args.inputs,
         scratch=scratch,

@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerFast
 
 from data.collate import text_hashes
 from data.corpora.plan import TEXT_SPLITS, plan_documents, plan_tuples
-from data.corpora.read import read_unit
-from data.corpora.units import Document, Unit
+from data.corpora.read import read_split
+from data.corpora.splits import Document, InputSplit
 from data.encoding import TextEncoder
 from data.ground.command import log_to_stderr, run_command
 from data.ground.errors import ConfigError
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         store_vectors(recipe, units, join(choose_device("auto")))
 
 
-def store_vectors(recipe: Recipe, units: Sequence[Unit], world: World) -> None:
+def store_vectors(recipe: Recipe, units: Sequence[InputSplit], world: World) -> None:
     """Fill teacher.store with the vectors of all texts of these units. Every rank calls it."""
     folder, source = Path(recipe.teacher.store), recipe.teacher.model
     shards = [ShardFolder(path, verify="size") for path in recipe.data.shards]
@@ -144,7 +144,7 @@ def _begin(folder: Path, record: StoreRecord) -> None:
     write_store_record(folder, record)
 
 
-def _texts_digest(units: Sequence[Unit]) -> str:
+def _texts_digest(units: Sequence[InputSplit]) -> str:
     """Of the files, each hashed once, and of the records that are read of them."""
     files = {path: sha256_of(path) for path in {unit.path for unit in units if unit.is_file}}
     return digest_of([[unit.source, unit.skip, unit.limit, files.get(unit.path)] for unit in units])
@@ -165,12 +165,12 @@ def _rooms(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     return sorted(rooms)
 
 
-def _blocks(units: Sequence[Unit]) -> Iterator[tuple[list[str], np.ndarray]]:
+def _blocks(units: Sequence[InputSplit]) -> Iterator[tuple[list[str], np.ndarray]]:
     """Texts in the order of the files, BLOCK_TEXTS at a time, and which of them are queries."""
     texts: list[str] = []
     queries: list[bool] = []
     for unit in units:
-        for _, record in read_unit(unit):
+        for _, record in read_split(unit):
             if "text" in record:
                 texts.append(cast(Document, record)["text"])
                 queries.append(False)

@@ -1,4 +1,4 @@
-"""Texts and judgements that are named by ids: BEIR folders, qrels, hard negatives by id."""
+"""Texts and relevance judgements by id: BEIR folders, qrels, hard negatives."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from data.corpora.rows import json_row, rows_of
-from data.corpora.units import DocumentLayout, IdLayout, Unit, join_title, place
+from data.corpora.splits import DocumentLayout, IdLayout, InputSplit, join_title, place
 from data.ground.errors import DataError
 from data.ground.files import open_regular, read_text, reading
-from data.lines import Tally, decoded, lines
+from data.lines import ByteCounter, decoded, lines
 
 
 def number_of(value: Any) -> float:
-    """A number or its text, as people write it; NaN for everything else."""
+    """A number, or a text that is one ("0.5"), as float; NaN for everything else."""
     if isinstance(value, bool) or (isinstance(value, str) and "_" in value):
         return math.nan
     try:
@@ -32,7 +32,8 @@ def number_of(value: Any) -> float:
 class TextIndex:
     """Texts of a file by id: sorted 64-bit hashes of the ids and the byte offsets of their lines.
 
-    For collection.tsv (id, tab, text) and corpus.jsonl ({"_id", "title", "text"}); 16 bytes a text, mapped from disk.
+    For collection.tsv (id, tab, text) and corpus.jsonl ({"_id", "title", "text"}). The index takes 16 bytes a text and
+    is mapped from disk.
     """
 
     def __init__(self, path: Path, hashes: np.ndarray, offsets: np.ndarray) -> None:
@@ -44,7 +45,7 @@ class TextIndex:
 
     @classmethod
     def build(cls, path: Path) -> TextIndex:
-        """Read the file once."""
+        """Build the index of a file, which is read once."""
         hashes, offsets = [], []
         for position, line in lines(path):
             if line.strip():
@@ -72,7 +73,7 @@ class TextIndex:
 
     @staticmethod
     def path_in(folder: Path) -> Path:
-        """The file that a saved index is of."""
+        """The file that a saved index belongs to."""
         return Path((folder / "path").read_text(encoding="utf-8"))
 
     def __len__(self) -> int:
@@ -93,19 +94,21 @@ class TextIndex:
 
     @staticmethod
     def _parse(path: Path, position: int, line: bytes) -> tuple[str, str]:
-        unit = Unit(str(path), str(path), "jsonl", IdLayout("", ""), size=0)
-        text = decoded(line, lambda: place(unit, position)).rstrip("\r\n")
+        input_split = InputSplit(str(path), str(path), "jsonl", IdLayout("", ""), size=0)
+        text = decoded(line, lambda: place(input_split, position)).rstrip("\r\n")
         if path.suffix == ".tsv":
             name, tab, content = text.partition("\t")
             if not tab:
-                raise DataError(f"{place(unit, position)} is not of the form ID, tab, text")
+                raise DataError(f"{place(input_split, position)} is not of the form ID, tab, text")
             return name, content
-        row = json_row(unit, position, text)
+        row = json_row(input_split, position, text)
         key, body, title = row.get("_id"), row.get("text"), row.get("title")
         if not isinstance(key, str | int) or isinstance(key, bool) or not isinstance(body, str):
-            raise DataError(f"{place(unit, position)} has no '_id' or no 'text', which a BEIR corpus or query needs")
+            raise DataError(
+                f"{place(input_split, position)} has no '_id' or no 'text', which a BEIR corpus or query needs"
+            )
         if title is not None and not isinstance(title, str):
-            raise DataError(f"{place(unit, position)}: the title is a {type(title).__name__}, not a text")
+            raise DataError(f"{place(input_split, position)}: the title is a {type(title).__name__}, not a text")
         return str(key), join_title(title, body)
 
 
@@ -114,7 +117,7 @@ def _id_hash(name: str) -> int:
 
 
 def read_qrels(path: Path) -> dict[str, dict[str, float]]:
-    """{query id: {passage id: grade}} of BEIR's three columns with a header, or TREC's four without."""
+    """{query id: {passage id: grade}} of BEIR's three columns with a header, or TREC's four columns without one."""
     if not path.is_file():
         raise DataError(f"file {path} of relevance judgements does not exist; check the folder and --split")
     judged: dict[str, dict[str, float]] = {}
@@ -137,7 +140,7 @@ def read_qrels(path: Path) -> dict[str, dict[str, float]]:
 
 
 def read_beir_texts(path: Path) -> dict[str, str]:
-    """{id: text} of a corpus.jsonl, queries.jsonl or an id-tab-text .tsv, titles put before texts."""
+    """{id: text} of a corpus.jsonl, queries.jsonl or an id-tab-text .tsv; a title is put before its text."""
     if not path.is_file():
         raise DataError(f"file {path} does not exist; check the folder and --split")
     texts: dict[str, str] = {}
@@ -150,11 +153,11 @@ def read_beir_texts(path: Path) -> dict[str, str]:
     return texts
 
 
-def corpus_texts(path: Path, tally: Tally | None = None) -> Iterator[str]:
-    """Every text of a corpus.jsonl or an id-tab-text .tsv that is not empty, titles put before texts."""
+def corpus_texts(path: Path, counter: ByteCounter | None = None) -> Iterator[str]:
+    """All non-empty texts of a corpus.jsonl or an id-tab-text .tsv; a title is put before its text."""
     if not path.is_file():
         raise DataError(f"file {path} does not exist; give a corpus.jsonl or a collection.tsv")
-    for position, line in lines(path, tally=tally):
+    for position, line in lines(path, counter=counter):
         if line.strip():
             _, text = TextIndex._parse(path, position, line)
             if text.strip():
@@ -164,24 +167,28 @@ def corpus_texts(path: Path, tally: Tally | None = None) -> Iterator[str]:
 def read_hard_negatives(path: Path, judged: Mapping[str, Mapping[str, float]], *, most: int) -> dict[str, list[str]]:
     """{query id: passage ids} of {"qid", "neg": [...]} or {"qid", "neg": {system: [...], ...}} lines.
 
-    Systems take turns, so that each gives its best; judged passages are left out, for they may be relevant.
+    The systems take turns, so that each contributes its best. Judged passages are left out: they may be relevant.
     """
     if not path.is_file():
         raise DataError(f"hard negatives file {path} does not exist; check the path")
-    unit = Unit(str(path), str(path), "jsonl", DocumentLayout(), size=0)
+    input_split = InputSplit(str(path), str(path), "jsonl", DocumentLayout(), size=0)
     found: dict[str, list[str]] = {}
-    for position, row in rows_of(unit, Tally()):
+    for position, row in rows_of(input_split, ByteCounter()):
         query, negatives = str(row.get("qid", "")), row.get("neg")
         if not query or not isinstance(negatives, list | dict):
-            raise DataError(f'{place(unit, position)} is not of the form {{"qid": ..., "neg": [...]}}')
+            raise DataError(f'{place(input_split, position)} is not of the form {{"qid": ..., "neg": [...]}}')
         if query not in judged:
             continue
         if query in found:
-            raise DataError(f"{place(unit, position)} gives negatives of query {query!r} again; drop one of the lines")
+            raise DataError(
+                f"{place(input_split, position)} gives negatives of query {query!r} again; drop one of the lines"
+            )
         systems = list(negatives.values()) if isinstance(negatives, dict) else [negatives]
         entries = [[_passage_id(entry) for entry in system] if isinstance(system, list) else [""] for system in systems]
         if not all(name for system in entries for name in system):
-            raise DataError(f'{place(unit, position)}: "neg" holds what is no passage id nor {{"pid": id}}')
+            raise DataError(
+                f'{place(input_split, position)}: "neg" must hold passage ids or {{"pid": id}} objects only'
+            )
         names = (name for turn in itertools.zip_longest(*entries) for name in turn if name is not None)
         distinct = dict.fromkeys(name for name in names if name not in judged[query])
         found[query] = list(itertools.islice(distinct, most))

@@ -1,12 +1,12 @@
-"""What users hold, cut into units: text files, query/passage files, tars, and data sets of the hub.
+"""Users' inputs cut into input splits: text files, query/passage files, tars, and data sets of the hub.
 
 What is decided here and in the modules beside it:
 - A record is {"text"} or {"query", "positives", "negatives", "score"}; every reader is lazy.
-- Inputs are cut into `Unit`s: a byte range of a jsonl or TSV file, row groups of a parquet file, a whole compressed
-  file or tar, a shard of a hub data set. A unit is small enough to pickle, and one process reads it from start to end.
-  Byte ranges need no scan of the file: a line belongs to the unit in which its first byte lies.
-- Whatever is wrong with the user's data is a DataError that names file and line. Line numbers are counted when an
-  error needs them, not while reading.
+- An `InputSplit` is a byte range of a jsonl or TSV file, row groups of a parquet file, a whole compressed file or tar,
+  or a shard of a hub data set. It is small enough to pickle, and one process reads it from start to end. Byte ranges
+  need no scan of the file: a line belongs to the range that contains its first byte.
+- Every problem with the user's data is a DataError that names file and line. Line numbers are counted when an error
+  needs them, not while reading.
 - Passages named by id (MS MARCO, BEIR) are fetched through an index of byte offsets, so that no process holds the
   collection in memory.
 """
@@ -25,34 +25,34 @@ from pathlib import Path
 from typing import Any, cast
 
 from data.corpora.by_id import TextIndex, read_beir_texts, read_hard_negatives, read_qrels
-from data.corpora.read import read_unit
+from data.corpora.read import read_split
 from data.corpora.rows import hub_dataset, open_parquet, require_columns, rows_of
-from data.corpora.units import (
+from data.corpora.splits import (
     NEGATIVE_NAME,
     SCORE_NAMES,
     Document,
     DocumentLayout,
     IdLayout,
+    InputSplit,
     TupleLayout,
     TupleRecord,
-    Unit,
 )
 from data.ground.errors import DataError
 from data.ground.files import first_line, read_text
 from data.ground.secrets import without_secrets
 from data.inputs import FileKind, check_name, find_inputs, kind_of
-from data.lines import LONGEST_LINE, Tally, decoded, is_compressed, lines
+from data.lines import LONGEST_LINE, ByteCounter, decoded, is_compressed, lines
 
 logger = logging.getLogger(__name__)
-SMALLEST_UNIT_BYTES = 4 * 2**20
-LARGEST_UNIT_BYTES = 256 * 2**20
+SMALLEST_SPLIT_BYTES = 4 * 2**20
+LARGEST_SPLIT_BYTES = 256 * 2**20
 MOST_NEGATIVES = 2**16
-UNITS_WANTED = 16
+SPLITS_WANTED = 16
 TEXT_SPLITS = ("blank-lines", "lines", "file")
 TUPLE_FORMATS = ("auto", "columns", "nli", "sts", "msmarco", "beir")
 _QUERY_NAMES = ("query", "anchor", "question", "sentence1")
 _POSITIVE_NAMES = ("positive", "positives", "pos", "positive_passages", "answer", "entailed", "sentence2")
-# Headers of NLI triplets: a file without one would lose its first triplet to it.
+# Known headers of NLI triplets. Without this check, the first triplet of a file without a header would be lost.
 _NLI_NAMES = (
     re.compile(r"anchor|premise|query|sent(ence)?_?[01]|text_?[01]"),
     re.compile(r"entail(ed|ment)|positive|pos|hypothesis|sent(ence)?_?[12]|text_?[12]"),
@@ -72,41 +72,45 @@ def plan_documents(
     limit: int | None = None,
     longest_line: int = LONGEST_LINE,
     output: Path | None = None,
-) -> list[Unit]:
-    """Cut files, globs, folders and hub data sets into units of documents.
+) -> list[InputSplit]:
+    """Cut files, globs, folders and hub data sets into input splits of documents.
 
-    The first `skip` records of the first unit are left out, for evaluation, say; then `limit` are taken at most. Lines
-    of more than `longest_line` bytes are refused; what lies in the folder `output` is no input.
+    The first `skip` records of the first input split are left out, to evaluate on them, say; then at most `limit`
+    records are taken. Lines of more than `longest_line` bytes are refused. Files in the folder `output` are no inputs.
     """
     if text_split not in TEXT_SPLITS:
         raise DataError(f"text split {text_split!r} is unknown; use one of {', '.join(TEXT_SPLITS)}")
     layout = DocumentLayout(text_column, text_split)
-    units: list[Unit] = []
+    input_splits: list[InputSplit] = []
     paths = find_inputs(inputs, output=output)
-    unit_bytes = _unit_bytes(paths)
+    split_bytes = _split_bytes(paths)
     for path in paths:
         kind = kind_of(path)
         if kind == "hub":
-            units += _hub_units(str(path), layout, subset=subset, split=split)
+            input_splits += _hub_splits(str(path), layout, subset=subset, split=split)
             continue
         if kind == "tar":
-            units.append(_tar_unit(path, layout))
+            input_splits.append(_tar_split(path, layout))
             continue
         file = Path(path)
         if kind == "tsv":
             columns, header_size = _header(file, longest_line)
             require_columns(file, columns, [text_column])
-            units += _line_units(file, kind, layout, start=header_size, columns=columns, unit_bytes=unit_bytes)
+            input_splits += _line_splits(
+                file, kind, layout, start=header_size, columns=columns, split_bytes=split_bytes
+            )
         elif kind == "parquet":
             require_columns(file, _parquet_columns(file), [text_column])
-            units += _parquet_units(file, layout, unit_bytes=unit_bytes)
+            input_splits += _parquet_splits(file, layout, split_bytes=split_bytes)
         else:
             whole = kind == "txt" and text_split != "lines"
-            units += _line_units(file, kind, layout, unit_bytes=None if whole else unit_bytes)
-    units = [replace(unit, skip_empty=skip_empty, longest_line=longest_line) for unit in units]
-    if units and skip:
-        units[0] = replace(units[0], skip=skip)
-    return _limited(units, limit)
+            input_splits += _line_splits(file, kind, layout, split_bytes=None if whole else split_bytes)
+    input_splits = [
+        replace(input_split, skip_empty=skip_empty, longest_line=longest_line) for input_split in input_splits
+    ]
+    if input_splits and skip:
+        input_splits[0] = replace(input_splits[0], skip=skip)
+    return _limited(input_splits, limit)
 
 
 def plan_tuples(
@@ -128,14 +132,15 @@ def plan_tuples(
     limit: int | None = None,
     longest_line: int = LONGEST_LINE,
     output: Path | None = None,
-) -> list[Unit]:
-    """Cut pairs, triplets, n-tuples and graded pairs into units.
+) -> list[InputSplit]:
+    """Cut training examples (a query with positives and negatives, or graded pairs) into input splits.
 
-    Formats: "columns" reads jsonl, TSV and parquet by column name (`columns` names those of a TSV file without a
-    header); "nli" a TSV with a header whose columns are anchor, entailed, contradicted; "sts" a TSV without a header of
-    score, sentence1, sentence2; "msmarco" and "beir" folders. "auto" tells these folders from the rest by their files.
-    `scratch` is an empty folder where MS MARCO and BEIR keep an index until the units have been read. `longest_line`
-    and `output` as in `plan_documents`.
+    Formats: "columns" reads jsonl, TSV and parquet by column name (`columns` names the columns of a TSV file without a
+    header); "nli" reads a TSV with a header whose columns are anchor, entailed, contradicted; "sts" a TSV without a
+    header whose columns are score, sentence1, sentence2; "msmarco" and "beir" read folders. "auto" recognises these
+    folders by their files and reads everything else as "columns". `scratch` is an empty folder that holds the index of
+    MS MARCO and BEIR passages until the input splits have been read. `longest_line` and `output` as in
+    `plan_documents`.
     """
     if format not in TUPLE_FORMATS:
         raise DataError(f"format {format!r} is unknown; use one of {', '.join(TUPLE_FORMATS)}")
@@ -147,13 +152,13 @@ def plan_tuples(
     skipped = _read_row_numbers(skip_rows) if skip_rows else ()
     if skipped and len(inputs) > 1:
         raise DataError("rows to skip are counted within one file; prepare one input at a time")
-    units, files = _folders_by_id(
+    input_splits, files = _folders_by_id(
         inputs, scratch, format=format, split=split, negatives=negatives_file, most=max_negatives
     )
     if negatives_file and files:
         raise DataError(f"{files[0]} is no MS MARCO or BEIR folder, so the hard negatives file does not apply to it")
     paths = find_inputs(files, output=output)
-    unit_bytes = None if skipped else _unit_bytes(paths)
+    split_bytes = None if skipped else _split_bytes(paths)
     if skipped and len(paths) > 1:
         raise DataError("rows to skip are counted within one file; prepare one input at a time")
     said: set[tuple[str, ...]] = set()
@@ -162,35 +167,40 @@ def plan_tuples(
         kind = kind_of(path)
         if kind == "hub":
             # Rows to skip are counted over the whole data set, so one process reads it.
-            units += _hub_units(str(path), wanted, subset=subset, split=split, whole=bool(skipped))
+            input_splits += _hub_splits(str(path), wanted, subset=subset, split=split, whole=bool(skipped))
             continue
         elsewhere = isinstance(path, str)
         found = looked_at if elsewhere else None
         if found is None:
             found = _columns_of(path, kind, wanted, format=format, given=tuple(columns), longest=longest_line)
         if elsewhere:
-            looked_at = found  # of one tar for all: each would have to be fetched for a look
+            looked_at = found  # one remote tar stands for all of them: looking at another means fetching it
         names, start, asked = found
         layout = _tuple_layout(path, names, asked, by_row=kind in ("jsonl", "tar"))
         _say_unread(path, names, layout, said)
         if kind == "tar":
-            units.append(_tar_unit(path, layout))
+            input_splits.append(_tar_split(path, layout))
         elif kind == "parquet":
-            units += _parquet_units(Path(path), layout, unit_bytes=unit_bytes)
+            input_splits += _parquet_splits(Path(path), layout, split_bytes=split_bytes)
         else:
             in_order = names if kind == "tsv" else ()  # the rows of other formats name their columns
-            units += _line_units(Path(path), kind, layout, start=start, columns=in_order, unit_bytes=unit_bytes)
-    if len({unit.graded for unit in units}) > 1:
+            input_splits += _line_splits(
+                Path(path), kind, layout, start=start, columns=in_order, split_bytes=split_bytes
+            )
+    if len({input_split.graded for input_split in input_splits}) > 1:
         raise DataError("some inputs have scores and others have none; prepare graded pairs into a folder of their own")
-    units = [replace(unit, skip_empty=skip_empty, skip_rows=skipped, longest_line=longest_line) for unit in units]
-    return _limited(units, limit)
+    input_splits = [
+        replace(input_split, skip_empty=skip_empty, skip_rows=skipped, longest_line=longest_line)
+        for input_split in input_splits
+    ]
+    return _limited(input_splits, limit)
 
 
 def _folders_by_id(
     inputs: Sequence[str], scratch: Path | None, *, format: str, split: str, negatives: str | None, most: int
-) -> tuple[list[Unit], list[str]]:
-    """(the units of MS MARCO and BEIR folders, the names of all other inputs)."""
-    units: list[Unit] = []
+) -> tuple[list[InputSplit], list[str]]:
+    """(the input splits of MS MARCO and BEIR folders, the names of all other inputs)."""
+    input_splits: list[InputSplit] = []
     files: list[str] = []
     folders: set[Path] = set()
     for number, name in enumerate(inputs):
@@ -206,14 +216,14 @@ def _folders_by_id(
             raise DataError(f"folder {name} names passages by id, which takes a scratch folder for their index")
         target = scratch / f"{number:03d}"
         target.mkdir(parents=True)
-        units += _id_units(Path(name), target, found, split=split, negatives=negatives, most=most)
-    return units, files
+        input_splits += _id_splits(Path(name), target, found, split=split, negatives=negatives, most=most)
+    return input_splits, files
 
 
 def _columns_of(
     path: Path | str, kind: FileKind, wanted: TupleLayout, *, format: str, given: tuple[str, ...], longest: int
 ) -> tuple[tuple[str, ...], int, TupleLayout]:
-    """(column names, bytes of the header line, the columns asked for) of a file of tuples.
+    """(column names, bytes of the header line, the columns asked for) of a file of training examples.
 
     given: the names of --columns, for a TSV file without a header.
     """
@@ -236,63 +246,65 @@ def _columns_of(
     return *_header(path, longest), wanted
 
 
-def _unit_bytes(paths: Sequence[Path | str]) -> int:
-    """A size that depends on the inputs alone, never on the number of processes: it decides what is written."""
+def _split_bytes(paths: Sequence[Path | str]) -> int:
+    """The size of an input split. It decides what is written, so it depends on the inputs, not on the processes."""
     total = sum(path.stat().st_size for path in paths if isinstance(path, Path))
-    return min(max(total // UNITS_WANTED, SMALLEST_UNIT_BYTES), LARGEST_UNIT_BYTES)
+    return min(max(total // SPLITS_WANTED, SMALLEST_SPLIT_BYTES), LARGEST_SPLIT_BYTES)
 
 
-def _line_units(
+def _line_splits(
     path: Path,
     kind: FileKind,
     layout: DocumentLayout | TupleLayout | IdLayout,
     *,
     start: int = 0,
     columns: tuple[str, ...] = (),
-    unit_bytes: int | None,
+    split_bytes: int | None,
     source: str | None = None,
-) -> list[Unit]:
+) -> list[InputSplit]:
     size = path.stat().st_size
-    unit = Unit(source or str(path), str(path), kind, layout, size=size, columns=columns)
+    input_split = InputSplit(source or str(path), str(path), kind, layout, size=size, columns=columns)
     if size <= start:
         raise DataError(f"{path} is empty; leave it out or fill it")
     if is_compressed(path):
-        return [replace(unit, start=1 if start else 0)]
-    if unit_bytes is None:
-        return [replace(unit, start=start)]
-    pieces = max(1, round((size - start) / unit_bytes))
-    cuts = [start + (size - start) * piece // pieces for piece in range(pieces + 1)]
+        return [replace(input_split, start=1 if start else 0)]
+    if split_bytes is None:
+        return [replace(input_split, start=start)]
+    count = max(1, round((size - start) / split_bytes))
+    cuts = [start + (size - start) * number // count for number in range(count + 1)]
     return [
-        replace(unit, source=f"{unit.source}[{low}:{high}]", start=low, stop=high, size=high - low)
+        replace(input_split, source=f"{input_split.source}[{low}:{high}]", start=low, stop=high, size=high - low)
         for low, high in itertools.pairwise(cuts)
     ]
 
 
-def _tar_unit(path: Path | str, layout: DocumentLayout | TupleLayout) -> Unit:
-    """A tar whole, here or elsewhere."""
+def _tar_split(path: Path | str, layout: DocumentLayout | TupleLayout) -> InputSplit:
+    """A whole tar, local or remote."""
     size = path.stat().st_size if isinstance(path, Path) else 0
-    return Unit(without_secrets(path), str(path), "tar", layout, size=size)
+    return InputSplit(without_secrets(path), str(path), "tar", layout, size=size)
 
 
-def _parquet_units(path: Path, layout: DocumentLayout | TupleLayout, *, unit_bytes: int | None) -> list[Unit]:
+def _parquet_splits(path: Path, layout: DocumentLayout | TupleLayout, *, split_bytes: int | None) -> list[InputSplit]:
     metadata = open_parquet(path).metadata
     if not metadata.num_rows:
         raise DataError(f"{path} has no rows; leave it out or fill it")
     sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
-    units = []
+    input_splits = []
     first = gathered = 0
     for group, size in enumerate(sizes):
         gathered += size
-        if group + 1 == len(sizes) or (unit_bytes is not None and gathered >= unit_bytes):
+        if group + 1 == len(sizes) or (split_bytes is not None and gathered >= split_bytes):
             source = f"{path}[{first}:{group + 1}]"
-            units.append(Unit(source, str(path), "parquet", layout, size=gathered, start=first, stop=group + 1))
+            input_splits.append(
+                InputSplit(source, str(path), "parquet", layout, size=gathered, start=first, stop=group + 1)
+            )
             first, gathered = group + 1, 0
-    return units
+    return input_splits
 
 
-def _hub_units(
+def _hub_splits(
     name: str, layout: DocumentLayout | TupleLayout, *, subset: str | None, split: str, whole: bool = False
-) -> list[Unit]:
+) -> list[InputSplit]:
     dataset = hub_dataset(name, subset=subset, split=split)
     source = f"hub:{name}" + (f"/{subset}" if subset else "") + f"/{split}"
     try:
@@ -306,26 +318,26 @@ def _hub_units(
     else:
         layout = _tuple_layout(source, tuple(first), layout, by_row=True)
     shards = 1 if whole else max(1, int(dataset.num_shards))
-    unit = Unit(source, name, "hub", layout, size=0, stop=shards, subset=subset, split=split)
-    return [replace(unit, source=f"{source}[{shard}/{shards}]", start=shard) for shard in range(shards)]
+    input_split = InputSplit(source, name, "hub", layout, size=0, stop=shards, subset=subset, split=split)
+    return [replace(input_split, source=f"{source}[{shard}/{shards}]", start=shard) for shard in range(shards)]
 
 
-def _limited(units: list[Unit], limit: int | None) -> list[Unit]:
-    """Keep the first `limit` records; costs one reading of just those."""
+def _limited(input_splits: list[InputSplit], limit: int | None) -> list[InputSplit]:
+    """Keep the first `limit` records; reads just these records once."""
     if limit is None:
-        return units
+        return input_splits
     if limit < 1:
         raise DataError(f"the limit is {limit}; give 1 or more records")
     limit = min(limit, sys.maxsize)
-    kept: list[Unit] = []
+    kept: list[InputSplit] = []
     left = limit
-    for unit in units:
-        tally = Tally()
-        records = sum(1 for _ in itertools.islice(read_unit(unit, tally), left))
+    for input_split in input_splits:
+        counter = ByteCounter()
+        records = sum(1 for _ in itertools.islice(read_split(input_split, counter), left))
         left -= records
         if not left:
-            return [*kept, replace(unit, limit=records, size=min(unit.size, tally.bytes_read))]
-        kept.append(unit)
+            return [*kept, replace(input_split, limit=records, size=min(input_split.size, counter.bytes_read))]
+        kept.append(input_split)
     return kept
 
 
@@ -359,21 +371,21 @@ def _nli_header(path: Path, longest: int) -> tuple[tuple[str, ...], int, TupleLa
         raise DataError(f"{path} has {len(names)} columns, but NLI triplets are anchor, entailed, contradicted")
     if not all(known.fullmatch(name.strip().lower()) for known, name in zip(_NLI_NAMES, names)):
         raise DataError(
-            f"{path}:1 is no header of NLI triplets (anchor, entailed, contradicted, or as they are customary), but "
+            f"{path}:1 is no header of NLI triplets (anchor, entailed, contradicted, or other usual names), but "
             f"{', '.join(map(repr, names[:3]))}; put one before the triplets, or name the columns with --columns"
         )
     return names, size, TupleLayout(names[0], (names[1],), (names[2],))
 
 
 def _refuse_header(path: Path, names: tuple[str, ...], longest: int) -> None:
-    """--columns names those of files without a header: where there is one, it would be read as a row."""
+    """Refuse --columns for a file whose first line is that header, which would be read as a row."""
     if _first_cells(path, longest)[0] == names:
         raise DataError(f"{path}:1 is a header of the columns that --columns names; leave --columns out")
 
 
 def _first_keys(path: Path | str, kind: FileKind, longest: int) -> tuple[str, ...]:
-    unit = Unit(str(path), str(path), kind, DocumentLayout(), size=0, longest_line=longest)
-    row = next((row for _, row in rows_of(unit, Tally())), None)
+    input_split = InputSplit(str(path), str(path), kind, DocumentLayout(), size=0, longest_line=longest)
+    row = next((row for _, row in rows_of(input_split, ByteCounter())), None)
     if row is None:
         raise DataError(f"{path} is empty; leave it out or fill it")
     return tuple(row)
@@ -390,7 +402,7 @@ def _parquet_columns(path: Path) -> tuple[str, ...]:
 def _tuple_layout(
     source: Path | str, present: Sequence[str], wanted: TupleLayout, *, by_row: bool = False
 ) -> TupleLayout:
-    """The columns that were asked for, or else those that go by a customary name."""
+    """The columns that were asked for, or else the columns with a usual name."""
     asked = [name for name in (wanted.query, *wanted.positives, *wanted.negatives, wanted.score) if name]
     require_columns(source, present, asked)
     query = wanted.query or next((name for name in _QUERY_NAMES if name in present and name not in asked), None)
@@ -401,10 +413,10 @@ def _tuple_layout(
     if not query or not positives:
         missing, flag = ("query", "--query-column") if not query else ("positive", "--positive-column")
         raise DataError(
-            f"{source} has no {missing} column by a customary name among {', '.join(map(repr, present))}; "
+            f"{source} has no {missing} column by a usual name among {', '.join(map(repr, present))}; "
             f"name it with {flag}"
         )
-    # Columns given by hand mean just those: nothing is added by its name.
+    # If the user names any column, only the named columns are read.
     negatives = wanted.negatives
     score = wanted.score
     if not asked:
@@ -416,7 +428,7 @@ def _tuple_layout(
 
 
 def _say_unread(path: Path | str, present: Sequence[str], layout: TupleLayout, said: set[tuple[str, ...]]) -> None:
-    """Of columns with customary names, one is taken for each purpose: the others are named, once for all files."""
+    """Warn about columns with usual names that are not read because another column serves; once for all files."""
     read = (layout.query, *layout.positives, *layout.negatives, layout.score)
     customary = dict.fromkeys((*_QUERY_NAMES, *_POSITIVE_NAMES, *SCORE_NAMES))
     unread = tuple(name for name in customary if name in present and name not in read)
@@ -433,20 +445,20 @@ def _say_unread(path: Path | str, present: Sequence[str], layout: TupleLayout, s
 
 def read_documents(inputs: Sequence[str], **options: Any) -> Iterator[Document]:
     """Every document of `inputs`; options as in `plan_documents`."""
-    for unit in plan_documents(inputs, **options):
-        for _, record in read_unit(unit):
+    for input_split in plan_documents(inputs, **options):
+        for _, record in read_split(input_split):
             yield cast(Document, record)
 
 
 def read_tuples(inputs: Sequence[str], **options: Any) -> Iterator[TupleRecord]:
-    """Every tuple of `inputs`; options as in `plan_tuples`."""
-    for unit in plan_tuples(inputs, **options):
-        for _, record in read_unit(unit):
+    """Every training example of `inputs`; options as in `plan_tuples`."""
+    for input_split in plan_tuples(inputs, **options):
+        for _, record in read_split(input_split):
             yield cast(TupleRecord, record)
 
 
 def corpus_of(name: str, *, format: str = "auto") -> Path | None:
-    """The file that holds all passages of an MS MARCO or BEIR folder; None for any other input."""
+    """The file with all passages of an MS MARCO or BEIR folder; None for any other input."""
     found = format if format != "auto" else _folder_format(Path(name))
     files = {"msmarco": "collection.tsv", "beir": "corpus.jsonl"}
     return Path(name) / files[found] if found in files else None
@@ -460,7 +472,9 @@ def _folder_format(folder: Path) -> str:
     return "columns"
 
 
-def _id_units(folder: Path, target: Path, format: str, *, split: str, negatives: str | None, most: int) -> list[Unit]:
+def _id_splits(
+    folder: Path, target: Path, format: str, *, split: str, negatives: str | None, most: int
+) -> list[InputSplit]:
     """Join queries, judgements and hard negatives by id into one file of `target`, and index the passages."""
     corpus, queries, qrels = (
         (folder / "collection.tsv", folder / f"queries.{split}.tsv", folder / f"qrels.{split}.tsv")
@@ -488,5 +502,5 @@ def _id_units(folder: Path, target: Path, format: str, *, split: str, negatives:
         raise DataError(f"{qrels} marks no passage as relevant (grade above 0), so there is nothing to train on")
     TextIndex.build(corpus).save(target)
     layout = IdLayout(str(target), f"{qrels}" + (f" or {negatives}" if negatives else ""))
-    unit_bytes = min(max(joined.stat().st_size // UNITS_WANTED, 2**16), 16 * 2**20)
-    return _line_units(joined, "ids", layout, unit_bytes=unit_bytes, source=f"{format}:{folder}/{split}")
+    split_bytes = min(max(joined.stat().st_size // SPLITS_WANTED, 2**16), 16 * 2**20)
+    return _line_splits(joined, "ids", layout, split_bytes=split_bytes, source=f"{format}:{folder}/{split}")

@@ -1,4 +1,4 @@
-"""Rows of a unit as its file or dataset has them: JSON objects, cells by column, parquet rows, rows of the hub."""
+"""The rows of an input split as mappings: JSON objects, TSV cells by column, parquet rows, rows of the hub."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from data.corpora.splits import DocumentLayout, InputSplit, TupleLayout, place
 from data.corpora.tars import tar_rows
-from data.corpora.units import DocumentLayout, TupleLayout, Unit, place
 from data.ground.errors import DataError
 from data.ground.files import first_line, reading
-from data.lines import Tally, decoded, is_compressed, json_value, lines
+from data.lines import ByteCounter, decoded, is_compressed, json_value, lines
 
 
 def hub_dataset(name: str, *, subset: str | None, split: str) -> Any:
@@ -38,7 +38,7 @@ def hub_dataset(name: str, *, subset: str | None, split: str) -> Any:
 
 
 def require_hub(hint: str) -> None:
-    """Fail at once where the hub's name does not resolve: the hub's own client retries for half a minute."""
+    """Fail at once if the hub's host name does not resolve: the hub's own client would retry for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -64,47 +64,49 @@ def require_columns(source: Path | str, present: Sequence[str], wanted: Iterable
             raise DataError(f"{source} has no column {name!r}; it has {', '.join(map(repr, present))}")
 
 
-def rows_of(unit: Unit, tally: Tally) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    if unit.kind == "parquet":
-        yield from _parquet_rows(unit, tally)
-    elif unit.kind == "hub":
-        yield from enumerate(_hub_rows(unit))
-    elif unit.kind == "tar":
-        yield from tar_rows(unit, tally)
+def rows_of(input_split: InputSplit, counter: ByteCounter) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    if input_split.kind == "parquet":
+        yield from _parquet_rows(input_split, counter)
+    elif input_split.kind == "hub":
+        yield from enumerate(_hub_rows(input_split))
+    elif input_split.kind == "tar":
+        yield from tar_rows(input_split, counter)
     else:
-        for position, line in unit_lines(unit, tally):
-            text = decoded(line, partial(place, unit, position)).rstrip("\r\n")
+        for position, line in split_lines(input_split, counter):
+            text = decoded(line, partial(place, input_split, position)).rstrip("\r\n")
             if not text.strip():
                 continue
-            if unit.kind != "tsv":
-                yield position, json_row(unit, position, text)
+            if input_split.kind != "tsv":
+                yield position, json_row(input_split, position, text)
                 continue
             cells = text.split("\t")
-            if len(cells) != len(unit.columns):
+            if len(cells) != len(input_split.columns):
                 raise DataError(
-                    f"{place(unit, position)} has {len(cells)} tab-separated columns instead of {len(unit.columns)} "
-                    f"({', '.join(unit.columns)})"
+                    f"{place(input_split, position)} has {len(cells)} tab-separated columns instead of "
+                    f"{len(input_split.columns)} ({', '.join(input_split.columns)})"
                 )
-            yield position, dict(zip(unit.columns, cells))
+            yield position, dict(zip(input_split.columns, cells))
 
 
-def unit_lines(unit: Unit, tally: Tally) -> Iterator[tuple[int, bytes]]:
-    """The lines of a unit, without the mark that some editors put at a file's beginning."""
-    begins = 1 if is_compressed(unit.path) else 0
-    for position, line in lines(Path(unit.path), unit.start, unit.stop, tally=tally, longest=unit.longest_line):
+def split_lines(input_split: InputSplit, counter: ByteCounter) -> Iterator[tuple[int, bytes]]:
+    """The lines of an input split, without the byte order mark that some editors put at a file's beginning."""
+    begins = 1 if is_compressed(input_split.path) else 0
+    for position, line in lines(
+        Path(input_split.path), input_split.start, input_split.stop, counter=counter, longest=input_split.longest_line
+    ):
         yield position, line.removeprefix(codecs.BOM_UTF8) if position == begins else line
 
 
-def json_row(unit: Unit, position: int, text: str) -> dict[str, Any]:
-    row = json_value(text, partial(place, unit, position), hint="each line must hold one object")
+def json_row(input_split: InputSplit, position: int, text: str) -> dict[str, Any]:
+    row = json_value(text, partial(place, input_split, position), hint="each line must hold one object")
     if not isinstance(row, dict):
-        raise DataError(f"{place(unit, position)} holds a {type(row).__name__}, not an object with named fields")
+        raise DataError(f"{place(input_split, position)} holds a {type(row).__name__}, not an object with named fields")
     return row
 
 
-def _parquet_rows(unit: Unit, tally: Tally) -> Iterator[tuple[int, dict[str, Any]]]:
-    file = open_parquet(Path(unit.path))
-    layout = unit.layout
+def _parquet_rows(input_split: InputSplit, counter: ByteCounter) -> Iterator[tuple[int, dict[str, Any]]]:
+    file = open_parquet(Path(input_split.path))
+    layout = input_split.layout
     wanted = (
         [layout.text_column]
         if isinstance(layout, DocumentLayout)
@@ -112,28 +114,28 @@ def _parquet_rows(unit: Unit, tally: Tally) -> Iterator[tuple[int, dict[str, Any
         if isinstance(layout, TupleLayout)
         else None
     )
-    stop = file.metadata.num_row_groups if unit.stop is None else unit.stop
+    stop = file.metadata.num_row_groups if input_split.stop is None else input_split.stop
     rows = [file.metadata.row_group(group).num_rows for group in range(stop)]
-    position = sum(rows[: unit.start])
-    total = max(1, sum(rows[unit.start :]))
+    position = sum(rows[: input_split.start])
+    total = max(1, sum(rows[input_split.start :]))
     done = 0
-    groups = list(range(unit.start, stop))
-    with reading(unit.path, what="parquet file", hint="fetch it again"):
+    groups = list(range(input_split.start, stop))
+    with reading(input_split.path, what="parquet file", hint="fetch it again"):
         for batch in file.iter_batches(batch_size=1024, row_groups=groups, columns=wanted, use_threads=False):
             done += len(batch)
-            tally.bytes_read = unit.size * done // total
+            counter.bytes_read = input_split.size * done // total
             for row in batch.to_pylist():
                 yield position, row
                 position += 1
 
 
-def _hub_rows(unit: Unit) -> Iterator[dict[str, Any]]:
-    dataset = hub_dataset(unit.path, subset=unit.subset, split=unit.split)
-    if unit.stop is not None and unit.stop > 1:
-        dataset = dataset.shard(num_shards=unit.stop, index=unit.start)
+def _hub_rows(input_split: InputSplit) -> Iterator[dict[str, Any]]:
+    dataset = hub_dataset(input_split.path, subset=input_split.subset, split=input_split.split)
+    if input_split.stop is not None and input_split.stop > 1:
+        dataset = dataset.shard(num_shards=input_split.stop, index=input_split.start)
     try:
         yield from dataset
     except OSError as error:
         raise DataError(
-            f"{unit.source} broke off ({first_line(error)}); run the same command again to go on from there"
+            f"{input_split.source} broke off ({first_line(error)}); run the same command again to continue from there"
         ) from error

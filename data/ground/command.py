@@ -1,8 +1,9 @@
 """The one place where commands end.
 
-What a user, a disk or another program did wrong is one sentence and exit code 2; a run that was asked to stop or gave
-up ends with the code of its exception (data/ground/errors.py); anything else is a fault of the program and keeps its
-traceback, with exit code 1. Whoever wants the traceback of a sentence, too, names a file in BARISTA_TRACEBACK.
+An error of the user, a disk or another program prints one sentence and exits with code 2. A run that was asked to stop
+or gave up exits with the code of its exception (data/ground/errors.py). Any other exception is a bug: it keeps its
+traceback and exits with code 1. The environment variable BARISTA_TRACEBACK names a file for the tracebacks of the
+one-sentence errors.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from data.ground.files import describe_os_error
 from data.ground.secrets import without_secrets
 
 TRACEBACK_VARIABLE = "BARISTA_TRACEBACK"
-MISTAKE_CODE = UserError.exit_code
+USER_ERROR_CODE = UserError.exit_code
 INTERRUPTED_CODE = 130
 
-# Launchers look at their processes once a second.
+# Launchers check their processes once a second, so this is enough for the first rank's exit to end the others.
 _SECONDS_FOR_FIRST_RANK = 5.0
 # Libraries that log every request or cache look-up at INFO.
 _TALKATIVE = ("httpx", "filelock", "urllib3", "fsspec", "DeepSpeed")
@@ -37,13 +38,13 @@ def run_command(main: Callable[[], object]) -> NoReturn:
     """Log to stderr with the time and the rank, call a command's main, and end the process with its exit code."""
     rank = _rank()
     log_to_stderr(f"%(asctime)s [rank {rank}] %(message)s")
-    # Repeated for every engine: DeepSpeed's collectives under their former names.
+    # DeepSpeed calls collectives by their deprecated names, which warns for every engine.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     sys.exit(exit_code_of(main))
 
 
 def log_to_stderr(pattern: str = "%(message)s", *, level: int = logging.INFO) -> None:
-    """Show the log on stderr: of the first rank from `level` on, of others warnings alone."""
+    """Show the log on stderr: messages from `level` on for the first rank, only warnings and above for the others."""
     level = level if _rank() == "0" else max(level, logging.WARNING)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Discreet(pattern, datefmt="%H:%M:%S"))
@@ -53,9 +54,9 @@ def log_to_stderr(pattern: str = "%(message)s", *, level: int = logging.INFO) ->
 
 
 def exit_code_of(main: Callable[[], object]) -> int:
-    """Call a command's main; its exit code, after the sentence of whatever ended it. 0 where it returns none.
+    """Call a command's main and return its exit code, 0 if main returns none; errors are printed as one sentence.
 
-    Files that it makes can be changed by their owner and group at most.
+    Files that the command creates are never writable by others than their owner and group.
     """
     os.umask(os.umask(0o077) | stat.S_IWOTH)
     try:
@@ -77,7 +78,7 @@ def exit_code_of(main: Callable[[], object]) -> int:
 
 
 def end_for(error: Exception) -> CommandEnd | None:
-    """How an exception ends a command that meets it: itself, or a sentence about the system. None: a fault of ours."""
+    """The CommandEnd for an exception: itself, or a UserError about the system. None if the exception is a bug."""
     if isinstance(error, CommandEnd):
         return error
     if isinstance(error, MemoryError):
@@ -87,16 +88,16 @@ def end_for(error: Exception) -> CommandEnd | None:
 
 
 def tell(end: CommandEnd) -> int:
-    """Say what ended a command in one sentence; its exit code."""
+    """Print what ended a command in one sentence; returns its exit code."""
     _keep_traceback()
     if isinstance(end, UserError):
         # Print once on each node: the other local ranks wait, and the launcher usually ends them first.
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(_SECONDS_FOR_FIRST_RANK)
     elif _rank() != "0":
-        # All ranks stop and give up together.
+        # All ranks stop or give up together, so only the first one prints it.
         return end.exit_code
-    # Written whole, so that the sentences of several ranks do not interleave.
+    # One write, so that the sentences of several ranks do not interleave.
     sentence = " ".join(without_secrets(end).split())
     sys.stderr.write(f"{end.prefix}{printable(sentence)}\n")
     sys.stderr.flush()
@@ -104,12 +105,12 @@ def tell(end: CommandEnd) -> int:
 
 
 def printable(text: str) -> str:
-    """A text of one line, with escape codes and other signs that would steer a terminal shown as Python writes them."""
+    """A line with escape codes and other characters that control a terminal replaced by Python's escapes."""
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
 
 class _Discreet(logging.Formatter):
-    """Lines without the secrets of the addresses in them."""
+    """Formats log lines without the secrets in their addresses."""
 
     def format(self, record: logging.LogRecord) -> str:
         return without_secrets(super().format(record))
@@ -118,14 +119,14 @@ class _Discreet(logging.Formatter):
 def _keep_traceback() -> None:
     name = os.environ.get(TRACEBACK_VARIABLE)
     if name:
-        # The sentence matters more than the traceback, so a file that cannot be written ends nothing.
+        # The sentence matters more than the traceback, so a file that cannot be written is ignored.
         with contextlib.suppress(OSError), Path(name).open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"rank {_rank()}, process {os.getpid()}\n{without_secrets(traceback.format_exc())}\n")
 
 
 def _reader_gone() -> int:
-    """Whoever read the output has closed it, as `| head` does: no mistake, but not all was said."""
-    # Or Python would complain while it flushes at its end.
+    """The exit code if the reader of the output has closed it, as `| head` does: no error, but output is missing."""
+    # Without this, Python would report an error when it flushes stdout at exit.
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141

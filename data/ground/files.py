@@ -1,8 +1,8 @@
-"""Reading and writing files, and what is said when the system or a library refuses.
+"""Reading and writing files, and the messages for errors of the operating system and of libraries.
 
-Written files are whole or absent, also after a power cut. What goes wrong while a file is read becomes one sentence
-with the file's name: `reading` around code that opens and parses a file, `refused_by` around a call of a library that
-was given a file or a folder.
+Written files are complete or absent, also after a power cut. An error while a file is read becomes one sentence with
+the file's name: use `reading` around code that opens and parses a file, and `refused_by` around a call of a library
+that takes a file or a folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from data.ground.errors import CommandEnd, DataError
 
-# Their exceptions, raised while a file is read, are about that file.
+# Exceptions of these libraries, raised while a file is read, are about that file.
 _FILE_LIBRARIES = (
     "gzip",
     "json",
@@ -53,7 +53,7 @@ _HINTS = {
 
 
 def describe_os_error(error: OSError) -> str | None:
-    """One sentence about what the system refused, or None where it names no file and the disk is not full."""
+    """One sentence about an OSError; None if it names no file and is not about a full disk or too many open files."""
     if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE):
         return None
     hint = _HINTS.get(error.errno or 0)
@@ -65,11 +65,11 @@ def describe_os_error(error: OSError) -> str | None:
 
 @contextlib.contextmanager
 def reading(path: Path | str, *, what: str = "file", hint: str = _RESTORE) -> Iterator[None]:
-    """Turn what goes wrong while `path` is read into a DataError that names it.
+    """Turn errors while `path` is read into a DataError that names it.
 
     Args:
-        what: what the file is, before its name: "manifest".
-        hint: what to do about a damaged file; a file that may not be read has a hint of its own.
+        what: the kind of file, printed before its name: "manifest".
+        hint: what to do about a damaged file; missing files and missing permissions have hints of their own.
 
     """
     try:
@@ -85,7 +85,7 @@ def reading(path: Path | str, *, what: str = "file", hint: str = _RESTORE) -> It
     except MemoryError as error:
         raise DataError(f"{what} {path} does not fit into memory; {hint}") from error
     except OSError as error:
-        # Libraries raise OSError for damaged content, too, without a number of the system's.
+        # Libraries raise OSError for damaged content, too, then without an errno.
         raise DataError(f"{what} {path} cannot be read ({error.strerror or first_line(error)}); {hint}") from error
     except Exception as error:
         if not isinstance(error, EOFError) and type(error).__module__.split(".")[0] not in _FILE_LIBRARIES:
@@ -95,13 +95,13 @@ def reading(path: Path | str, *, what: str = "file", hint: str = _RESTORE) -> It
 
 @contextlib.contextmanager
 def refused_by(library: str, thing: str, *, hint: str, kind: type[DataError] | type = DataError) -> Iterator[None]:
-    """Turn whatever a library raises about what it was given into a sentence that names the thing.
+    """Turn every exception of a library call into one sentence that names the file or folder given to it.
 
-    For calls such as `from_pretrained`, whose every exception is about the folder they were given.
+    For calls such as `from_pretrained`, all of whose exceptions are about the folder that they were given.
 
     Args:
-        library: who refuses: "transformers".
-        thing: what was given, as the sentence begins: "model folder runs/a/model".
+        library: the library's name: "transformers".
+        thing: the file or folder, as the beginning of the sentence: "model folder runs/a/model".
         hint: what to do.
         kind: the class of the error.
 
@@ -115,9 +115,9 @@ def refused_by(library: str, thing: str, *, hint: str, kind: type[DataError] | t
 
 
 def first_line(error: object, *, limit: int = 300) -> str:
-    """The first line of a text that is not empty, cut to `limit` characters; of an exception without any, its class.
+    """The first non-empty line of a message, cut to `limit` characters; for an exception without one, its class name.
 
-    Of pydantic's exceptions, whose first line says only how many problems there are, the first problem.
+    The first line of pydantic's exceptions only counts the problems, so the first problem is returned instead.
     """
     problems = getattr(error, "errors", None)
     if type(error).__module__.startswith("pydantic") and callable(problems):
@@ -130,10 +130,10 @@ def first_line(error: object, *, limit: int = 300) -> str:
 
 
 def open_regular(path: Path | str) -> BufferedReader:
-    """A regular file, open for reading. A pipe or a device in its place would be read for ever.
+    """Open a regular file for reading. Anything else is refused: reading a pipe or a device could take forever.
 
     Raises:
-        OSError: with the file's name, also where something else stands there.
+        OSError: with the file's name, also if it is no regular file.
 
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -147,18 +147,18 @@ def open_regular(path: Path | str) -> BufferedReader:
 
 
 def sha256_of(path: Path | str) -> str:
-    """The sha256 of a whole file, in hexadecimal digits."""
+    """The sha256 of a file, in hexadecimal digits."""
     with reading(path), open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def looks_of(status: os.stat_result) -> str:
-    """A file's size, times and inode: as long as they are the same, so are its bytes, unless somebody set the times."""
+    """A file's size, times and inode. If these are unchanged, so are its bytes, unless somebody set the times."""
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be written as UTF-8; names that are not UTF-8, and halves of surrogate pairs, cannot."""
+    """Whether a text can be encoded as UTF-8. File names that are not UTF-8 and unpaired surrogates cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -167,19 +167,19 @@ def is_unicode(text: str) -> bool:
 
 
 def read_bytes(path: Path | str, *, what: str = "file", hint: str = _RESTORE) -> bytes:
-    """A whole file."""
+    """The content of a file."""
     with reading(path, what=what, hint=hint), open_regular(path) as file:
         return file.read()
 
 
 def read_text(path: Path, *, what: str = "file", hint: str = _RESTORE) -> str:
-    """A whole text file, which must be UTF-8."""
+    """The content of a text file, which must be UTF-8."""
     with reading(path, what=what, hint=hint):
         return read_bytes(path, what=what, hint=hint).decode("utf-8")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """The file holds either what it held or all of `content`, whenever the machine stops.
+    """Replace a file's content: whenever the machine stops, the file holds either the old content or the new.
 
     Raises:
         OSError: with the file's name; nothing is left behind.
@@ -195,14 +195,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        # It is there no longer, unless something went wrong or the process is to end.
+        # The temporary file still exists only after an error or an interrupt.
         with contextlib.suppress(OSError):
             temporary.unlink()
     sync(path.parent)
 
 
 def sync(path: Path) -> None:
-    """Make a file's bytes, or the renames within a folder, durable."""
+    """Flush a file's bytes, or the renames within a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

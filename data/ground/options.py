@@ -1,4 +1,4 @@
-"""Numbers on a command line, each with its bounds: types for argparse, which ends a command with code 2."""
+"""Argparse types for numbers with bounds; argparse ends a command with code 2 if a number is out of bounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def count(*, least: int = 1, most: int = LARGEST_COUNT) -> Callable[[str], int]:
     """A whole number from `least` to `most`."""
 
     def parse(text: str) -> int:
-        # Of ASCII digits alone: "²" is a digit to Python and no number.
+        # Only ASCII digits: str.isdigit accepts "²", but int does not.
         if not re.fullmatch(r"[+-]?[0-9]{1,20}", text) or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from {least} to {most}")
         return int(text)
@@ -26,7 +26,7 @@ def count(*, least: int = 1, most: int = LARGEST_COUNT) -> Callable[[str], int]:
 def real(
     *, least: float | None = None, above: float | None = None, below: float | None = None
 ) -> Callable[[str], float]:
-    """A finite number within the bounds that are given."""
+    """A finite number within the given bounds."""
     words = (("of at least", least), ("above", above), ("below", below))
     kind = " ".join(["a finite number", *(f"{word} {bound:g}" for word, bound in words if bound is not None)])
 
@@ -49,7 +49,7 @@ def real(
 
 
 def settings_among(rest: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Of the arguments that a command has no option for, the recipe's settings: --section.key=value without dashes."""
+    """The recipe's settings among arguments that are no options of the command: --section.key=value, without dashes."""
     for text in rest:
         if not (text.startswith("--") and "=" in text):
             parser.error(f"{text!r} is not understood; settings are given as --section.key=value")

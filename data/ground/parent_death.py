@@ -1,4 +1,4 @@
-"""What the kernel does for processes that end out of turn. Linux only; elsewhere nothing happens."""
+"""Linux kernel features for the unexpected death of a parent or child; on other systems these functions do nothing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def signal_at_parents_death(number: int, *, parent: int | None = None) -> None:
-    """Send this process the signal `number` when its parent dies, at once if it already has; 0 asks for none.
+    """Send this process the signal `number` when its parent dies, at once if it already has; 0 switches this off.
 
-    parent: the process id that the parent had when this process began; None means the parent of this moment.
+    parent: the parent's process id when this process began; None means the current parent.
     """
     if sys.platform != "linux":
         return
@@ -23,6 +23,6 @@ def signal_at_parents_death(number: int, *, parent: int | None = None) -> None:
 
 
 def adopt_orphans() -> None:
-    """Have this process take in what its children leave behind when they end, so that it can wait for all of it."""
+    """Make this process the parent of its descendants whose own parents die, so that it can wait for all of them."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)

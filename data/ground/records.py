@@ -1,8 +1,8 @@
-"""One schema a file format, and one reader for all of them.
+"""A schema for each JSON file format, and one reader for all of them.
 
-A format that the project writes as JSON is a subclass of `Record` (pydantic): its fields, their types and bounds. What
-does not fit is refused in one sentence that names the file, the key, its value and what would be right. A record with
-a field `format` is versioned: a number that this version does not know raises OtherFormat, since such a file is sound.
+A format that the project writes as JSON is a subclass of `Record` (pydantic): its fields, their types and bounds. A
+file that does not fit is refused in one sentence that names the file, the key, its value and what would be right. A
+record with a field `format` is versioned: an unknown number raises OtherFormat, because such a file is not damaged.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _REMAKE = "restore it or make it again"
 
 
 class Record(pydantic.BaseModel):
-    """A file's content, or a part of it. Types are exact: "1" is no number, and 1.0 is no whole number.
+    """The content of a file, or a part of it. Types are exact: "1" is no number, and 1.0 is no whole number.
 
-    Keys that a schema does not know are left out, as later versions may add some; a schema that must know all of them
-    sets `extra="forbid"`.
+    Unknown keys are ignored, because later versions may add some. A schema that must know all keys sets
+    `extra="forbid"`.
     """
 
     model_config = pydantic.ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
@@ -47,10 +47,10 @@ def read_record(path: Path, schema: type[Schema], *, what: str = "file", hint: s
 
 
 def parse_record(content: bytes | str, schema: type[Schema], *, where: str, hint: str = _REMAKE) -> Schema:
-    """Check JSON text against a schema. Errors begin with `where`, and are of the classes that `read_record` raises."""
+    """Check JSON text against a schema. Errors begin with `where`; their classes are those of `read_record`."""
     with contextlib.suppress(pydantic.ValidationError):
         return schema.model_validate_json(content)
-    # What does not fit is looked at again, for the sentence.
+    # Parse the content again to find the first problem for the message.
     values = parse_json(content, where=where, hint=hint)
     if not isinstance(values, dict):
         raise DataError(f"{where} is damaged (it holds no JSON object); {hint}")
@@ -69,7 +69,7 @@ def check_record(values: dict[str, Any], schema: type[Schema], *, where: str, hi
                 "use the version that wrote it"
             )
     try:
-        # Of JSON rather than of Python's objects: a list is a tuple's JSON.
+        # Validate JSON text rather than Python objects: strict mode accepts a JSON list as a tuple.
         return schema.model_validate_json(json.dumps(values))
     except (pydantic.ValidationError, ValueError) as error:
         raise DataError(f"{where} is damaged ({_first_problem(error)}); {hint}") from error
@@ -94,7 +94,7 @@ def parse_json(content: bytes | str, *, where: str, hint: str = _REMAKE) -> Any:
 
 
 def _first_problem(error: ValueError) -> str:
-    """The first thing that a schema does not accept: its key, its value and what would be right."""
+    """The first problem of a validation: the key, its value and what would be right."""
     if not isinstance(error, pydantic.ValidationError):
         return first_line(error)
     first = error.errors(include_url=False)[0]
@@ -107,5 +107,5 @@ def _first_problem(error: ValueError) -> str:
 
 
 def digest_of(content: object) -> str:
-    """The sha256 of JSON values, whatever the order of their keys."""
+    """The sha256 of JSON values, independent of the order of their keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

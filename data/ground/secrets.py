@@ -1,12 +1,12 @@
-"""Hiding what nobody but its owner may read: the secrets that addresses carry.
+"""Hides the secrets in addresses from output, logs and files.
 
-An address may hold a name with a password (`https://user:password@host/…`) or a key among its parameters
-(`https://host/…?token=…`). Whatever is printed, logged or written passes through `without_secrets`; only the code that
-opens an address sees it whole.
+An address may hold a user name with a password (`https://user:password@host/…`) or a key among its parameters
+(`https://host/…?token=…`). Everything that is printed, logged or written passes through `without_secrets`; only the
+code that opens an address sees the secrets.
 
-In a secret's place an address may name an environment variable: `https://user:${BARISTA_PASSWORD}@host/…`. Such an
-address is no secret, can be written into any file, and is filled in by `with_variables` when it is opened. Only
-variables whose names begin with BARISTA_ are, so that somebody else's recipe cannot send other ones to a server.
+In place of a secret, an address may name an environment variable: `https://user:${BARISTA_PASSWORD}@host/…`. Such an
+address contains no secret and can be written into any file; `with_variables` fills in the value when it is opened. Only
+variables whose names begin with BARISTA_ are filled in, so that somebody else's recipe cannot send others to a server.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ HIDDEN = "***"
 VARIABLES_BEGIN_WITH = "BARISTA_"
 
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
-# How references are kept apart while secrets are hidden: signs of no meaning to an address or in a sentence.
+# Private-use characters that mark references to variables while secrets are hidden; addresses never contain them.
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _KEPT = re.compile(f"(?:{_OPEN}[A-Za-z0-9_]+{_CLOSE})+")
 _KEPT_IN_A_SENTENCE = re.compile(rf"{_KEPT.pattern}[)\]}},;:.!]*")
 
-# Everything up to a space belongs to an address, but for what closes it in a sentence or in JSON.
+# Everything up to a space belongs to an address, except closing quotes, brackets and punctuation of a sentence or JSON.
 _ADDRESS = re.compile(r"""([A-Za-z][A-Za-z0-9+.-]*://)((?:(?!["'`<>][\s,;:)\]}]|["'`<>]$)\S)+)""")
 _CLOSING = re.compile(r"""["'`<>)\]},;:.!]*$""")
-# Parameters that are shown without their address, as libraries do of a path.
+# Parameters that libraries print without their address, as part of a path.
 _PARAMETER = re.compile(
     r"([?&][\w.%-]*(?:token|sig|key|secret|passw|credential|auth)[\w.%-]*=)([^\s&#\"'`<>]+)", re.IGNORECASE
 )
 
 
 def without_secrets(text: object) -> str:
-    """A text or an address in which names and passwords of addresses and the values of their parameters are hidden.
+    """A text or an address with the user names, passwords and parameter values of addresses hidden.
 
-    All values of parameters go, for nobody knows every name that a service gives to its keys. What holds no address is
-    left as it is; hiding twice changes nothing. A variable's name, `${NAME}`, is no secret and stays.
+    All parameter values are hidden, because services give their keys many names. Text without an address is unchanged,
+    and hiding twice changes nothing. A variable's name, `${NAME}`, is no secret and stays.
     """
     marked = _ADDRESS.sub(_hide, _REFERENCE.sub(rf"{_OPEN}\1{_CLOSE}", str(text)))
     hidden = _PARAMETER.sub(
@@ -50,7 +50,7 @@ def without_secrets(text: object) -> str:
 
 
 def without_variables(text: object) -> str:
-    """As `without_secrets`, with the names of variables hidden too: what stays the same when a password changes."""
+    """As `without_secrets`, with the names of variables hidden too: the result does not depend on any credentials."""
     return without_secrets(_REFERENCE.sub(_OPEN, str(text)))
 
 
@@ -60,10 +60,10 @@ def variables_of(address: str) -> list[str]:
 
 
 def with_variables(address: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The address with the values of the variables that it names, quoted for it.
+    """The address with the URL-quoted values of the variables that it names.
 
     Raises:
-        DataError: a variable is not set or may not be named, or stands where no secret does.
+        DataError: a variable is not set or may not be named, or stands where no secret is expected.
 
     """
     names = variables_of(address)
@@ -89,7 +89,7 @@ def _hide(match: re.Match[str]) -> str:
     assert closing is not None
     rest, closed = rest[: closing.start()], rest[closing.start() :]
     rest = _without_user(rest)
-    # Keys stand behind either sign: in what a server reads, and in what it handed to a browser.
+    # Keys may stand in the query (after "?") or in the fragment (after "#").
     place, *signs = re.split(r"([?#].*)", rest, maxsplit=1)
     parameters = re.sub(r"[^?&#]+", _hide_value, signs[0]) if signs else ""
     return f"{scheme}{place}{parameters}{closed}"
@@ -106,7 +106,7 @@ def _without_user(rest: str) -> str:
     name, colon, port = host.rpartition(":")
     if not colon or port.isdigit() or not port or host.startswith("["):
         return rest
-    # No port: a password with a sign that should have been written as %2F, %3F or %23.
+    # Not a port: this is a password that contains /, ? or #, which should have been written as %2F, %3F or %23.
     if "@" in rest:
         return f"{HIDDEN}@{rest[rest.rindex('@') + 1 :]}"
     return f"{name}:{HIDDEN}{rest[len(host) :]}"

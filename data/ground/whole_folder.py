@@ -1,7 +1,7 @@
-"""Folders that a command writes as a whole: checked before anything is computed, then there at once or not at all.
+"""Output folders that appear complete or not at all; their path is checked before anything is computed.
 
-They are written beside their place, as .NAME.XXXXXXXX.partial, and renamed. A killed command leaves such a folder,
-which nobody holds locked, and the next command of the same output removes it.
+A folder is written beside its final place, as .NAME.XXXXXXXX.partial, and then renamed. A killed command leaves such a
+folder unlocked, and the next command with the same output removes it.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from data.ground.errors import CommandEnd, ConfigError
 from data.ground.files import first_line
 
 _PARTIAL, _OLD = ".partial", ".old"
-_ROOM = 20  # of a name: what unfinished folders add to it
+_ROOM = 20  # characters that the names of unfinished folders add to the output's name
 
 
 def check_file(path: Path | None, option: str) -> None:
-    """Refuse a path at which this user cannot write a file; None: nothing to write."""
+    """Refuse a path at which this user cannot write a file; None means that no file is to be written."""
     if path is None:
         return
     with _looking_at(path, option):
         if path.is_dir():
             raise ConfigError(f"{option} {path} is a folder; name a file")
         dangling = path.is_symlink() and not path.exists()
-        # A link is followed, and makes the file it names.
+        # Writing to a dangling link creates the file that it names.
         target = path.parent / path.readlink() if dangling else path
     check_place(target, option, link=True)
 
 
 def check_place(path: Path, option: str = "--output", *, link: bool = False) -> None:
-    """Refuse a path at which this user cannot make anything, and links unless `link`; makes nothing itself."""
+    """Refuse a path at which this user cannot create anything, and links unless `link`; creates nothing itself."""
     with _looking_at(path, option):
         if path.is_symlink() and not (link and path.exists()):
             raise ConfigError(f"{option} {path} is a link; name the place itself")
@@ -63,9 +63,9 @@ def _looking_at(path: Path, option: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_whole(output: Path) -> Iterator[Path]:
-    """An empty folder to write into, which takes the place of `output` at the end; nothing is left if that fails.
+    """An empty folder to write into; at the end it replaces `output`, or it is removed if an error occurs.
 
-    What is at `output` then is removed: whoever calls this has checked that it may be.
+    An existing `output` is removed: the caller has checked that this is allowed.
 
     Raises:
         ConfigError: another command is writing this output, or the disk refuses.
@@ -85,7 +85,7 @@ def written_whole(output: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def writing(output: Path) -> Iterator[None]:
-    """Turn what the system refuses, also by way of safetensors, into one sentence about `output`."""
+    """Turn errors of the operating system, also those reported by safetensors, into one sentence about `output`."""
     try:
         yield
     except CommandEnd:
@@ -99,7 +99,7 @@ def writing(output: Path) -> Iterator[None]:
 
 
 def _refusal(error: Exception) -> str | None:
-    """What the system said, of an error that is the system's; safetensors reports a full disk as its own."""
+    """The message of an operating system's error, also of one that safetensors wrapped; None for other errors."""
     if isinstance(error, OSError):
         return error.strerror if error.errno is not None else None
     if type(error).__name__ == "SafetensorError" and "os error" in str(error):
@@ -119,7 +119,7 @@ def _put_in_place(partial: Path, output: Path) -> None:
 
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """The folder locked, where its file system can; the kernel lets go of it when the process ends."""
+    """Lock the folder if its file system can; the kernel releases the lock when the process ends."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):
@@ -130,7 +130,7 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def _remove_left(output: Path) -> None:
-    """Folders of commands that were killed while they wrote this output."""
+    """Remove the folders of commands that were killed while they wrote this output."""
     name = re.compile(rf"\.{re.escape(output.name)}\.[a-z0-9_]{{8}}({_PARTIAL}|{_OLD})")
     left = [path for path in output.parent.iterdir() if name.fullmatch(path.name) and not path.is_symlink()]
     for path in left:

@@ -1,4 +1,4 @@
-"""What each sub-command of `python -m data.prepare` does."""
+"""The sub-commands of `python -m data.prepare`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from data.corpora.plan import plan_documents, plan_tuples
-from data.corpora.read import read_unit
-from data.corpora.units import Document, Unit
+from data.corpora.read import read_split
+from data.corpora.splits import Document, InputSplit
 from data.documentation import (
     DOCUMENTED_PACKAGES,
     STANDARD_LIBRARY,
@@ -33,7 +33,7 @@ from data.preparation.output_folder import Inputs, claimed, settle
 from data.preparation.workers import default_processes, run_jobs
 from data.shards.format import MANIFEST, Kind
 from data.shards.reader import ShardFolder
-from data.shards.writer import finish_folder, finished_unit
+from data.shards.writer import finish_folder, finished_split
 from data.tokens import load_tokenizer, save_tokenizer, tokenizer_fingerprint, vocabulary_of
 
 logger = logging.getLogger(__name__)
@@ -41,14 +41,14 @@ logger = logging.getLogger(__name__)
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-def _skipped(units: Sequence[Unit]) -> str | None:
-    """What tells the rows to skip from others: their file may change under its name."""
-    rows = units[0].skip_rows
+def _skipped(input_splits: Sequence[InputSplit]) -> str | None:
+    """A hash of the rows to skip: the file that lists them may change under its name."""
+    rows = input_splits[0].skip_rows
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest() if rows else None
 
 
 def prepare_shards(arguments: argparse.Namespace) -> None:
-    """`documents` and `tuples`: write the shards of every unit that is not there yet, then the manifest."""
+    """`documents` and `tuples`: write the shards of every unfinished input split, then the manifest."""
     kind: Kind = arguments.command
     output = Path(arguments.output)
     started = time.monotonic()
@@ -61,25 +61,25 @@ def prepare_shards(arguments: argparse.Namespace) -> None:
         size = vocabulary_of(tokenizer).size
         options = {name: getattr(arguments, name) for name in arguments.identity}
         plan = _plan_documents if kind == "documents" else _plan_tuples
-        units = plan(arguments, output)
-        inputs = Inputs(output, units, processes=arguments.processes)
+        input_splits = plan(arguments, output)
+        inputs = Inputs(output, input_splits, processes=arguments.processes)
         preparation = {
             "kind": kind,
             "options": options,
             "tokenizer": fingerprint,
             "inputs": inputs.identity,
-            "skipped_rows": _skipped(units),
-            "units": [unit.source + (f" first {unit.limit}" if unit.limit else "") for unit in units],
+            "skipped_rows": _skipped(input_splits),
+            "units": [each.source + (f" first {each.limit}" if each.limit else "") for each in input_splits],
         }
         settings = {"preparation": settle(output, preparation)}
         inputs.remember()
         unfinished = [
-            number for number in range(len(units)) if finished_unit(output, number, settings=settings) is None
+            number for number in range(len(input_splits)) if finished_split(output, number, settings=settings) is None
         ]
         if not unfinished and _is_whole(output):
             _say(f"{output} is already complete")
             return
-        # A shard of a finished folder was lost: until it is there again, the folder is not finished.
+        # Where a shard of a finished folder was lost, the folder is unfinished until the shard is written again.
         (output / MANIFEST).unlink(missing_ok=True)
 
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -89,12 +89,12 @@ def prepare_shards(arguments: argparse.Namespace) -> None:
         jobs = [
             Job(
                 number=number,
-                unit=unit,
+                input_split=input_split,
                 kind=kind,
                 output=str(output),
                 tokenizer_file=str(tokenizer_file),
                 vocabulary_size=size,
-                graded=unit.graded,
+                graded=input_split.graded,
                 settings=settings,
                 seed=arguments.seed,
                 shard_bytes=arguments.shard_megabytes * 2**20,
@@ -102,14 +102,16 @@ def prepare_shards(arguments: argparse.Namespace) -> None:
                 query_prompt=getattr(arguments, "query_prompt", ""),
                 passage_prompt=getattr(arguments, "passage_prompt", ""),
             )
-            for number, unit in enumerate(units)
+            for number, input_split in enumerate(input_splits)
             if number in unfinished
         ]
-        if len(jobs) < len(units):
-            logger.warning("%d of %d units are finished already", len(units) - len(jobs), len(units))
+        if len(jobs) < len(input_splits):
+            logger.warning(
+                "%d of %d input splits are finished already", len(input_splits) - len(jobs), len(input_splits)
+            )
         text_bytes = _run_with_bar(jobs, processes=arguments.processes)
         inputs.check()
-        manifest = finish_folder(output, len(units), tokenizer=tokenizer, name=str(arguments.tokenizer))
+        manifest = finish_folder(output, len(input_splits), tokenizer=tokenizer, name=str(arguments.tokenizer))
     seconds = time.monotonic() - started
     _say(
         f"{manifest.samples:,} {kind}, {manifest.tokens:,} tokens, {len(manifest.shards):,} shards in {output} "
@@ -118,7 +120,7 @@ def prepare_shards(arguments: argparse.Namespace) -> None:
 
 
 def _is_whole(output: Path) -> bool:
-    """Whether a folder whose units are all there has the rest as well."""
+    """Whether a folder with all its input splits also has a sound manifest and tokenizer."""
     if not (output / MANIFEST).exists():
         return False
     try:
@@ -132,7 +134,7 @@ def _is_whole(output: Path) -> bool:
     return True
 
 
-def _plan_documents(arguments: argparse.Namespace, output: Path) -> list[Unit]:
+def _plan_documents(arguments: argparse.Namespace, output: Path) -> list[InputSplit]:
     return plan_documents(
         arguments.inputs,
         text_column=arguments.text_column,
@@ -147,7 +149,7 @@ def _plan_documents(arguments: argparse.Namespace, output: Path) -> list[Unit]:
     )
 
 
-def _plan_tuples(arguments: argparse.Namespace, output: Path) -> list[Unit]:
+def _plan_tuples(arguments: argparse.Namespace, output: Path) -> list[InputSplit]:
     return plan_tuples(
         arguments.inputs,
         scratch=output / SCRATCH,
@@ -171,7 +173,7 @@ def _plan_tuples(arguments: argparse.Namespace, output: Path) -> list[Unit]:
 
 def _run_with_bar(jobs: Sequence[Job], *, processes: int) -> int:
     """Run the jobs behind a progress bar; returns the bytes of text tokenized."""
-    total = sum(job.unit.size for job in jobs) if all(job.unit.size for job in jobs) else None
+    total = sum(job.input_split.size for job in jobs) if all(job.input_split.size for job in jobs) else None
     text_bytes = samples = tokens = 0
     # A terminal shows a progress bar; a log file gets a line from time to time.
     interval = 0.2 if sys.stderr.isatty() else 30
@@ -200,9 +202,9 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
     output = Path(arguments.output)
     started = time.monotonic()
     with claimed(output):
-        units = _plan_documents(arguments, output)
+        input_splits = _plan_documents(arguments, output)
         options = {name: getattr(arguments, name) for name in arguments.identity}
-        inputs = Inputs(output, units, processes=default_processes())
+        inputs = Inputs(output, input_splits, processes=default_processes())
         settle(output, {"kind": "tokenizer", "options": options, "inputs": inputs.identity})
         inputs.remember()
         if (output / "tokenizer.json").exists():
@@ -218,14 +220,16 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
             special_tokens=list(SPECIAL_TOKENS),
             show_progress=sys.stderr.isatty(),
         )
-        texts = (cast(Document, record)["text"] for unit in units for _, record in read_unit(unit))
+        texts = (
+            cast(Document, record)["text"] for input_split in input_splits for _, record in read_split(input_split)
+        )
         backend.train_from_iterator(texts, trainer)
-        # Training numbers pieces in the order of a hash map: sorted, equal pieces make an equal tokenizer.
-        pieces = sorted(set(backend.get_vocab()) - set(SPECIAL_TOKENS), key=lambda piece: (len(piece), piece))
-        if not pieces:
+        # Training numbers the tokens in the order of a hash map. Sorting them makes the tokenizer reproducible.
+        tokens = sorted(set(backend.get_vocab()) - set(SPECIAL_TOKENS), key=lambda token: (len(token), token))
+        if not tokens:
             raise DataError("the inputs hold no word, so every text would be [UNK]; give files with text")
         inputs.check()
-        vocabulary = {piece: index for index, piece in enumerate((*SPECIAL_TOKENS, *pieces))}
+        vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *tokens))}
         backend.model = models.WordPiece(vocab=vocabulary, unk_token="[UNK]", max_input_chars_per_word=100)
         cls_id, sep_id = (backend.token_to_id(token) for token in ("[CLS]", "[SEP]"))
         backend.post_processor = processors.TemplateProcessing(
@@ -242,7 +246,7 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
         temporary = output / SCRATCH
         shutil.rmtree(temporary, ignore_errors=True)
         save_tokenizer(tokenizer, temporary)
-        # tokenizer.json last: it is what makes the folder complete.
+        # tokenizer.json is moved last: its presence marks the folder as complete.
         for path in sorted(temporary.iterdir(), key=lambda path: path.name == "tokenizer.json"):
             path.replace(output / path.name)
     _say(f"{len(tokenizer):,} tokens in {output} ({time.monotonic() - started:.1f} s)")

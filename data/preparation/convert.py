@@ -1,4 +1,4 @@
-"""A unit's texts -> tokens -> shards, in one process."""
+"""One process tokenizes the texts of an input split and writes them as shards."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any, cast
 
 import numpy as np
 
-from data.corpora.read import read_unit
-from data.corpora.units import Document, TupleRecord, Unit, place
+from data.corpora.read import read_split
+from data.corpora.splits import Document, InputSplit, TupleRecord, place
 from data.encoding import TextEncoder
 from data.ground.errors import DataError
-from data.lines import Tally
+from data.lines import ByteCounter
 from data.masking import draws, sample_keys
 from data.shards.format import Kind, token_dtype
-from data.shards.writer import UnitWriter
+from data.shards.writer import SplitWriter
 
-# One call of the tokenizer: enough texts to amortise it, few enough that its result stays small.
+# Limits of one tokenizer call: enough texts to amortise the call, few enough that its result stays small.
 BATCH_TEXTS = 1024
 BATCH_CHARACTERS = 2**20
-# Samples shuffled together, so that a unit of any size fits in memory.
+# Samples are shuffled within blocks of this many tokens, so that an input split of any size fits in memory.
 BLOCK_TOKENS = 2**26
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a process needs in order to write one unit."""
+    """Everything a process needs to write one input split."""
 
     number: int
-    unit: Unit
+    input_split: InputSplit
     kind: Kind
     output: str
     tokenizer_file: str
@@ -46,7 +46,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Progress:
-    """What was done since the last report."""
+    """The work done since the last report."""
 
     source_bytes: int = 0
     text_bytes: int = 0
@@ -59,30 +59,30 @@ Report = Callable[[Progress], None]
 
 @functools.lru_cache(maxsize=1)
 def _encoder(tokenizer_file: str, vocabulary_size: int) -> TextEncoder:
-    """One a process, so that words met in one unit are known in the next."""
+    """The process's only encoder: words cached from one input split are reused in the next."""
     from tokenizers import Tokenizer
 
     return TextEncoder(Tokenizer.from_file(tokenizer_file), token_dtype(vocabulary_size))
 
 
-def write_unit(job: Job, report: Report) -> None:
-    """Read, tokenize, shuffle and write one unit."""
+def write_split(job: Job, report: Report) -> None:
+    """Read, tokenize, shuffle and write one input split."""
     encode = _encoder(job.tokenizer_file, job.vocabulary_size)
-    tally = Tally()
+    counter = ByteCounter()
     block: list[tuple[list[np.ndarray], int, float | None]] = []  # texts, number of positives, score
     block_tokens = num_blocks = bytes_reported = 0
-    with UnitWriter(
+    with SplitWriter(
         job.output,
         job.number,
         kind=job.kind,
         vocabulary_size=job.vocabulary_size,
         graded=job.graded,
-        source=job.unit.source,
+        source=job.input_split.source,
         settings=job.settings,
         shard_bytes=job.shard_bytes,
         chunk_samples=job.chunk_samples,
     ) as writer:
-        for batch in _batches(job, tally):
+        for batch in _batches(job, counter):
             texts = [text for sample in batch for text in sample.texts]
             ids = iter(encode(texts))
             batch_tokens = batch_samples = 0
@@ -98,8 +98,8 @@ def write_unit(job: Job, report: Report) -> None:
                 _write_block(job, writer, block, num_blocks)
                 block, block_tokens, num_blocks = [], 0, num_blocks + 1
             text_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
-            report(Progress(tally.bytes_read - bytes_reported, text_bytes, batch_samples, batch_tokens))
-            bytes_reported = tally.bytes_read
+            report(Progress(counter.bytes_read - bytes_reported, text_bytes, batch_samples, batch_tokens))
+            bytes_reported = counter.bytes_read
         _write_block(job, writer, block, num_blocks)
 
 
@@ -111,10 +111,10 @@ class _Sample:
     position: int
 
 
-def _batches(job: Job, tally: Tally) -> Iterator[list[_Sample]]:
+def _batches(job: Job, counter: ByteCounter) -> Iterator[list[_Sample]]:
     batch: list[_Sample] = []
     num_texts = characters = 0
-    for position, record in read_unit(job.unit, tally):
+    for position, record in read_split(job.input_split, counter):
         if job.kind == "documents":
             sample = _Sample([cast(Document, record)["text"]], 0, None, position)
         else:
@@ -133,12 +133,12 @@ def _batches(job: Job, tally: Tally) -> Iterator[list[_Sample]]:
 
 
 def _without_empty(job: Job, sample: _Sample, ids: list[np.ndarray]) -> tuple[list[np.ndarray], int] | None:
-    """Texts of control characters and the like have characters but no tokens: they count as empty."""
+    """The sample without texts that have no tokens (control characters, say); None if it must be dropped."""
     if all(map(len, ids)):
         return ids, sample.num_positives
-    if not job.unit.skip_empty:
+    if not job.input_split.skip_empty:
         raise DataError(
-            f"{place(job.unit, sample.position)} holds a text without any token; "
+            f"{place(job.input_split, sample.position)} holds a text without any token; "
             "fill it, or drop such texts with --skip-empty"
         )
     if job.kind == "documents" or not len(ids[0]):
@@ -150,7 +150,7 @@ def _without_empty(job: Job, sample: _Sample, ids: list[np.ndarray]) -> tuple[li
 
 
 def _write_block(
-    job: Job, writer: UnitWriter, block: list[tuple[list[np.ndarray], int, float | None]], number: int
+    job: Job, writer: SplitWriter, block: list[tuple[list[np.ndarray], int, float | None]], number: int
 ) -> None:
     key = sample_keys(job.seed, epochs=np.array([number]), sources=np.array([job.number]), samples=np.array([0]))
     for index in np.argsort(draws(key, np.arange(len(block))), kind="stable").tolist():

@@ -1,4 +1,4 @@
-"""The output folder of a preparation: one command holds it, and it never mixes two sets of inputs or options."""
+"""The output folder of data.prepare: one command at a time writes to it, with one set of inputs and options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data.corpora.by_id import TextIndex
-from data.corpora.units import IdLayout, Unit
+from data.corpora.splits import IdLayout, InputSplit
 from data.ground.errors import DataError
 from data.ground.files import looks_of, read_text, reading, sha256_of, write_atomically
 from data.inputs import PREPARATION, SCRATCH, check_name
@@ -23,15 +23,15 @@ from data.shards.format import MANIFEST
 
 logger = logging.getLogger(__name__)
 
-# What the inputs looked like when they were hashed.
+# The file that records size, times and inode of each input when it was hashed.
 SEEN = ".inputs"
-# Of preparation.json: 2 has the sha256 of whole inputs.
+# Format of preparation.json: version 2 has the sha256 of whole inputs.
 FORMAT = 2
 
 
 @contextlib.contextmanager
 def claimed(output: Path) -> Iterator[None]:
-    """Hold a folder for this command alone; it must be new, empty, or one of ours."""
+    """Lock a folder for this command alone; the folder must be new, empty, or written by data.prepare."""
     check_name(str(output), "output folder")
     try:
         is_new = not output.exists()
@@ -53,8 +53,8 @@ def claimed(output: Path) -> Iterator[None]:
             yield
         finally:
             shutil.rmtree(output / SCRATCH, ignore_errors=True)
-            # A command that finished nothing leaves no trace.
-            # Receipts of units without samples are soon written again.
+            # A command that finished nothing removes everything that it wrote. Completion markers of input splits
+            # without samples do not count as finished work: writing them again is quick.
             if PREPARATION not in names and not any(
                 path.exists() and path.parent.name != "units" for path in (*_finished(output), *output.glob("*.tar"))
             ):
@@ -67,12 +67,12 @@ def claimed(output: Path) -> Iterator[None]:
 
 
 def _finished(output: Path) -> list[Path]:
-    """The files that show, by being there, that a command has finished a part of its work."""
+    """The files whose presence shows that a command has finished a part of its work."""
     return [output / MANIFEST, output / "tokenizer.json", output / "pairs.jsonl", *output.glob("units/*.json")]
 
 
 def _clear(output: Path) -> None:
-    """Remove what a command of ours began in a folder that was empty before."""
+    """Remove the unfinished work of a command in a folder that was empty before."""
     with contextlib.suppress(OSError):
         leftovers = (*output.glob("shard-*.tar*"), *output.glob("units/*.json*"), output / SEEN, output / PREPARATION)
         for leftover in leftovers:
@@ -82,7 +82,7 @@ def _clear(output: Path) -> None:
 
 
 def settle(output: Path, preparation: dict[str, Any]) -> str:
-    """Record what the folder is made from, or check that it is the same as before; returns its sha256."""
+    """Record the inputs and options of the folder, or check that they equal the recorded ones; returns their sha256."""
     path = output / PREPARATION
     content = json.dumps({"format": FORMAT, **preparation}, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
     before = read_text(path) if path.exists() else ""
@@ -92,7 +92,7 @@ def settle(output: Path, preparation: dict[str, Any]) -> str:
                 f"folder {output} holds something made with other {_differing(before, content)}; "
                 "choose an empty folder, or delete this one first"
             )
-        # Nothing was finished, as after a mistake in the data: a fixed command may start afresh.
+        # Nothing was finished, as after an error in the user's data: a corrected command may start afresh.
         for leftover in output.glob("shard-*.tar*"):
             leftover.unlink()
     if before != content:
@@ -125,32 +125,34 @@ def _differing(before_text: str, now_text: str) -> str:
 
 
 class Inputs:
-    """The files that a command reads: what identifies each, and whether it is still the same."""
+    """The files that a command reads: their sha256, and whether they have changed since."""
 
-    def __init__(self, output: Path, units: Sequence[Unit], *, processes: int) -> None:
+    def __init__(self, output: Path, input_splits: Sequence[InputSplit], *, processes: int) -> None:
         self._path = output / SEEN
         paths: dict[str, None] = {}
-        # Made of the inputs by this command, and anew each time: no mark of it would hold.
+        # Files that this command makes from the inputs. They are made anew each time, so their hashes are not kept.
         self._joined: dict[str, str] = {}
         self._others: list[str] = []
-        for unit in units:
-            if isinstance(unit.layout, IdLayout):
-                self._joined[f"{unit.source.rpartition('[')[0]} joined"] = unit.path
-                paths[str(TextIndex.path_in(Path(unit.layout.index)))] = None
-            elif not unit.is_file:
-                self._others.append(unit.source.rpartition("[")[0] if unit.kind == "hub" else unit.source)
+        for input_split in input_splits:
+            if isinstance(input_split.layout, IdLayout):
+                self._joined[f"{input_split.source.rpartition('[')[0]} joined"] = input_split.path
+                paths[str(TextIndex.path_in(Path(input_split.layout.index)))] = None
+            elif not input_split.is_file:
+                self._others.append(
+                    input_split.source.rpartition("[")[0] if input_split.kind == "hub" else input_split.source
+                )
             else:
-                paths[unit.path] = None
+                paths[input_split.path] = None
         before = self._read()
         self._seen: dict[str, list[str]] = {}
-        # Hashing leaves Python to its threads.
+        # Hashing releases the GIL, so threads run in parallel.
         with ThreadPoolExecutor(max_workers=max(1, min(processes, 8))) as pool:
             for path, seen in zip(paths, pool.map(lambda path: _seen(path, before.get(path)), paths)):
                 self._seen[path] = seen
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides the output, as JSON values."""
+        """The identity of all inputs, as JSON values: it decides the output."""
         found: dict[str, Any] = {path: {"sha256": digest} for path, (_, digest) in self._seen.items()}
         found |= {name: {"sha256": sha256_of(path)} for name, path in self._joined.items()}
         return found | dict.fromkeys(self._others)
@@ -159,7 +161,7 @@ class Inputs:
         write_atomically(self._path, json.dumps(self._seen, indent=1, ensure_ascii=False) + "\n")
 
     def check(self) -> None:
-        """Refuse an input that changed while it was read: no unit could tell which of its bytes it met."""
+        """Refuse an input that changed while it was read: nobody knows which of its bytes were written to shards."""
         for path, seen in self._seen.items():
             if _seen(path, seen)[1] != seen[1]:
                 raise DataError(
@@ -171,13 +173,13 @@ class Inputs:
             found = json.loads(self._path.read_bytes())
         except (OSError, ValueError, RecursionError):
             return {}
-        # No more than a shortcut: whatever is not understood is hashed.
+        # The file only saves hashing: an entry that cannot be read means that the input is hashed again.
         entries = found.items() if isinstance(found, dict) else ()
         return {path: seen for path, seen in entries if isinstance(seen, list) and len(seen) == 2}
 
 
 def _seen(path: str, before: list[str] | None) -> list[str]:
-    """[what a file looks like, its sha256], which is that of `before` if it looks the same."""
+    """[size, times and inode of a file, its sha256]; the sha256 is copied from `before` if the former are the same."""
     with reading(path):
         looks = looks_of(Path(path).stat())
         return before if before is not None and before[0] == looks else [looks, sha256_of(path)]

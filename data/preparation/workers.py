@@ -1,4 +1,4 @@
-"""Units written by several processes, none of which outlives the command."""
+"""Worker processes that write input splits; none of them outlives the command."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from data.documentation import (
 from data.ground.command import end_for
 from data.ground.errors import CommandEnd, DataError
 from data.ground.parent_death import signal_at_parents_death
-from data.preparation.convert import Job, Progress, Report, write_unit
+from data.preparation.convert import Job, Progress, Report, write_split
 
 logger = logging.getLogger(__name__)
 
 
 def run_jobs(jobs: Sequence[Job], *, processes: int, report: Report) -> None:
-    """Write all units; `report` is called here with every process's progress."""
+    """Write all input splits; this process calls `report` with the progress of every worker."""
     if processes < 1:
         raise DataError(f"{processes} processes cannot work; give 1 or more")
-    # Rust threads beside several processes only get in each other's way.
+    # The tokenizer's Rust threads would compete with the worker processes for the CPUs.
     with _environment("TOKENIZERS_PARALLELISM", "false"):
         if min(processes, len(jobs)) <= 1:
             for job in jobs:
-                write_unit(job, report)
-                logger.info("unit %d finished: %s", job.number, job.unit.source)
+                write_split(job, report)
+                logger.info("input split %d finished: %s", job.number, job.input_split.source)
         else:
             _run_in_processes(jobs, processes=min(processes, len(jobs)), report=report)
 
@@ -49,7 +49,7 @@ def _run_in_processes(jobs: Sequence[Job], *, processes: int, report: Report) ->
             worker = context.Process(target=work, args=(theirs, os.getpid()), daemon=True)
             with without_interrupts():
                 worker.start()
-            # With our copy of its end closed, a dead worker is seen as the end of the pipe, not as silence.
+            # Once our copy of the worker's end is closed, the pipe ends when the worker dies.
             theirs.close()
             workers.append(worker)
             connections[ours] = None
@@ -64,7 +64,7 @@ def _run_in_processes(jobs: Sequence[Job], *, processes: int, report: Report) ->
                     message = connection.recv()
                 except (EOFError, ConnectionResetError):
                     raise DataError(
-                        f"the process that wrote {job.unit.source} was killed, perhaps for want of memory; "
+                        f"the process that wrote {job.input_split.source} was killed, perhaps for lack of memory; "
                         "run the same command again with fewer --processes"
                     ) from None
                 if isinstance(message, Progress):
@@ -72,10 +72,10 @@ def _run_in_processes(jobs: Sequence[Job], *, processes: int, report: Report) ->
                 elif isinstance(message, CommandEnd):
                     raise message
                 elif message is None:
-                    logger.info("unit %d finished: %s", job.number, job.unit.source)
+                    logger.info("input split %d finished: %s", job.number, job.input_split.source)
                     connections[connection] = _give(connection, waiting)
                 else:
-                    raise RuntimeError(f"a worker failed on {job.unit.source}\n{message}")
+                    raise RuntimeError(f"a worker failed on {job.input_split.source}\n{message}")
     finally:
         for worker in workers:
             worker.kill()
@@ -87,14 +87,14 @@ def _give(connection: Connection, waiting: list[Job]) -> Job | None:
     if not waiting:
         return None
     job = waiting.pop()
-    with contextlib.suppress(BrokenPipeError):  # found out when its answer is read
+    with contextlib.suppress(BrokenPipeError):  # the worker died, which the next recv reports
         connection.send(job)
     return job
 
 
 def work(connection: Connection, parent: int) -> None:
-    """A worker process: jobs in, progress and None (finished) or the failure out."""
-    # Where the kernel does not tell, the broken pipe must do.
+    """The main function of a worker: receives jobs; sends progress, then None when finished, or the failure."""
+    # On systems without this signal, the worker notices the parent's death by the broken pipe.
     signal_at_parents_death(signal.SIGKILL, parent=parent)
     while True:
         try:
@@ -102,7 +102,7 @@ def work(connection: Connection, parent: int) -> None:
         except EOFError:
             return
         try:
-            write_unit(job, connection.send)
+            write_split(job, connection.send)
             connection.send(None)
         except BrokenPipeError:
             return

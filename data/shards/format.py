@@ -1,23 +1,27 @@
 """The format of tokenized shards on disk; writer.py writes it and survives being killed, reader.py seeks and verifies.
 
-    <folder>/shard-00042-003.tar      unit 42 (one source file or row range), its 4th shard
+    <folder>/shard-00042-003.tar      input split 42 (one source file or row range), its 4th shard
                  00042-000917.tok.npy     uint16|uint32 [tokens]   ids of about 1,024 samples, no special tokens, uncut
                  00042-000917.off.npy     uint32 [samples + 1]     where each sample starts
-    <folder>/units/00042.json         receipt of a finished unit
+    <folder>/units/00042.json         completion marker of input split 42
     <folder>/tokenizer/               the tokenizer that made the ids, so that the folder is self-contained
     <folder>/manifest.json            written last: shards, their sha256, byte offsets of every member, totals
 
-A folder is read from a disk, or from elsewhere through a cache (data/remote.py).
+A folder is read from a local disk, or from a remote store through a cache (data/remote.py).
 
-Kind "documents" has the columns tok and off. Kind "tuples" has q.tok, q.off (queries), d.tok, d.off (all passages of
+Kind "documents" has the columns tok and off. Kind "tuples", training examples of a query with its positives and
+negatives, has q.tok, q.off (queries), d.tok, d.off (all passages of
 all queries, concatenated), grp (uint32 [samples + 1]: each query's range of passages), pos (uint16 [samples]: how many
 of a query's passages are positives; they come first) and, for graded pairs only, score (float32 [samples]).
 
-Why so: every shard is a valid WebDataset tar of .npy members (no pickle, dtype and shape inside), but many samples
-share a member, because a tar header and an npy header on one document's few hundred bytes more than double it. Payloads
-are 512-aligned, so the reader hands out views of an mmap, and with the manifest's offsets it never reads forward.
-A unit is written by one process under temporary names, then fsync, rename, and a receipt, also by rename: a killed unit
-is written again from its start, byte for byte the same (fixed mtime, owner and order), and a finished one is skipped.
+Why this format: every shard is a valid WebDataset tar of .npy members (no pickle; dtype and shape are in the member).
+Many samples share a member, because the tar and npy headers would more than double a document of a few hundred bytes.
+Payloads are aligned to 512 bytes, so the reader returns views of an mmap. The manifest has every member's offset, so
+the reader never scans.
+
+One process writes an input split: it writes under temporary names, calls fsync, renames, and then writes the completion
+marker, also by rename. An input split whose process was killed is written again from its start, byte for byte the same
+(fixed mtime, owner and order); a finished one is skipped.
 """
 
 from __future__ import annotations
@@ -47,16 +51,16 @@ GRADED_COLUMNS = (*COLUMNS["tuples"], "score")
 CHUNK_SAMPLES = 1024
 RESTORE = "restore the file, or delete it and run the same prepare command again"
 Kind = Literal["documents", "tuples"]
-# Sums of them stay below what 64 bits hold.
+# The bound keeps sums of several within 64 bits.
 Offset = Annotated[int, pydantic.Field(ge=0, lt=2**60)]
 Count = Annotated[int, pydantic.Field(ge=1, lt=2**60)]
 Sha256 = Annotated[str, pydantic.Field(pattern=r"^[0-9a-f]{64}$")]
-# A manifest from elsewhere must not make us read outside its folder.
+# A manifest downloaded from a remote store must not make us read outside its folder.
 ShardName = Annotated[str, pydantic.Field(pattern=r"^[\w.-]+\.tar$", max_length=255)]
 
 
 class Tuple(NamedTuple):
-    """One sample of kind "tuples": the first `num_positives` passages are the positives."""
+    """One sample of kind "tuples", a training example: the first `num_positives` passages are the positives."""
 
     query: np.ndarray  # ids
     passages: list[np.ndarray]
@@ -85,10 +89,10 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class UnitReceipt:
-    """What a finished unit tells the manifest; `settings` is whatever decided its content."""
+class CompletionMarker:
+    """What a finished input split adds to the manifest; `settings` is everything that decided its content."""
 
-    unit: int
+    unit: int  # the input split's number, under its name in the file
     kind: str
     columns: tuple[str, ...]
     vocabulary_size: int
@@ -128,7 +132,7 @@ class _TokenizerEntry(Record):
 
 
 class _ManifestFile(Record):
-    """manifest.json."""
+    """The fields of manifest.json."""
 
     format: Literal[1]
     kind: Literal["documents", "tuples"]

@@ -1,4 +1,7 @@
-"""Reading shards: random access to samples as views of an mmap, each shard verified once, skipped if asked."""
+"""Reading shards: random access to samples as views of an mmap; each shard is verified once, bad ones may be skipped.
+
+An mmap maps a file into memory, so that a sample is read only when its pages are touched.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
-# Each open mmap holds a file descriptor; a shuffle group of 16 shards fits several times over.
+# Each open mmap holds a file descriptor. Eight shuffle groups of 16 shards fit.
 MAX_OPEN_SHARDS = 128
 LOOKED_AT_SHARDS = 16
 Verify = Literal["first_read", "size"]
@@ -46,9 +49,9 @@ class ShardFolder:
     hashed when they enter the cache. A chunk's headers, offsets and ids are checked when it is first touched. Arrays
     are read-only views of an mmap. Pickles and forks: files are opened lazily, by each process for itself.
 
-    A shard that is missing or damaged is refused by name. With `bad_shards` "skip" it is passed over: its samples'
-    places are taken by samples of the next sound shard of the manifest (`standing_in`), so that the order remains a
-    function of position, and all who see the same bad files see the same stream.
+    A missing or damaged shard is an error that names it. With `bad_shards` "skip" it is skipped: replacement samples
+    from the next sound shard of the manifest take the positions of its samples (`with_replacements`). The order remains
+    a function of position, and all processes that see the same bad files see the same stream.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class ShardFolder:
         cache: Cache | None = None,
     ) -> None:
         self._place = str(path) if is_remote(path) else Path(path)
-        # How it is called: an address without its secrets.
+        # The name in messages: a path, or an address without its secrets.
         self.path = Path(path) if isinstance(self._place, Path) else without_secrets(path).rstrip("/")
         self.verify = verify
         self.bad_shards = bad_shards
@@ -110,7 +113,7 @@ class ShardFolder:
 
     @property
     def chunk_samples(self) -> list[list[int]]:
-        """Samples of each chunk of each shard: what the order of an epoch is computed from."""
+        """The number of samples of each chunk of each shard, from which the order of an epoch is computed."""
         return [[chunk.samples for chunk in shard.chunks] for shard in self.manifest.shards]
 
     @cached_property
@@ -151,7 +154,7 @@ class ShardFolder:
             self._columns(chunk)
 
     def spread(self, count: int) -> np.ndarray:
-        """Up to `count` sample numbers at even steps, of a few shards only: what a look at the data should touch."""
+        """Up to `count` evenly spaced sample numbers from a few shards only, for a quick look at the data."""
         chosen = np.unique(np.linspace(0, len(self.manifest.shards) - 1, LOOKED_AT_SHARDS).astype(np.int64))
         starts, sizes = self._shard_starts[chosen], np.diff(self._shard_starts)[chosen]
         ends = np.cumsum(sizes)
@@ -159,10 +162,11 @@ class ShardFolder:
         within = np.searchsorted(ends, places, side="right")
         return starts[within] + places - (ends - sizes)[within]
 
-    def standing_in(self, indices: np.ndarray) -> np.ndarray:
-        """The samples, int64 [n], that are read for `indices` [n]: these themselves, unless their shard is skipped.
+    def with_replacements(self, indices: np.ndarray) -> np.ndarray:
+        """`indices` [n] with samples of skipped shards replaced by those that are read instead: int64 [n].
 
-        Row r of a skipped shard is replaced by row r modulo its samples of the next sound shard, counted in a circle.
+        Row r of a skipped shard is replaced by row r mod n of the next sound shard, which has n samples; the last
+        shard is followed by the first.
         """
         if self.bad_shards == "refuse":
             return indices
@@ -211,14 +215,14 @@ class ShardFolder:
         return samples
 
     def samples(self, indices: Sequence[int] | np.ndarray) -> list[Any]:
-        """Documents or tuples, whichever the folder holds."""
+        """Documents or training examples, whichever the folder holds."""
         return self.documents(indices) if self.kind == "documents" else self.tuples(indices)
 
     def _rows(self, indices: Sequence[int] | np.ndarray) -> Iterator[Row]:
         wanted = np.asarray(indices, dtype=np.int64)
         if len(wanted) and not (wanted.min() >= 0 and wanted.max() < self.num_samples):
             raise IndexError(f"sample {wanted.min()}..{wanted.max()} of {self.num_samples} in {self.path}")
-        wanted = self.standing_in(wanted)
+        wanted = self.with_replacements(wanted)
         chunks = np.searchsorted(self._chunk_starts, wanted, side="right") - 1
         rows = wanted - self._chunk_starts[chunks]
         for chunk, row in zip(chunks.tolist(), rows.tolist()):
@@ -232,7 +236,7 @@ class ShardFolder:
         shard = self._open_shards.get(number)
         if shard is None:
             shard = self._open(number)
-            # Views that are still held keep their mmap alive; only our references go.
+            # This drops only our reference: views that are still in use keep their mmap alive.
             if isinstance(self._place, str):
                 self._let_go_of_evicted()
             self._open_shards[number] = shard
@@ -268,7 +272,7 @@ class ShardFolder:
             raise BadShard(f"shard {self._address(shard)} is {wrong}; {RESTORE}")
 
     def _address(self, shard: Shard) -> str:
-        """What a shard is called in messages."""
+        """The name of a shard in messages."""
         return f"{self.path}/{shard.name}"
 
     @contextmanager
@@ -292,14 +296,14 @@ class ShardFolder:
             yield file
 
     def _let_go_of_evicted(self) -> None:
-        """A cached shard that was unlinked takes up the disk for as long as somebody maps it."""
+        """Close shards that were removed from the cache: their disk space is freed only when nobody maps them."""
         assert self.cache is not None
         for number in list(self._open_shards):
             if not self.cache.holds(self.manifest.shards[number].sha256):
                 del self._open_shards[number]
 
     def _sound_shard(self, number: int) -> int:
-        """The shard itself, or the next one that is sound."""
+        """The number of the shard itself if it is sound, or else of the next sound shard."""
         count = len(self.manifest.shards)
         for candidate in (number, *range(number + 1, count), *range(number)):
             if candidate not in self._bad:
@@ -309,7 +313,7 @@ class ShardFolder:
         raise DataError(f"all {count} shards of {self.path} are bad; restore them or make the shards again")
 
     def _unless_bad(self, number: int, act: Callable[[], object]) -> None:
-        """Do something that touches a shard; where it is bad, remember and say so, or refuse it."""
+        """Call `act`, which touches a shard; if the shard is bad, log and remember it, or raise."""
         try:
             act()
         except BadShard as error:
@@ -359,7 +363,7 @@ class _OpenShard:
                 or header.tell() + shape[0] * dtype.itemsize != length
             ):
                 raise ValueError("npy shape")
-        except Exception as error:  # numpy reads a header as Python's literals, which fail in many ways
+        except Exception as error:  # numpy parses the header as a Python literal, which can raise many exceptions
             raise self._damaged(f"member {chunk.key}.{column}.npy is no array of the recorded size") from error
         return np.frombuffer(self.map, dtype=dtype, count=shape[0], offset=offset + header.tell())
 
@@ -396,5 +400,5 @@ class _OpenShard:
 
 
 def _rises(offsets: np.ndarray, *, end: int) -> bool:
-    """Offsets of texts that are not empty, from 0 to `end`."""
+    """Whether these are the offsets of non-empty texts: strictly rising from 0 to `end`."""
     return len(offsets) > 1 and offsets[0] == 0 and int(offsets[-1]) == end and bool((offsets[1:] > offsets[:-1]).all())

@@ -1,4 +1,4 @@
-"""Writing shards: unit by unit, each by one process, whole or not at all."""
+"""Writing shards: one process writes each input split, either completely or not at all."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from data.shards.format import (
     GRADED_COLUMNS,
     MANIFEST,
     Chunk,
+    CompletionMarker,
     Kind,
     Manifest,
     Offset,
     Shard,
-    UnitReceipt,
     check_size,
     read_manifest,
     size_of,
@@ -47,13 +47,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 128 * 2**20
-# A chunk also ends here, so that a unit of whole books neither fills memory nor overflows uint32 offsets.
+# A chunk also ends at this size, so that an input split of whole books neither fills memory nor overflows uint32
+# offsets.
 CHUNK_TOKENS = 2**23
 MAX_POSITIVES = 2**16 - 1
 
 
-class _ReceiptFile(Record):
-    """units/NNNNN.json."""
+class _MarkerFile(Record):
+    """The fields of units/NNNNN.json, the completion marker of an input split."""
 
     format: Literal[1]
     unit: Offset
@@ -64,17 +65,17 @@ class _ReceiptFile(Record):
     shards: tuple[Shard, ...]
 
 
-class UnitWriter:
-    """Writes the shards of one unit; use as a context manager, or call `close()` (keep) or `abort()` (drop).
+class SplitWriter:
+    """Writes the shards of one input split; use as a context manager, or call `close()` (keep) or `abort()` (drop).
 
-    `settings` (JSON values) says what decides the unit's content: source, row range, tokenizer fingerprint, seed.
+    `settings` (JSON values) is everything that decides the content: source, row range, tokenizer fingerprint, seed.
     A later run with other settings is refused instead of mixing two data sets in one folder.
     """
 
     def __init__(
         self,
         folder: str | Path,
-        unit: int,
+        split: int,
         *,
         kind: Kind,
         vocabulary_size: int,
@@ -94,7 +95,7 @@ class UnitWriter:
                 f"use at least {RECORDSIZE} bytes and one sample"
             )
         self.folder = Path(folder)
-        self.unit = unit
+        self.number = split
         self.kind = kind
         self.columns = GRADED_COLUMNS if graded else COLUMNS[kind]
         self.vocabulary_size = vocabulary_size
@@ -119,14 +120,14 @@ class UnitWriter:
             (self.folder / "units").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DataError(f"folder {folder} cannot be made ({error.strerror}); choose a writable folder") from error
-        path = _receipt_path(self.folder, unit)
-        # The same unit of a finished folder may be written again: that fixes a lost shard, byte for byte.
-        if (self.folder / MANIFEST).exists() and not (path.exists() and _read_receipt(path).settings == self.settings):
+        path = _marker_path(self.folder, split)
+        # An input split of a finished folder may be written again: this restores a lost shard, byte for byte.
+        if (self.folder / MANIFEST).exists() and not (path.exists() and _read_marker(path).settings == self.settings):
             raise DataError(f"folder {folder} already holds finished shards; choose an empty folder or delete it first")
         self._remove_leftovers()
 
     def add_document(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Append one document's ids, without special tokens, uncut."""
+        """Append one document: all its ids, without special tokens."""
         if self.kind != "documents":
             raise DataError(f"shards of kind {self.kind} in {self.folder} take tuples, not documents")
         self._texts.append(self._ids(ids, "document"))
@@ -140,7 +141,7 @@ class UnitWriter:
         num_positives: int = 1,
         score: float | None = None,
     ) -> None:
-        """Append a query and its passages, positives first; all ids without special tokens, uncut."""
+        """Append a training example: a query and its passages, positives first; all ids, without special tokens."""
         if self.kind != "tuples":
             raise DataError(f"shards of kind {self.kind} in {self.folder} take documents, not tuples")
         if not 1 <= num_positives <= min(len(passages), MAX_POSITIVES):
@@ -162,28 +163,28 @@ class UnitWriter:
             self._scores.append(score)
         self._end_sample(len(ids) + sum(map(len, passage_ids)))
 
-    def close(self) -> UnitReceipt:
-        """Make the last shard durable and write the receipt; from then on the unit counts as finished."""
+    def close(self) -> CompletionMarker:
+        """Make the last shard durable and write the completion marker; from then on the input split is finished."""
         try:
             self._flush_chunk()
             self._finish_shard()
         except BaseException:
             self.abort()
             raise
-        receipt = UnitReceipt(
-            self.unit, self.kind, self.columns, self.vocabulary_size, self.settings, tuple(self._shards)
+        marker = CompletionMarker(
+            self.number, self.kind, self.columns, self.vocabulary_size, self.settings, tuple(self._shards)
         )
-        _write_atomically(_receipt_path(self.folder, self.unit), _json_bytes({"format": FORMAT, **asdict(receipt)}))
-        return receipt
+        _write_atomically(_marker_path(self.folder, self.number), _json_bytes({"format": FORMAT, **asdict(marker)}))
+        return marker
 
     def abort(self) -> None:
-        """Drop the unit and whatever is written of it."""
+        """Drop the input split and remove the files already written for it."""
         if self._tar is not None:
             self._tar.sink.abandon()
             self._tar = None
         self._remove_leftovers()
 
-    def __enter__(self) -> UnitWriter:
+    def __enter__(self) -> SplitWriter:
         return self
 
     def __exit__(
@@ -195,7 +196,7 @@ class UnitWriter:
             self.abort()
 
     def _here(self) -> str:
-        return f"sample {self._num_samples} of unit {self.unit}" + (f" ({self.source})" if self.source else "")
+        return f"sample {self._num_samples} of input split {self.number}" + (f" ({self.source})" if self.source else "")
 
     def _ids(self, ids: Sequence[int] | np.ndarray, what: str) -> np.ndarray:
         try:
@@ -233,9 +234,9 @@ class UnitWriter:
         if self._tar is not None and self._tar.length + size + RECORDSIZE > self.shard_bytes:
             self._finish_shard()
         if self._tar is None:
-            name = f"shard-{self.unit:05d}-{len(self._shards):03d}.tar"
+            name = f"shard-{self.number:05d}-{len(self._shards):03d}.tar"
             self._tar = _TarFile(self.folder / f"{name}.tmp")
-        key = f"{self.unit:05d}-{self._num_chunks:06d}"
+        key = f"{self.number:05d}-{self._num_chunks:06d}"
         members = {column: self._tar.add(key, f"{column}.npy", payload) for column, payload in payloads.items()}
         self._chunks.append(Chunk(key, len(self._texts), members))
         self._num_chunks += 1
@@ -248,8 +249,8 @@ class UnitWriter:
         ids = np.concatenate(texts)
         if int(ids.max()) >= self.vocabulary_size:
             raise DataError(
-                f"unit {self.unit}{f' ({self.source})' if self.source else ''} holds id {int(ids.max())}, but the "
-                f"vocabulary has {self.vocabulary_size} tokens; tokenize with the tokenizer that the folder names"
+                f"input split {self.number}{f' ({self.source})' if self.source else ''} holds id {int(ids.max())}, but "
+                f"the vocabulary has {self.vocabulary_size} tokens; tokenize with the tokenizer that the folder names"
             )
         return ids.astype(self._token_dtype)
 
@@ -269,64 +270,67 @@ class UnitWriter:
         self._shard_tokens = 0
 
     def _remove_leftovers(self) -> None:
-        _receipt_path(self.folder, self.unit).unlink(missing_ok=True)
-        for path in self.folder.glob(f"shard-{self.unit:05d}-*.tar*"):
+        _marker_path(self.folder, self.number).unlink(missing_ok=True)
+        for path in self.folder.glob(f"shard-{self.number:05d}-*.tar*"):
             path.unlink()
 
 
-def finished_unit(folder: str | Path, unit: int, *, settings: Mapping[str, Any] | None = None) -> UnitReceipt | None:
-    """The receipt of a unit that is already whole, or None if it must be written, as where its receipt is damaged.
+def finished_split(
+    folder: str | Path, split: int, *, settings: Mapping[str, Any] | None = None
+) -> CompletionMarker | None:
+    """The completion marker of an input split, or None if the input split must be written (again).
 
-    A receipt made with other settings is refused: the folder belongs to another data set.
+    A missing or damaged marker, and a shard of the wrong size, mean that it must be written. A marker made with other
+    settings is refused: the folder belongs to another data set.
     """
-    path = _receipt_path(Path(folder), unit)
+    path = _marker_path(Path(folder), split)
     if not path.exists():
         return None
     try:
-        receipt = _read_receipt(path)
+        marker = _read_marker(path)
     except OtherFormat:
         raise
     except DataError as error:
-        logger.warning("unit %d is written again: %s", unit, error)
+        logger.warning("input split %d is written again: %s", split, error)
         return None
-    if receipt.settings != _plain(settings):
+    if marker.settings != _plain(settings):
         differing = sorted(
             key
-            for key in {*receipt.settings, *_plain(settings)}
-            if receipt.settings.get(key) != _plain(settings).get(key)
+            for key in {*marker.settings, *_plain(settings)}
+            if marker.settings.get(key) != _plain(settings).get(key)
         )
         raise DataError(
-            f"folder {folder} holds unit {unit} made with another {', '.join(differing)}; "
+            f"folder {folder} holds input split {split} made with another {', '.join(differing)}; "
             "choose an empty folder or delete this one"
         )
-    whole = all(size_of(Path(folder) / shard.name) == shard.bytes for shard in receipt.shards)
-    return receipt if whole else None
+    whole = all(size_of(Path(folder) / shard.name) == shard.bytes for shard in marker.shards)
+    return marker if whole else None
 
 
 def finish_folder(
-    folder: str | Path, units: int | Iterable[int], *, tokenizer: PreTrainedTokenizerFast, name: str = ""
+    folder: str | Path, splits: int | Iterable[int], *, tokenizer: PreTrainedTokenizerFast, name: str = ""
 ) -> Manifest:
-    """Assemble manifest.json from the receipts of `units` (a count, or their numbers), in unit order.
+    """Assemble manifest.json from the completion markers of `splits` (a count, or their numbers), in ascending order.
 
-    `name` is how the user called the tokenizer. Doing it twice gives the same bytes.
+    `name` is what the user called the tokenizer. A second call writes the same bytes.
     """
     folder = Path(folder)
-    numbers = sorted(range(units) if isinstance(units, int) else set(units))
-    missing = [number for number in numbers if not _receipt_path(folder, number).exists()]
+    numbers = sorted(range(splits) if isinstance(splits, int) else set(splits))
+    missing = [number for number in numbers if not _marker_path(folder, number).exists()]
     if missing:
         raise DataError(
-            f"folder {folder} lacks {len(missing)} of {len(numbers)} units, unit {missing[0]} first; "
+            f"folder {folder} lacks {len(missing)} of {len(numbers)} input splits, the first of them {missing[0]}; "
             "run the same prepare command again to finish it"
         )
-    receipts = [_read_receipt(_receipt_path(folder, number)) for number in numbers]
-    shards = [shard for receipt in receipts for shard in receipt.shards]
+    markers = [_read_marker(_marker_path(folder, number)) for number in numbers]
+    shards = [shard for marker in markers for shard in marker.shards]
     if not shards:
         raise DataError(f"folder {folder} would hold no samples; check that the sources have texts that are not empty")
-    if len({(receipt.kind, receipt.columns, receipt.vocabulary_size) for receipt in receipts}) > 1:
-        raise DataError(f"folder {folder} mixes units of different kinds; choose an empty folder")
-    if receipts[0].vocabulary_size != (size := vocabulary_of(tokenizer).size):
+    if len({(marker.kind, marker.columns, marker.vocabulary_size) for marker in markers}) > 1:
+        raise DataError(f"folder {folder} mixes input splits of different kinds; choose an empty folder")
+    if markers[0].vocabulary_size != (size := vocabulary_of(tokenizer).size):
         raise DataError(
-            f"the units in {folder} were written for a vocabulary of {receipts[0].vocabulary_size} tokens, but the "
+            f"the shards in {folder} were written for a vocabulary of {markers[0].vocabulary_size} tokens, but the "
             f"tokenizer has {size}; finish the folder with the tokenizer that made it"
         )
     for shard in shards:
@@ -334,15 +338,15 @@ def finish_folder(
     strangers = {path.name for path in folder.glob("shard-*.tar")} - {shard.name for shard in shards}
     if strangers:
         raise DataError(
-            f"folder {folder} holds {min(strangers)}, which is none of the {len(numbers)} units of this command; "
-            "choose an empty folder or delete this one"
+            f"folder {folder} holds {min(strangers)}, which belongs to none of this command's {len(numbers)} input "
+            "splits; choose an empty folder or delete this one"
         )
 
     _save_tokenizer(folder / "tokenizer", tokenizer)
     content = {
         "format": FORMAT,
-        "kind": receipts[0].kind,
-        "columns": receipts[0].columns,
+        "kind": markers[0].kind,
+        "columns": markers[0].columns,
         "tokenizer": {"fingerprint": tokenizer_fingerprint(tokenizer), "vocab_size": size, "name": name},
         "totals": {
             "shards": len(shards),
@@ -359,14 +363,14 @@ def finish_folder(
 
 
 def npy_bytes(array: np.ndarray) -> bytes:
-    """The .npy file of an array; its data starts at a multiple of 64 bytes."""
+    """The bytes of an array's .npy file; the array's data starts at a multiple of 64 bytes."""
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, np.ascontiguousarray(array), version=(1, 0), allow_pickle=False)
     return buffer.getvalue()
 
 
 class HashedFile:
-    """A file being written, with its sha256; what the system refuses is told with the file's name."""
+    """A file being written, with its sha256; an error of the operating system is reported with the file's name."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -384,13 +388,13 @@ class HashedFile:
         return len(content)
 
     def abandon(self) -> None:
-        """Close the file, whatever becomes of it; what is written to it from now on is dropped."""
-        # On a full disk, what is still buffered cannot be written here either, and is not wanted.
+        """Close the file and ignore errors; later writes are dropped."""
+        # On a full disk, closing fails because the buffered bytes cannot be written. They are not needed.
         with suppress(OSError):
             self.file.close()
 
     def close(self) -> None:
-        """Make what was written durable."""
+        """Flush the file to disk and close it."""
         with _naming_the_file(self.path):
             self.file.flush()
             os.fsync(self.file.fileno())
@@ -398,10 +402,10 @@ class HashedFile:
 
 
 class _TarFile:
-    """A WebDataset tar whose bytes depend on its members only, and whose member offsets are known as it grows."""
+    """A WebDataset tar whose bytes depend on its members only; each member's offset is known when it is added."""
 
     def __init__(self, path: Path) -> None:
-        # It brings torch, which takes seconds, and which readers of this module's other parts need not have.
+        # webdataset imports torch, which takes seconds and which other users of this module do not need.
         from webdataset import TarWriter
 
         self.sink = HashedFile(path)
@@ -412,7 +416,10 @@ class _TarFile:
         return int(self._writer.tarstream.offset)
 
     def add(self, key: str, column: str, payload: bytes) -> tuple[int, int]:
-        """Append a member; returns (offset, length) of its payload. One at a time, for TarWriter sorts them by name."""
+        """Append a member; returns (offset, length) of its payload.
+
+        Members are added one at a time because TarWriter sorts the members of one call by name.
+        """
         offset = self.length + BLOCKSIZE
         self._writer.write({"__key__": key, column: payload})
         return offset, len(payload)
@@ -444,17 +451,17 @@ def _offsets(lengths: Sequence[int]) -> np.ndarray:
     return offsets
 
 
-def _receipt_path(folder: Path, unit: int) -> Path:
-    return folder / "units" / f"{unit:05d}.json"
+def _marker_path(folder: Path, split: int) -> Path:
+    return folder / "units" / f"{split:05d}.json"
 
 
-def _read_receipt(path: Path) -> UnitReceipt:
-    found = read_record(path, _ReceiptFile, what="receipt", hint="delete it and run the prepare command again")
-    return UnitReceipt(found.unit, found.kind, found.columns, found.vocabulary_size, found.settings, found.shards)
+def _read_marker(path: Path) -> CompletionMarker:
+    found = read_record(path, _MarkerFile, what="completion marker", hint="delete it and run the prepare command again")
+    return CompletionMarker(found.unit, found.kind, found.columns, found.vocabulary_size, found.settings, found.shards)
 
 
 def _plain(settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Settings as they come back from JSON, so that tuples equal lists."""
+    """The settings after a round trip through JSON, which turns tuples into lists, so that they compare equal."""
     return json.loads(json.dumps(dict(settings or {})))
 
 

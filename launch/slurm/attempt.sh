@@ -1,13 +1,13 @@
-# One attempt at a training run, and what follows from how it ended. Inlined into pretrain.sbatch and finetune.sbatch.
-# The run's own files decide: DONE (trained), STOPPED (asked to stop, and saved). Exit codes lie: srun returns what it
-# killed the other nodes with.
+# One attempt at a training run, and the reaction to its end. Inlined into the training jobs' scripts.
+# The run's own files decide: DONE (trained), STOPPED (asked to stop, and saved). Exit codes are unreliable: if a node
+# fails, srun returns the code with which it killed the other nodes.
 
 say() { echo "[$(date '+%F %T')] $*"; }
 content() { cat "$1" 2>/dev/null || true; }
 attempt=${SLURM_RESTART_COUNT:-0}
 logs=$job/logs/attempt-$(printf %03d "$attempt")
 
-# Put this job back into the queue, under its own number, so that jobs that wait for it go on waiting.
+# Put this job back into the queue under its own number, so that jobs that depend on it keep waiting.
 requeue() {
     if [ "$attempt" -ge "$max_requeues" ]; then
         say "$1; not requeued: $attempt times is all that --max-requeues allows"
@@ -30,18 +30,18 @@ rm -f "$run/STOPPED"
 mkdir -p "$logs"
 rm -f "$logs"/node-*.exit
 
-# The first host leads; a port of the job's and the attempt's own, below the range that systems hand out themselves.
+# The first host is the master. The port depends on the job and the attempt, below the range of ephemeral ports.
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${hosts[0]}
 export MASTER_PORT=$((12000 + (SLURM_JOB_ID * 10 + attempt) % 20000))
-# Since 22.05 srun does not take this over from sbatch.
+# Since Slurm 22.05, srun does not inherit this from sbatch.
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then
     export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((SLURM_CPUS_PER_TASK > ranks ? SLURM_CPUS_PER_TASK / ranks : 1))}
 fi
 
-# scancel and the end of a preemption signal this shell too, a time limit's warning and a preemption's beginning only
-# the nodes' tasks. While srun runs in the foreground the trap waits for it.
+# scancel and the end of a preemption also signal this shell; the warning before a time limit and the beginning of a
+# preemption signal only the nodes' tasks. While srun runs in the foreground, the trap waits for it.
 cancelled=no
 trap 'cancelled=yes' TERM
 say "attempt $attempt on ${hosts[*]}, led by $MASTER_ADDR:$MASTER_PORT"
@@ -69,7 +69,7 @@ if grep -qsx '[23]' "$logs"/node-*.exit; then
     say "refused (2) or given up (3), which another attempt would not change; the reason is above and in $logs"
     exit "$(cat "$logs"/node-*.exit | grep -m1 -x '[23]')"
 fi
-# A crash, or a node that died: other nodes notice before Slurm does. Tried again while attempts get further.
+# A crash, or a dead node, which other nodes notice before Slurm does. Try again as long as attempts make progress.
 crashes=$(content "$job/crashes")
 if [ "$(content "$run/checkpoints/latest")" != "$saved_before" ]; then
     crashes=0

@@ -1,4 +1,4 @@
-# What the studies' data have in common; sourced by the scripts beside it, with $data, $out, $python and $tokenizer set.
+# Functions for the studies' data; the scripts beside it source this file with $data, $out, $python and $tokenizer set.
 
 # tuples NAME ARGUMENT...: shards of queries and passages in $out/shards/NAME.
 tuples() {

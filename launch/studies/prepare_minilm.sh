@@ -1,7 +1,7 @@
 #!/bin/sh
-# The data of minilm.toml and the two models that it starts from, all-MiniLM-L6-v2 as it is and with the closed form's
-# maps, from the data sets beside the checkout and the package that carries the model (data/minilm.py). Run from the root
-# of the checkout; what is done already is skipped, an unfinished part goes on.
+# The data of minilm.toml and the two models that it starts from, all-MiniLM-L6-v2 unchanged and with the closed form's
+# maps, from the data sets beside the checkout and the package that contains the model (data/minilm.py). Run from the
+# root of the checkout; finished parts are skipped, unfinished ones continue.
 #   sh launch/studies/prepare_minilm.sh
 set -eu
 python=${PYTHON:-.venv/bin/python}

@@ -1,6 +1,6 @@
 #!/bin/sh
 # The data of the studies that start from random weights, from the data sets beside the checkout and the documentation of
-# the installed packages. Run from the root of the checkout; what is done already is skipped, an unfinished part goes on.
+# the installed packages. Run from the root of the checkout; finished parts are skipped, unfinished ones continue.
 #   sh launch/studies/prepare_starbucks.sh
 set -eu
 python=${PYTHON:-.venv/bin/python}

@@ -55,7 +55,7 @@ def cases(documents: str, tuples: str, steps: int) -> list[dict[str, Any]]:
 
 def measure(chosen: list[dict[str, Any]], ranks: int, rate_mbit: int, folder: Path) -> dict[str, dict[str, Any]]:
     (folder / "cases.json").write_text(json.dumps(chosen))
-    words = ["tests.launch.traffic", str(folder / "cases.json"), str(folder / "results.json")]
+    words = ["tests.launch.communication", str(folder / "cases.json"), str(folder / "results.json")]
     with made(ranks, rate_mbit=rate_mbit) as hosts:
         (folder / "hostfile").write_text("".join(f"{host.name} slots=1\n" for host in hosts))
         for done in run_on_all(hosts, deepspeed_commands(hosts, folder / "hostfile", words, port=29500)):

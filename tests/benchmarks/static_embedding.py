@@ -38,7 +38,7 @@ from data.collate import PairBatch
 from data.encoding import TextEncoder
 from data.prepare import main as prepare
 from data.shards.reader import ShardFolder
-from data.shards.writer import UnitWriter, finish_folder
+from data.shards.writer import SplitWriter, finish_folder
 from data.tokens import load_tokenizer
 from models.encoder import Encoder
 from models.sizes import Size
@@ -143,7 +143,7 @@ def write_tokenizer(folder: Path) -> None:
 def write_shards(folder: Path, tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> Path:
     ids_of = TextEncoder(tokenizer.backend_tokenizer, torch.empty(0, dtype=torch.int32).numpy().dtype)
     folder.mkdir()
-    with UnitWriter(folder, 0, kind="tuples", vocabulary_size=len(tokenizer)) as writer:
+    with SplitWriter(folder, 0, kind="tuples", vocabulary_size=len(tokenizer)) as writer:
         for query, passage in zip(*(ids_of(list(column)) for column in zip(*pairs))):
             writer.add_tuple(query.tolist(), [passage.tolist()])
     finish_folder(folder, 1, tokenizer=tokenizer)

@@ -18,8 +18,8 @@ from data.corpora import plan as planning
 from data.corpora import rows as rows_module
 from data.corpora.by_id import TextIndex, read_beir_texts, read_qrels
 from data.corpora.plan import plan_documents, plan_tuples, read_documents, read_tuples
-from data.corpora.read import read_unit
-from data.corpora.units import place
+from data.corpora.read import read_split
+from data.corpora.splits import place
 from data.ground.errors import DataError
 
 
@@ -79,8 +79,8 @@ def test_units_hold_every_record_once_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit_bytes: int, one_unit: str
 ) -> None:
     """one_unit: the files that are not cut."""
-    monkeypatch.setattr(planning, "SMALLEST_UNIT_BYTES", unit_bytes)
-    monkeypatch.setattr(planning, "LARGEST_UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(planning, "SMALLEST_SPLIT_BYTES", unit_bytes)
+    monkeypatch.setattr(planning, "LARGEST_SPLIT_BYTES", unit_bytes)
     write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in TEXTS))
     rows = [("query", "positive"), *((f"q{number}", f"p{number}") for number in range(50))]
     write_tsv(tmp_path / "b.tsv", rows)
@@ -93,20 +93,20 @@ def test_units_hold_every_record_once_in_order(
         assert texts_of(tmp_path / name, text_split="lines") == expected
     assert [query for query, *_ in tuples_of(tmp_path / "b.tsv")] == [f"q{number}" for number in range(50)]
     positions = [
-        place(unit, position) for unit in plan_tuples([str(tmp_path / "b.tsv")]) for position, _ in read_unit(unit)
+        place(unit, position) for unit in plan_tuples([str(tmp_path / "b.tsv")]) for position, _ in read_split(unit)
     ]
     assert positions == [f"{tmp_path / 'b.tsv'}:{line}" for line in range(2, 52)]
     limited = plan_documents([str(tmp_path / "a.jsonl")], limit=20)
-    assert [record for unit in limited for _, record in read_unit(unit)] == [{"text": text} for text in TEXTS[:20]]
+    assert [record for unit in limited for _, record in read_split(unit)] == [{"text": text} for text in TEXTS[:20]]
 
 
 def test_losing_a_unit_loses_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the test above."""
-    monkeypatch.setattr(planning, "SMALLEST_UNIT_BYTES", 100)
+    monkeypatch.setattr(planning, "SMALLEST_SPLIT_BYTES", 100)
     units = plan_documents([str(write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in TEXTS)))])
-    assert sum(1 for unit in units[1:] for _ in read_unit(unit)) < len(TEXTS)
+    assert sum(1 for unit in units[1:] for _ in read_split(unit)) < len(TEXTS)
     moved = [replace(unit, start=unit.start + 40) for unit in units]
-    assert sum(1 for unit in moved for _ in read_unit(unit)) < len(TEXTS)
+    assert sum(1 for unit in moved for _ in read_split(unit)) < len(TEXTS)
 
 
 def test_bad_documents_are_named_with_file_and_line(tmp_path: Path) -> None:
@@ -546,10 +546,10 @@ def test_a_judgement_may_be_repeated_and_a_folder_not(beir: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [
-        ([{"qid": "q0", "neg": {"bm25": [{"score": 1}]}}], "holds what is no passage id"),
-        ([{"qid": "q0", "neg": {"bm25": 5}}], "holds what is no passage id"),
-        ([{"qid": "q0", "neg": [["d1"]]}], "holds what is no passage id"),
-        ([{"qid": "q0", "neg": [None]}], "holds what is no passage id"),
+        ([{"qid": "q0", "neg": {"bm25": [{"score": 1}]}}], "must hold passage ids"),
+        ([{"qid": "q0", "neg": {"bm25": 5}}], "must hold passage ids"),
+        ([{"qid": "q0", "neg": [["d1"]]}], "must hold passage ids"),
+        ([{"qid": "q0", "neg": [None]}], "must hold passage ids"),
         ([{"qid": "q0", "neg": "d1"}], "is not of the form"),
         (
             [{"qid": "q0", "neg": ["d1"]}, {"qid": "q0", "neg": ["d2"]}],

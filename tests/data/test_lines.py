@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from data.ground.errors import DataError
-from data.lines import Tally, lines
+from data.lines import ByteCounter, lines
 
 CONTENT = "".join(f"line {number} {random.Random(number).random()}\n" for number in range(3000)).encode()
 SKIPPABLE = struct.pack("<II", 0x184D2A50, 5) + b"hello"
@@ -42,10 +42,10 @@ def frames(*parts: bytes, **options: bool) -> bytes:
 def test_whole_files_are_read(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / ("a.txt.gz" if content.startswith(b"\x1f") else "A.TXT.ZST")
     path.write_bytes(content)
-    tally = Tally()
-    found = list(lines(path, tally=tally))
+    counter = ByteCounter()
+    found = list(lines(path, counter=counter))
     assert b"".join(line for _, line in found) == CONTENT and found[-1][0] == 3000
-    assert tally.bytes_read == len(content)
+    assert counter.bytes_read == len(content)
     assert read(path, start=2) == b"".join(CONTENT.splitlines(keepends=True)[2:])
 
 
@@ -108,9 +108,9 @@ def test_a_bomb_is_never_held(tmp_path: Path) -> None:
     compressor = zstandard.ZstdCompressor().compressobj()
     path = tmp_path / "a.txt.zst"
     path.write_bytes(b"".join(compressor.compress(bytes(2**24)) for _ in range(64)) + compressor.flush())
-    tally = Tally()
+    counter = ByteCounter()
     with pytest.raises(DataError, match="longer than 1 MiB"):
-        next(lines(path, tally=tally, longest=2**20))
+        next(lines(path, counter=counter, longest=2**20))
 
 
 def test_lines_of_byte_ranges_are_each_in_one(tmp_path: Path) -> None:

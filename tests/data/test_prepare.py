@@ -422,14 +422,14 @@ def test_inputs_are_hashed_again_only_where_they_look_different(
 def test_an_input_that_changes_while_it_is_read_is_refused(
     small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = workers.write_unit
+    original = workers.write_split
 
-    def write_unit(job: convert.Job, report: convert.Report) -> None:
+    def write_split(job: convert.Job, report: convert.Report) -> None:
         path = tmp_path / "in" / "a.jsonl"
         path.write_text(path.read_text().replace("text a 50", "text a 05"))
         original(job, report)
 
-    monkeypatch.setattr(workers, "write_unit", write_unit)
+    monkeypatch.setattr(workers, "write_split", write_split)
     assert "a.jsonl was changed while it was read" in refusal(capsys, *small)
     assert not (tmp_path / "out" / "manifest.json").exists()
 
@@ -578,10 +578,10 @@ class Collected:
     ],
 )
 def test_workers_hand_on_sentences(monkeypatch: pytest.MonkeyPatch, error: Exception, said: str | None) -> None:
-    def write_unit(job: object, report: object) -> None:
+    def write_split(job: object, report: object) -> None:
         raise error
 
-    monkeypatch.setattr(workers, "write_unit", write_unit)
+    monkeypatch.setattr(workers, "write_split", write_split)
     monkeypatch.setattr(workers, "signal_at_parents_death", lambda *arguments, **options: None)
     connection = Collected("job")
     workers.work(connection, os.getpid())  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ from data.ground.errors import DataError
 from data.remote import BadShard, Cache
 from data.shards import reader as reading
 from data.shards.reader import ShardFolder
-from data.shards.writer import UnitWriter, finish_folder
+from data.shards.writer import SplitWriter, finish_folder
 from data.stream import Sample, Stream
 from tests.data.conftest import mapped
 
@@ -45,7 +45,7 @@ GIB = 2**30
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tiny_tokenizer, docstrings) -> Path:
     folder = tmp_path_factory.mktemp("shards")
-    with UnitWriter(
+    with SplitWriter(
         folder, 0, kind="documents", vocabulary_size=len(tiny_tokenizer), chunk_samples=8, shard_bytes=SHARD_BYTES
     ) as writer:
         for ids in tiny_tokenizer(docstrings[:300], add_special_tokens=False).input_ids:
@@ -316,7 +316,7 @@ def test_the_default_cache_is_a_private_folder(tmp_path, monkeypatch):
     place.chmod(0o700)
     place.rename(tmp_path / "elsewhere")
     place.symlink_to("elsewhere")
-    with pytest.raises(DataError, match="no folder of its own, but a link"):
+    with pytest.raises(DataError, match="is a link or a file, not a folder"):
         Cache.at()
     place.unlink()
     place.write_text("")
@@ -630,7 +630,7 @@ def bad_copy(copy: Path) -> list[int]:
     return numbers
 
 
-def naive_stand_in(source: ShardFolder, bad: list[int], index: int) -> int:
+def naive_replacement(source: ShardFolder, bad: list[int], index: int) -> int:
     """Walk the manifest sample by sample."""
     sizes = [shard.samples for shard in source.manifest.shards]
     shard, row = 0, index
@@ -657,9 +657,9 @@ def test_skipped_shards_leave_every_rank_in_step(folder, copy, server, cache, ca
 
     batches = global_batches(26, open_folder())
     read = [sample for batch in batches for sample in batch]
-    stand_ins = [naive_stand_in(sound, bad, index) for index, *_ in undisturbed]
-    assert [sample[0] for sample in read] == stand_ins != [sample[0] for sample in undisturbed]
-    assert [sample[3] for sample in read] == [sound.document(index).tolist() for index in stand_ins]
+    replacements = [naive_replacement(sound, bad, index) for index, *_ in undisturbed]
+    assert [sample[0] for sample in read] == replacements != [sample[0] for sample in undisturbed]
+    assert [sample[3] for sample in read] == [sound.document(index).tolist() for index in replacements]
     assert [sample[1:3] for sample in read] == [sample[1:3] for sample in undisturbed]
     for world_size, num_workers, first in ((2, 0, 0), (3, 1, 0), (1, 2, 9), (4, 0, 11)):
         resumed = global_batches(26 - first, open_folder(), world_size=world_size, num_workers=num_workers, first=first)
@@ -670,11 +670,11 @@ def test_skipped_shards_leave_every_rank_in_step(folder, copy, server, cache, ca
 
 
 @pytest.mark.processes
-def test_stand_ins_are_counted_where_they_are_delivered(copy):
+def test_replacements_are_counted_where_they_are_delivered(copy):
     bad_copy(copy)
     source = ShardFolder(copy, bad_shards="skip")
     places = np.arange(source.num_samples)
-    expected = int((source.standing_in(places) != places).sum())
+    expected = int((source.with_replacements(places) != places).sum())
     assert 0 < expected < source.num_samples
     ranks = [
         Stream([source], collate=as_list, seed=5, global_batch_size=60, rank=r, world_size=2, num_workers=r)
@@ -684,7 +684,7 @@ def test_stand_ins_are_counted_where_they_are_delivered(copy):
         for _ in range(5):
             next(one)
         one.close()
-    assert sum(one.stand_ins for one in ranks) == expected
+    assert sum(one.replacements for one in ranks) == expected
 
 
 def test_when_all_shards_are_bad(copy):

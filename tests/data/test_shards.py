@@ -28,7 +28,7 @@ from data.shards import reader as reading
 from data.shards import writer as writing
 from data.shards.format import read_manifest, token_dtype
 from data.shards.reader import ShardFolder
-from data.shards.writer import UnitWriter, finish_folder, finished_unit
+from data.shards.writer import SplitWriter, finish_folder, finished_split
 from tests.data.conftest import mapped
 from tests.run_folder import contents
 
@@ -62,7 +62,7 @@ def tuples(texts) -> list[tuple[list[int], list[list[int]], int]]:
 
 def write_documents(folder: Path, texts: list[list[int]], *, tokenizer, unit_starts: tuple[int, ...] = (0, 150, 163)):
     for unit, ids in enumerate(np.split(np.arange(len(texts)), unit_starts[1:])):
-        with UnitWriter(
+        with SplitWriter(
             folder, unit, kind="documents", vocabulary_size=len(tokenizer), source=f"part {unit}", **OPTIONS
         ) as writer:
             for index in ids:
@@ -106,7 +106,7 @@ def test_documents_are_read_only_views(folder):
 
 
 def test_tuples_come_back_as_written(tmp_path, tiny_tokenizer, tuples):
-    with UnitWriter(tmp_path, 0, kind="tuples", vocabulary_size=len(tiny_tokenizer), **OPTIONS) as writer:
+    with SplitWriter(tmp_path, 0, kind="tuples", vocabulary_size=len(tiny_tokenizer), **OPTIONS) as writer:
         for query, passages, positives in tuples:
             writer.add_tuple(query, passages, num_positives=positives)
     finish_folder(tmp_path, 1, tokenizer=tiny_tokenizer)
@@ -122,7 +122,7 @@ def test_tuples_come_back_as_written(tmp_path, tiny_tokenizer, tuples):
 
 
 def test_graded_pairs_carry_scores(tmp_path, tiny_tokenizer, texts):
-    with UnitWriter(tmp_path, 0, kind="tuples", graded=True, vocabulary_size=2000, **OPTIONS) as writer:
+    with SplitWriter(tmp_path, 0, kind="tuples", graded=True, vocabulary_size=2000, **OPTIONS) as writer:
         for index in range(40):
             writer.add_tuple(texts[index], [texts[index + 1]], score=index / 8)
         with pytest.raises(DataError, match="lacks a score"):
@@ -136,7 +136,7 @@ def test_graded_pairs_carry_scores(tmp_path, tiny_tokenizer, texts):
 def test_ids_are_as_narrow_as_the_vocabulary_allows(tmp_path, tiny_tokenizer):
     assert token_dtype(2**16) == np.uint16
     assert token_dtype(2**16 + 1) == np.uint32
-    with UnitWriter(tmp_path, 0, kind="documents", vocabulary_size=70_000) as writer:
+    with SplitWriter(tmp_path, 0, kind="documents", vocabulary_size=70_000) as writer:
         writer.add_document([5, 69_999])
         receipt = writer.close()
     with tarfile.open(tmp_path / receipt.shards[0].name) as tar:
@@ -284,7 +284,7 @@ def test_ids_beyond_the_vocabulary(copy):
 def test_folders_that_are_no_shard_folders(tmp_path, tiny_tokenizer):
     refused("does not exist", lambda: ShardFolder(tmp_path / "absent"), name="absent")
     refused("holds no manifest", lambda: ShardFolder(tmp_path))
-    with UnitWriter(tmp_path / "begun", 0, kind="documents", vocabulary_size=9) as writer:
+    with SplitWriter(tmp_path / "begun", 0, kind="documents", vocabulary_size=9) as writer:
         writer.add_document([1])
     refused("unfinished", lambda: ShardFolder(tmp_path / "begun"), name="begun")
 
@@ -479,15 +479,15 @@ def test_binary_marks_count_for_nothing(copy, tmp_path):
     "content", [b"", b"{}", b"[]", b"[" * 100_000, b"\xff", b'{"format": 1, "unit": 1e999}', b'{"format": 1}']
 )
 def test_a_damaged_receipt_means_an_unwritten_unit(tmp_path, content, caplog):
-    with UnitWriter(tmp_path, 0, kind="documents", vocabulary_size=9) as writer:
+    with SplitWriter(tmp_path, 0, kind="documents", vocabulary_size=9) as writer:
         writer.add_document([1])
     path = tmp_path / "units" / "00000.json"
     sound = path.read_bytes()
-    assert finished_unit(tmp_path, 0) is not None
+    assert finished_split(tmp_path, 0) is not None
     path.write_bytes(content)
-    assert finished_unit(tmp_path, 0) is None and "unit 0 is written again" in caplog.text
+    assert finished_split(tmp_path, 0) is None and "input split 0 is written again" in caplog.text
     path.write_bytes(sound.replace(b'"format":1', b'"format":7'))
-    refused("is of format 7", lambda: finished_unit(tmp_path, 0), name=str(path))
+    refused("is of format 7", lambda: finished_split(tmp_path, 0), name=str(path))
 
 
 def test_another_tokenizer_in_the_folder(copy):
@@ -507,13 +507,13 @@ def test_the_fingerprint_tells_data_apart(folder, tmp_path, tiny_tokenizer, text
 
 
 def test_samples_that_cannot_be_written(tmp_path, texts):
-    documents = UnitWriter(tmp_path / "d", 0, kind="documents", vocabulary_size=50, source="corpus.jsonl")
+    documents = SplitWriter(tmp_path / "d", 0, kind="documents", vocabulary_size=50, source="corpus.jsonl")
     refused("no tokens", lambda: documents.add_document([]), name="corpus.jsonl")
     refused("negative id", lambda: documents.add_document([-1]))
     refused("take documents", lambda: documents.add_tuple([1], [[2]]))
     documents.add_document([50])
     refused("id 50", documents.close, name="corpus.jsonl")
-    tuples = UnitWriter(tmp_path / "t", 0, kind="tuples", vocabulary_size=50)
+    tuples = SplitWriter(tmp_path / "t", 0, kind="tuples", vocabulary_size=50)
     refused("take tuples", lambda: tuples.add_document([1]))
     refused("2 positives of 1", lambda: tuples.add_tuple([1], [[2]], num_positives=2))
     refused("0 positives of 0", lambda: tuples.add_tuple([1], [], num_positives=0))
@@ -523,15 +523,18 @@ def test_samples_that_cannot_be_written(tmp_path, texts):
     tuples.add_tuple([1, 2], [[3]])
     receipt = tuples.close()
     assert (receipt.samples, receipt.tokens) == (1, 3)
-    graded = UnitWriter(tmp_path / "g", 0, kind="tuples", graded=True, vocabulary_size=50)
+    graded = SplitWriter(tmp_path / "g", 0, kind="tuples", graded=True, vocabulary_size=50)
     refused("score nan", lambda: graded.add_tuple([1], [[2]], score=float("nan")))
-    refused("kind 'images'", lambda: UnitWriter(tmp_path, 0, kind="images", vocabulary_size=5))  # type: ignore[arg-type]
+    refused("kind 'images'", lambda: SplitWriter(tmp_path, 0, kind="images", vocabulary_size=5))  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_an_aborted_writer_leaves_nothing_to_be_written_later(tmp_path):
     """What tarfile holds in its buffer is flushed when it is collected, which must not meet a closed file."""
-    with pytest.raises(KeyError), UnitWriter(tmp_path, 0, kind="documents", vocabulary_size=9, chunk_samples=1) as unit:
+    with (
+        pytest.raises(KeyError),
+        SplitWriter(tmp_path, 0, kind="documents", vocabulary_size=9, chunk_samples=1) as unit,
+    ):
         unit.add_document([1])
         assert contents(tmp_path), "a shard was begun"
         raise KeyError
@@ -550,31 +553,31 @@ def test_a_full_disk_and_an_unwritable_folder_are_named(tmp_path, monkeypatch):
     def write() -> None:
         with monkeypatch.context() as context:
             context.setattr(Path, "open", on_full_disk)
-            with UnitWriter(tmp_path / "full", 0, kind="documents", vocabulary_size=9) as writer:
+            with SplitWriter(tmp_path / "full", 0, kind="documents", vocabulary_size=9) as writer:
                 writer.add_document([1])
 
     refused("No space left", write, name="shard-00000-000.tar")
     assert not contents(tmp_path / "full")
     (tmp_path / "file").touch()
-    refused("cannot be made", lambda: UnitWriter(tmp_path / "file" / "x", 0, kind="documents", vocabulary_size=9))
+    refused("cannot be made", lambda: SplitWriter(tmp_path / "file" / "x", 0, kind="documents", vocabulary_size=9))
 
 
 def test_an_error_inside_a_unit_leaves_nothing_behind(tmp_path, texts):
     with (
         pytest.raises(RuntimeError, match="the source broke"),
-        UnitWriter(tmp_path, 0, kind="documents", vocabulary_size=2000, **OPTIONS) as writer,
+        SplitWriter(tmp_path, 0, kind="documents", vocabulary_size=2000, **OPTIONS) as writer,
     ):
         for text in texts[:150]:
             writer.add_document(text)
         assert list(tmp_path.glob("shard-*.tar"))
         raise RuntimeError("the source broke")
     assert not contents(tmp_path)
-    assert finished_unit(tmp_path, 0) is None
+    assert finished_split(tmp_path, 0) is None
 
 
 def test_a_unit_that_outgrows_a_chunk_in_tokens_is_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "CHUNK_TOKENS", 100)
-    with UnitWriter(tmp_path, 0, kind="documents", vocabulary_size=9) as writer:
+    with SplitWriter(tmp_path, 0, kind="documents", vocabulary_size=9) as writer:
         for _ in range(10):
             writer.add_document([1] * 40)
         receipt = writer.close()
@@ -583,38 +586,40 @@ def test_a_unit_that_outgrows_a_chunk_in_tokens_is_cut(tmp_path, monkeypatch):
 
 def test_units_without_samples_are_skipped_but_a_folder_needs_some(tmp_path, tiny_tokenizer):
     size = len(tiny_tokenizer)
-    UnitWriter(tmp_path, 0, kind="documents", vocabulary_size=size).close()
+    SplitWriter(tmp_path, 0, kind="documents", vocabulary_size=size).close()
     refused("no samples", lambda: finish_folder(tmp_path, 1, tokenizer=tiny_tokenizer))
-    with UnitWriter(tmp_path, 1, kind="documents", vocabulary_size=size) as writer:
+    with SplitWriter(tmp_path, 1, kind="documents", vocabulary_size=size) as writer:
         writer.add_document([7])
     assert finish_folder(tmp_path, 2, tokenizer=tiny_tokenizer).samples == 1
 
 
-def test_finished_units_are_known_by_their_receipts(tmp_path, texts):
+def test_finished_splits_are_known_by_their_receipts(tmp_path, texts):
     settings = {"source": "a.jsonl", "rows": (0, 10)}
-    assert finished_unit(tmp_path, 0, settings=settings) is None
-    with UnitWriter(tmp_path, 0, kind="documents", vocabulary_size=2000, settings=settings, **OPTIONS) as writer:
+    assert finished_split(tmp_path, 0, settings=settings) is None
+    with SplitWriter(tmp_path, 0, kind="documents", vocabulary_size=2000, settings=settings, **OPTIONS) as writer:
         for text in texts[:50]:
             writer.add_document(text)
-    receipt = finished_unit(tmp_path, 0, settings={"source": "a.jsonl", "rows": [0, 10]})
+    receipt = finished_split(tmp_path, 0, settings={"source": "a.jsonl", "rows": [0, 10]})
     assert receipt is not None and receipt.samples == 50
-    refused("another rows", lambda: finished_unit(tmp_path, 0, settings={"source": "a.jsonl", "rows": [0, 11]}))
+    refused("another rows", lambda: finished_split(tmp_path, 0, settings={"source": "a.jsonl", "rows": [0, 11]}))
     os.truncate(first_tar(tmp_path), 100)
-    assert finished_unit(tmp_path, 0, settings=settings) is None, "a damaged unit must be written again"
+    assert finished_split(tmp_path, 0, settings=settings) is None, "a damaged unit must be written again"
 
 
 def test_a_folder_is_finished_only_when_whole(tmp_path, tiny_tokenizer, texts):
     for unit in (0, 2):
-        with UnitWriter(tmp_path, unit, kind="documents", vocabulary_size=len(tiny_tokenizer)) as writer:
+        with SplitWriter(tmp_path, unit, kind="documents", vocabulary_size=len(tiny_tokenizer)) as writer:
             writer.add_document(texts[unit])
-    refused("lacks 1 of 3 units, unit 1", lambda: finish_folder(tmp_path, 3, tokenizer=tiny_tokenizer))
-    refused("none of the 1 units", lambda: finish_folder(tmp_path, 1, tokenizer=tiny_tokenizer))
+    refused(
+        "lacks 1 of 3 input splits, the first of them 1", lambda: finish_folder(tmp_path, 3, tokenizer=tiny_tokenizer)
+    )
+    refused("none of this command.s 1 input splits", lambda: finish_folder(tmp_path, 1, tokenizer=tiny_tokenizer))
     assert finish_folder(tmp_path, [2, 0], tokenizer=tiny_tokenizer).samples == 2
-    refused("already holds", lambda: UnitWriter(tmp_path, 1, kind="documents", vocabulary_size=len(tiny_tokenizer)))
+    refused("already holds", lambda: SplitWriter(tmp_path, 1, kind="documents", vocabulary_size=len(tiny_tokenizer)))
 
 
 def test_the_wrong_tokenizer_cannot_finish_a_folder(tmp_path, tiny_tokenizer):
-    with UnitWriter(tmp_path, 0, kind="documents", vocabulary_size=5) as writer:
+    with SplitWriter(tmp_path, 0, kind="documents", vocabulary_size=5) as writer:
         writer.add_document([1])
     refused("vocabulary of 5", lambda: finish_folder(tmp_path, 1, tokenizer=tiny_tokenizer))
 
@@ -623,8 +628,8 @@ def test_a_lost_shard_is_mended_by_writing_its_unit_again(copy, texts, tiny_toke
     before = contents(copy)
     lost = copy / "shard-00001-000.tar"
     lost.unlink()
-    assert finished_unit(copy, 1) is None
-    with UnitWriter(
+    assert finished_split(copy, 1) is None
+    with SplitWriter(
         copy, 1, kind="documents", vocabulary_size=len(tiny_tokenizer), source="part 1", **OPTIONS
     ) as writer:
         for text in texts[150:163]:
@@ -654,9 +659,9 @@ def write_all_units(folder: Path, texts: list[list[int]], tokenizer, *, after_ev
         patch.setattr(writing.HashedFile, "write", counted(acts["write"]))
         for unit in range(3):
             settings = {"rows": [unit * 60, unit * 60 + 60]}
-            if finished_unit(folder, unit, settings=settings):
+            if finished_split(folder, unit, settings=settings):
                 continue
-            with UnitWriter(
+            with SplitWriter(
                 folder, unit, kind="documents", vocabulary_size=len(tokenizer), settings=settings, **OPTIONS
             ) as writer:
                 for text in texts[unit * 60 : unit * 60 + 60]:

@@ -19,7 +19,7 @@ from data.order import EpochOrder, interleave
 from data.shards import reader
 from data.shards.format import read_manifest
 from data.shards.reader import ShardFolder
-from data.shards.writer import UnitWriter, finish_folder
+from data.shards.writer import SplitWriter, finish_folder
 from data.stream import WINDOW_BATCHES, Sample, Stream, sample_rng
 
 # Three workers on two cores are what some of these tests are about.
@@ -37,7 +37,7 @@ def texts(tiny_tokenizer, docstrings) -> list[list[int]]:
 def make_folder(folder: Path, texts: list[list[int]], tokenizer) -> ShardFolder:
     """Two uneven units, chunks of 8, shards of a few chunks."""
     for unit, part in enumerate((texts[: len(texts) // 3], texts[len(texts) // 3 :])):
-        with UnitWriter(
+        with SplitWriter(
             folder, unit, kind="documents", vocabulary_size=len(tokenizer), chunk_samples=8, shard_bytes=14_336
         ) as writer:
             for ids in part:
@@ -263,7 +263,7 @@ def test_workers_leave_the_global_generators_alone(small):
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.processes)])
 def test_tuples_stream_too(tmp_path, tiny_tokenizer, texts, num_workers):
-    with UnitWriter(tmp_path, 0, kind="tuples", vocabulary_size=len(tiny_tokenizer), chunk_samples=8) as writer:
+    with SplitWriter(tmp_path, 0, kind="tuples", vocabulary_size=len(tiny_tokenizer), chunk_samples=8) as writer:
         for index in range(50):
             writer.add_tuple(texts[index], texts[index + 1 : index + 4], num_positives=1)
     finish_folder(tmp_path, 1, tokenizer=tiny_tokenizer)
@@ -280,7 +280,7 @@ def test_tuples_stream_too(tmp_path, tiny_tokenizer, texts, num_workers):
 def make_tuples(folder: Path, texts: list[list[int]], tokenizer, *, samples: int, queries: int) -> ShardFolder:
     """`samples` tuples of 1 to 3 positives and 0 to 4 negatives, over `queries` different queries."""
     rng = np.random.default_rng(samples)
-    with UnitWriter(folder, 0, kind="tuples", vocabulary_size=len(tokenizer), chunk_samples=8) as writer:
+    with SplitWriter(folder, 0, kind="tuples", vocabulary_size=len(tokenizer), chunk_samples=8) as writer:
         for _ in range(samples):
             positives, negatives = int(rng.integers(1, 4)), int(rng.integers(5))
             passages = [texts[i] for i in rng.choice(len(texts), size=positives + negatives, replace=False)]
@@ -428,11 +428,11 @@ def test_no_batch_holds_a_text_twice_and_every_sample_comes_once(few_queries, ma
     assert [len(batch) for batch in distinct] == [len(batch) for batch in plain]
     assert [s.position for batch in distinct for s in batch] == [s.position for batch in plain for s in batch]
     assert sum(repeated(batch, pairs) for batch in plain) > 20, "the plain order must have what is fixed"
-    # A lane's last window may be too short to part what it holds; all others must.
-    lanes = [batch[0].source if options["batches"] == "one_dataset" else 0 for batch in plain]
+    # A substream's last window may be too short to part what it holds; all others must.
+    substreams = [batch[0].source if options["batches"] == "one_dataset" else 0 for batch in plain]
     windows: dict[tuple[int, int], list[int]] = {}
-    for step, lane in enumerate(lanes):
-        windows.setdefault((lane, lanes[:step].count(lane) // WINDOW_BATCHES), []).append(step)
+    for step, substream in enumerate(substreams):
+        windows.setdefault((substream, substreams[:step].count(substream) // WINDOW_BATCHES), []).append(step)
     assert any(len(window) == WINDOW_BATCHES for window in windows.values())
     for steps_of_window in windows.values():
         if len(steps_of_window) == WINDOW_BATCHES:
@@ -448,7 +448,7 @@ def test_no_batch_holds_a_text_twice_and_every_sample_comes_once(few_queries, ma
             identities([p for b in plain for p in place_of(b)])
         )
     if options["batches"] == "one_dataset":
-        assert [batch[0].source for batch in distinct] == lanes
+        assert [batch[0].source for batch in distinct] == substreams
         assert all(len({sample.source for sample in batch}) == 1 for batch in distinct)
 
 
@@ -512,7 +512,7 @@ def test_what_cannot_be_parted_is_counted_and_said_once(tmp_path, tiny_tokenizer
 def test_where_batches_decide_the_order_their_size_stays(small, options):
     one = stream(small, **options)
     other = stream(small, global_batch_size=B // 2, **options)
-    with pytest.raises(DataError, match=r"global_batch_size 6 .*resume with the batch size"):
+    with pytest.raises(DataError, match=r"global_batch_size is 6, .*resume with the batch size"):
         other.load_state_dict(one.state_dict())
 
 
@@ -570,7 +570,7 @@ def test_states_of_other_data_or_another_order_are_refused(small, large):
 
 
 def test_streams_that_cannot_be_made(small, tmp_path, tiny_tokenizer, texts):
-    with UnitWriter(tmp_path / "t", 0, kind="tuples", vocabulary_size=len(tiny_tokenizer)) as writer:
+    with SplitWriter(tmp_path / "t", 0, kind="tuples", vocabulary_size=len(tiny_tokenizer)) as writer:
         writer.add_tuple([5], [[6]])
     finish_folder(tmp_path / "t", 1, tokenizer=tiny_tokenizer)
     other_tokenizer = AutoTokenizer.from_pretrained(small.tokenizer_path)

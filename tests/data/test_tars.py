@@ -178,7 +178,7 @@ def test_an_address_s_password_is_in_no_sentence(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.processes
 def test_shards_of_tars_are_those_of_lines(tmp_path: Path, tiny_tokenizer_path: Path) -> None:
-    """Through the command and its processes; a tar is a unit, as a file of lines of this length is."""
+    """Through the command and its processes; a tar is an input split, as a file of lines of this length is."""
     write_tar(tmp_path / "x.tar", SAMPLES)
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": each["txt"]}) + "\n" for each in SAMPLES))
     found = []

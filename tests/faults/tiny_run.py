@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import tomli_w
 
-from data.shards.writer import UnitWriter, finish_folder
+from data.shards.writer import SplitWriter, finish_folder
 from tests import ROOT
 from tests.launcher import environment_of_ranks, launcher_command
 from tests.trainer.support import float32_ds_config, recipe_values, with_dropout
@@ -44,7 +44,7 @@ def write_inputs(folder: Path) -> None:
     (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
     tokenizer = BertTokenizerFast(str(folder / "vocab.txt"))
     rng = np.random.default_rng(1)
-    with UnitWriter(shards, 0, kind="documents", vocabulary_size=len(tokenizer), chunk_samples=32) as writer:
+    with SplitWriter(shards, 0, kind="documents", vocabulary_size=len(tokenizer), chunk_samples=32) as writer:
         for _ in range(DOCUMENTS):
             writer.add_document(rng.integers(len(SPECIALS), len(vocabulary), size=rng.integers(4, 40)))
     finish_folder(shards, 1, tokenizer=tokenizer)

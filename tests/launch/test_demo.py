@@ -18,7 +18,7 @@ def test_what_is_not_ours_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     theirs = tmp_path / "runs/demo"
     theirs.mkdir(parents=True)
     (theirs / "thesis.txt").write_text("mine")
-    assert main([]) == 2 and "no demo of ours" in capsys.readouterr().err
+    assert main([]) == 2 and "not of an earlier demo" in capsys.readouterr().err
     (tmp_path / "runs/other").mkdir()
     (theirs / "thesis.txt").rename(tmp_path / "runs/other/demo.json")
     theirs.rmdir()

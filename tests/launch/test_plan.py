@@ -205,7 +205,7 @@ def launched(
 ) -> dict[str, Any]:
     """Real steps of two hosts at the shipped configurations that are needed, by name."""
     wanted = needed(request)
-    folder = tmp_path_factory.mktemp("traffic")
+    folder = tmp_path_factory.mktemp("communication")
     shards = {"masked": document_shards, "contrastive": tuple_shards}
     cases = []
     # Stage 3 comes last: it changes F.linear for its process.
@@ -215,7 +215,7 @@ def launched(
             if f"{name}-{config}" in wanted:
                 cases.append({"name": f"{name}-{config}", "values": values, "steps": 2})
     (folder / "cases.json").write_text(json.dumps(cases))
-    words = ["tests.launch.traffic", str(folder / "cases.json"), str(folder / "results.json")]
+    words = ["tests.launch.communication", str(folder / "cases.json"), str(folder / "results.json")]
     try:
         with made(2) as hosts:
             (folder / "hostfile").write_text("".join(f"{host.name} slots=1\n" for host in hosts))
@@ -228,7 +228,7 @@ def launched(
 
 
 @pytest.fixture
-def traffic(request: pytest.FixtureRequest, launched: dict[str, Any]) -> dict[str, Any]:
+def counted_bytes(request: pytest.FixtureRequest, launched: dict[str, Any]) -> dict[str, Any]:
     return own(request, launched)
 
 
@@ -242,9 +242,9 @@ def planned_collectives(case: dict[str, Any], config: str) -> list[Collective]:
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", ["masked", "contrastive"])
 @pytest.mark.needs("{name}-{config}")
-def test_bytes_sent_are_as_counted(name: str, config: str, traffic: dict[str, Any]) -> None:
+def test_bytes_sent_are_as_counted(name: str, config: str, counted_bytes: dict[str, Any]) -> None:
     """By collective, alike for every backend; and on the wire, where gloo's reduce-scatter is an all-reduce."""
-    case = traffic[f"{name}-{config}"]
+    case = counted_bytes[f"{name}-{config}"]
     planned = planned_collectives(case, config)
     assert case["micro_batches"] > 1  # so that what is sent at every micro-batch differs from what is sent once
     for kind in ("all_reduce", "all_gather", "reduce_scatter"):
@@ -265,8 +265,8 @@ def test_bytes_sent_are_as_counted(name: str, config: str, traffic: dict[str, An
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", ["masked", "contrastive"])
 @pytest.mark.needs("{name}-{config}")
-def test_bytes_held_are_as_counted(name: str, config: str, traffic: dict[str, Any]) -> None:
-    case = traffic[f"{name}-{config}"]
+def test_bytes_held_are_as_counted(name: str, config: str, counted_bytes: dict[str, Any]) -> None:
+    case = counted_bytes[f"{name}-{config}"]
     recipe = recipe_of(case["values"])
     kept = scaling.ZERO1_FLOAT32 if config == "zero1_float32" else None
     expected = scaling.resting_bytes(planned_model(recipe, 2000), CONFIGS[config], 2, kept=kept)

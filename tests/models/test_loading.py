@@ -117,7 +117,7 @@ def test_a_head_in_part(model: Path) -> None:
         ({"is_decoder": True}, "'bert' as a decoder"),
         ({"model_type": None}, "names no model_type"),
         ({"model_type": "evil"}, "'evil', which transformers does not know;"),
-        ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.C"}}, "code that a folder brings along is never run"),
+        ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.C"}}, "code inside a model folder is never run"),
     ],
 )
 def test_configurations(values: dict[str, Any], words: str, model: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.shards.writer import UnitWriter, finish_folder
+from data.shards.writer import SplitWriter, finish_folder
 from models.encoder import EmbeddingSettings, build_masked_lm
 from models.static_embedding import StaticConfig, StaticModel
 
@@ -19,7 +19,7 @@ def _ids(tokenizer, text: str) -> list[int]:
 @pytest.fixture(scope="session")
 def document_shards(tmp_path_factory, docstrings, tiny_tokenizer) -> Path:
     folder = tmp_path_factory.mktemp("documents")
-    with UnitWriter(folder, 0, kind="documents", vocabulary_size=len(tiny_tokenizer), chunk_samples=32) as writer:
+    with SplitWriter(folder, 0, kind="documents", vocabulary_size=len(tiny_tokenizer), chunk_samples=32) as writer:
         for text in docstrings[:400]:
             writer.add_document(_ids(tiny_tokenizer, text))
     finish_folder(folder, 1, tokenizer=tiny_tokenizer)
@@ -36,7 +36,7 @@ def tuple_shards(tmp_path_factory, docstrings, tiny_tokenizer) -> Path:
     """(summary line, rest) pairs with 0 to 3 hard negatives each, the next entries' bodies."""
     folder = tmp_path_factory.mktemp("tuples")
     pairs = _pairs(docstrings)
-    with UnitWriter(folder, 0, kind="tuples", vocabulary_size=len(tiny_tokenizer), chunk_samples=32) as writer:
+    with SplitWriter(folder, 0, kind="tuples", vocabulary_size=len(tiny_tokenizer), chunk_samples=32) as writer:
         for index, (query, body) in enumerate(pairs):
             negatives = [pairs[(index + offset) % len(pairs)][1] for offset in range(1, 1 + index % 4)]
             passages = [_ids(tiny_tokenizer, text) for text in (body, *negatives)]
@@ -50,7 +50,7 @@ def crowded_shards(tmp_path_factory, docstrings, tiny_tokenizer) -> Path:
     """So few texts that every batch holds false negatives: a second positive, and negatives that others are given."""
     folder = tmp_path_factory.mktemp("crowded")
     pairs = _pairs(docstrings)[:16]
-    with UnitWriter(folder, 0, kind="tuples", vocabulary_size=len(tiny_tokenizer), chunk_samples=8) as writer:
+    with SplitWriter(folder, 0, kind="tuples", vocabulary_size=len(tiny_tokenizer), chunk_samples=8) as writer:
         for index in range(24):
             query, body = pairs[index % 16]
             other, negative = (pairs[(index + offset) % 16][1] for offset in (1, 2))
@@ -65,7 +65,7 @@ def graded_shards(tmp_path_factory, docstrings, tiny_tokenizer) -> Path:
     """Pairs with a grade: 5 for a docstring's own body, 0 for the next one's."""
     folder = tmp_path_factory.mktemp("graded")
     pairs = _pairs(docstrings)
-    with UnitWriter(folder, 0, kind="tuples", graded=True, vocabulary_size=len(tiny_tokenizer)) as writer:
+    with SplitWriter(folder, 0, kind="tuples", graded=True, vocabulary_size=len(tiny_tokenizer)) as writer:
         for index, (query, body) in enumerate(pairs):
             other = body if index % 2 else pairs[(index + 1) % len(pairs)][1]
             writer.add_tuple(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from data.collate import PairBatch
-from data.shards.writer import UnitWriter, finish_folder
+from data.shards.writer import SplitWriter, finish_folder
 from models.sizes import Size
 from tests.trainer.support import recipe_of, recipe_values
 from trainer.build import open_shards, open_stream
@@ -33,7 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any, texts
     found = []
     for start in (0, 80):
         folder = tmp_path_factory.mktemp("pairs")
-        with UnitWriter(folder, 0, kind="tuples", vocabulary_size=len(tiny_tokenizer)) as writer:
+        with SplitWriter(folder, 0, kind="tuples", vocabulary_size=len(tiny_tokenizer)) as writer:
             for index in range(start, start + 80, 2):
                 ids = tiny_tokenizer(texts[index : index + 2], add_special_tokens=False).input_ids
                 writer.add_tuple(ids[0], ids[1:])

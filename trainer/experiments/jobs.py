@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from data.ground.command import MISTAKE_CODE
+from data.ground.command import USER_ERROR_CODE
 from data.ground.errors import CommandEnd, ConfigError, DataError
 from data.ground.records import Record, parse_record
 from trainer.distributed import free_port
@@ -182,7 +182,7 @@ class Work:
             reason = self._stopping or self._failed or "the run was asked to stop"
             raise Stopped(f"stopped in {name} ({reason}); the same command goes on")
         said = _last_error(path)
-        if code == MISTAKE_CODE and said:
+        if code == USER_ERROR_CODE and said:
             raise ConfigError(f"{name}: {said}")
         raise RunFailed(f"{name} ended with code {code} and is not complete; its own words are in {path}")
 

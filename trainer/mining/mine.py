@@ -17,7 +17,7 @@ import pydantic
 import torch
 from tqdm import tqdm
 
-from data.corpora.units import Unit
+from data.corpora.splits import InputSplit
 from data.ground.errors import ConfigError
 from data.ground.files import read_text, refused_by, sync, write_atomically
 from data.ground.records import Record, read_json
@@ -68,7 +68,7 @@ def mine(
     miner: Miner,
     rules: Rules,
     *,
-    plan: Callable[[Path], Sequence[Unit]],
+    plan: Callable[[Path], Sequence[InputSplit]],
     corpora: Sequence[Path] = (),
     blocks: Blocks = Blocks(),
     keep_negatives: bool = False,

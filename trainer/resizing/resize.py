@@ -21,8 +21,8 @@ from transformers.utils import logging as transformers_logging
 
 from data import prepare
 from data.corpora.plan import plan_documents, plan_tuples
-from data.corpora.read import read_unit
-from data.corpora.units import Document, Unit
+from data.corpora.read import read_split
+from data.corpora.splits import Document, InputSplit
 from data.ground.errors import ConfigError
 from data.ground.files import read_text, write_atomically
 from data.ground.records import read_record
@@ -92,11 +92,11 @@ class Resize:
         return first[: max(2, len(first) // _HELD_OUT_SHARE)]
 
     @cached_property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[InputSplit]:
         """The texts that are trained on: those of the shards."""
         return self._plan(skip=len(self.held_out), limit=self.limit)
 
-    def _plan(self, *, skip: int = 0, limit: int | None = None) -> list[Unit]:
+    def _plan(self, *, skip: int = 0, limit: int | None = None) -> list[InputSplit]:
         return plan_documents(
             self.texts,
             text_column=self.text_column,
@@ -209,8 +209,8 @@ def _ladder(asked: Resize, full: Size) -> Ladder:
     return ladder
 
 
-def _texts_of(unit: Unit) -> Iterator[str]:
-    return (cast(Document, record)["text"] for _, record in read_unit(unit))
+def _texts_of(unit: InputSplit) -> Iterator[str]:
+    return (cast(Document, record)["text"] for _, record in read_split(unit))
 
 
 def _write_shards(asked: Resize) -> None:

@@ -17,7 +17,7 @@ import trainer.build
 import trainer.run
 from data.ground.command import run_command
 from data.ground.errors import ConfigError
-from data.shards.writer import UnitWriter, finish_folder
+from data.shards.writer import SplitWriter, finish_folder
 from models.encoder import build_masked_lm
 from tests import ROOT
 from tests.launcher import launch, run_process
@@ -527,7 +527,7 @@ def other_tokenizer(tokenizer: Any) -> Any:
 
 
 def tuples_of(folder: Path, tokenizer: Any) -> Path:
-    with UnitWriter(folder, 0, kind="tuples", vocabulary_size=len(tokenizer)) as writer:
+    with SplitWriter(folder, 0, kind="tuples", vocabulary_size=len(tokenizer)) as writer:
         writer.add_tuple([10, 11], [[12, 13], [14]])
     finish_folder(folder, 1, tokenizer=tokenizer)
     return folder

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import BertConfig, BertModel
 
-from data.corpora.read import read_unit
+from data.corpora.read import read_split
 from data.ground.errors import ConfigError
 from models.encoder import EmbeddingSettings, load_encoder
 from models.heads import HEADS_FILE
@@ -244,5 +244,5 @@ def test_a_teacher_reads_the_texts_that_the_shards_hold(tmp_path: Path, texts: P
     """With a limit too, which counts from the first text that is not held out."""
     lines = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
     asked = Resize("m", (str(texts),), tmp_path, limit=50)
-    read = [record["text"] for unit in asked.units for _, record in read_unit(unit)]
+    read = [record["text"] for unit in asked.units for _, record in read_split(unit)]
     assert asked.held_out == lines[:5] and read == lines[5:55]

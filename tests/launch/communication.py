@@ -1,6 +1,6 @@
 """What training steps send and hold, counted: run under the launcher, one rank a host, by tests and benchmarks.
 
-    deepspeed --hostfile H --no_ssh --node_rank I … --module tests.launch.traffic CASES.json OUTPUT.json
+    deepspeed --hostfile H --no_ssh --node_rank I … --module tests.launch.communication CASES.json OUTPUT.json
 
 Each case is {name, values (a recipe's tables), steps}. Rank 0 writes a list of dicts, a case each: `sent`, bytes a step
 that each rank's network device sent; `collectives`, bytes a step by kind, of the tensor that is whole on every rank, as
