@@ -370,7 +370,7 @@ def predict(
     # The fullest rank, for which the others wait.
     share = texts_of(recipe, math.ceil(batch / ranks), lengths)
     costs = costs_of(recipe)
-    budget = micro_batch_size * costs.longest_text
+    budget = micro_batch_size * recipe.longest_text
     micro_batches = max(1, math.ceil(share.tokens / budget)) if costs.cuts else 1
     part = min(1.0, budget / share.tokens) if costs.cuts else 1.0
     micro = Texts(share.count * part, share.tokens * part, share.pairs * part)

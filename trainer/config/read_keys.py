@@ -28,7 +28,8 @@ MASKED = Condition('objective.name = "masked"', lambda recipe: recipe.kind.predi
 CONTRASTIVE = Condition('objective.name = "contrastive"', lambda recipe: recipe.kind.contrasts)
 EMBEDS = Condition('objective.name = "contrastive" or "distill"', lambda recipe: not recipe.kind.predicts_tokens)
 DOCUMENTS = Condition(
-    'objective.name = "masked" or "distill"', lambda recipe: recipe.kind.predicts_tokens or recipe.reads_documents
+    'shards of documents (objective.name = "distill", or "masked" without objective.pairs = "tuples")',
+    lambda recipe: recipe.reads_documents,
 )
 TAUGHT = Condition(
     'a teacher (objective.name = "distill", or teacher.model beside objective.name = "contrastive")',

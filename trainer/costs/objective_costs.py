@@ -57,11 +57,6 @@ class ObjectiveCosts:
         return self.caches or not self.recipe.compares_texts
 
     @property
-    def longest_text(self) -> int:
-        """Tokens of a text of which micro_batch_size fit in a micro-batch."""
-        return self.recipe.longest_text
-
-    @property
     def encoder_passes(self) -> float:
         """In forward passes: the backward pass is two; caching embeds once more, checkpointing computes once more."""
         return FORWARD_AND_BACKWARD + self.caches + self.recipe.train.activation_checkpointing
@@ -150,11 +145,6 @@ class MaskedCosts(ObjectiveCosts):
     def own_parameters(self, shape: Shape) -> list[int]:
         decoder = layer_parameters(shape) if self.recipe.objective.decoder else []
         return masked_head_parameters(shape) + decoder
-
-    @property
-    def longest_text(self) -> int:
-        """A document's. Tuples (objective.pairs) are planned for as if they were cut like documents, too."""
-        return self.recipe.data.max_length
 
     @property
     def encoder_passes(self) -> float:

@@ -116,7 +116,7 @@ def _is_the_disks(error: Exception) -> bool:
 def embedding_settings(recipe: Recipe) -> EmbeddingSettings:
     """What goes into barista.json. A size trained on its own is a ladder of one."""
     ladder = recipe.ladder if recipe.single_size is None else Ladder((recipe.single_size,))
-    alike = recipe.reads_documents or recipe.kind.predicts_tokens  # queries and passages are cut alike
+    alike = recipe.reads_documents  # queries and passages are cut alike
     query_prompts, passage_prompts = recipe.prompts
     return EmbeddingSettings(
         pooling=recipe.model.pooling,
