@@ -34,8 +34,9 @@ from trainer.objectives.teacher import Teaching
 class ContrastiveLoss:
     """SRL and its relatives (Starbucks §3.1). It runs no pass of the engine: embeddings are given.
 
-    terms: of the vectors as they are compared, of unit length where `cosine`. taught: likewise, from outside.
-    coordinates: of the vectors as they come. guide: the one whose scores terms read; None where none does.
+    terms: of the vectors as they are compared, of unit length where `cosine`, in the order in which they add. taught:
+    of the same vectors; its gradients are added before the terms' and its loss after theirs. coordinates: of the
+    vectors as they come. guide: the one whose scores terms read; None where none does.
     """
 
     cosine: bool
@@ -69,7 +70,7 @@ class ContrastiveLoss:
 
     @property
     def is_prefix_infonce(self) -> bool:
-        """Whether sizes that are prefixes of one vector cost about as much as the largest alone."""
+        """Whether `prefix_infonce_` computes it where sizes are prefixes of one vector (losses/prefix_infonce.py)."""
         (first, *others) = self.terms
         alone = not others and self.taught is None and self.coordinates is None
         return alone and isinstance(first, InfoNCE) and first.is_nested
@@ -103,10 +104,14 @@ def contrastive_loss(
     chosen = recipe.objective
     kl = chosen.kl if chosen.kl_weight else "none"
     teacher = ScoreTeacher(chosen.kl_teacher, chosen.detach_teacher)
-    terms: list[Term] = [CoSENT(chosen.temperature) if chosen.loss == "cosent" else _infonce(recipe)]
-    if kl == "scores":
-        terms = [replace(_infonce(recipe), kl_weight=chosen.kl_weight, teacher=teacher)]
-    elif kl == "margins":
+    terms: list[Term] = []
+    if chosen.loss == "cosent":
+        terms.append(CoSENT(chosen.temperature))
+    elif kl == "scores":
+        terms.append(replace(_infonce(recipe), kl_weight=chosen.kl_weight, teacher=teacher))
+    else:
+        terms.append(_infonce(recipe))
+    if kl == "margins":
         terms.append(Margins(chosen.kl_weight, chosen.temperature, teacher))
     return ContrastiveLoss(
         chosen.similarity == "cosine",

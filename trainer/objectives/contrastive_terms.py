@@ -159,6 +159,7 @@ class InfoNCE:
         """What both ways take of all ranks' passages. counts: every rank's number of them."""
         targets = given.batch.targets.to(device) + sum(counts[: given.engine.world.rank])
         excluded, guide = self.negatives.known(given.batch, targets, counts), given.guide
+        assert guide is not None or self.negatives.filter is None or self.negatives.filter.by != GUIDE
         vectors = None if guide is None else (guide.queries, gather_rows(guide.passages, counts))
         return {"targets": targets, "excluded": excluded, "guide": vectors}
 
