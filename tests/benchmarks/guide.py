@@ -37,12 +37,13 @@ from trainer.config.load import build_recipe
 from trainer.costs.flops import Shape
 from trainer.distributed import start
 from trainer.engine import Engine
-from trainer.losses.contrastive_terms import FULL, GUIDE
-from trainer.objectives.contrastive import ContrastiveObjective, contrastive
+from trainer.objectives.contrastive import ContrastiveObjective, TableObjective, contrastive
+from trainer.objectives.contrastive_loss import contrastive_loss
 from trainer.objectives.guide import Guide
 from trainer.objectives.size_schedules import build_schedule, taught_from_outside
 
 DIMS = (32, 64, 128, 256, 512, 1024)
+FILTERS: dict[str, Any] = {"filter_false_negatives": True, "filter_by": "guide", "false_negative_margin": 0.0}
 
 
 def build_guide() -> Guide:
@@ -51,8 +52,10 @@ def build_guide() -> Guide:
     return Guide(encoder, Size(6, 384), "cosine", 0.05, length, length, budget, 0)
 
 
-def filtered(objective: ContrastiveObjective, guide: Guide) -> ContrastiveObjective:
-    return replace(objective, guide=guide, filter_by=GUIDE, false_negative_margin=0.0)
+def guided(of: srl_step.Ours | Static, guide: Guide, **changed: Any) -> ContrastiveObjective | TableObjective:
+    """The objective with a guide, after changes of its recipe's [objective]."""
+    recipe = replace(of.recipe, objective=replace(of.recipe.objective, **changed))
+    return replace(of.objective, loss=contrastive_loss(recipe, guide=guide))
 
 
 class Static:
@@ -68,26 +71,23 @@ class Static:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "zero0.json"
             path.write_text(json.dumps({"zero_optimization": {"stage": 0}}))
-            chosen = build_recipe({**values, "engine": {"ds_config": str(path)}})
+            self.recipe = chosen = build_recipe({**values, "engine": {"ds_config": str(path)}})
             self.engine = Engine(self.encoder, chosen, start())
         schedule = build_schedule("ladder", chosen.ladder, reduction="mean", seed=0)
         shape = Shape.of(self.encoder.config)
         self.objective = contrastive(chosen, schedule, shape=shape, pad_id=0, packed=False, static=True)
 
 
-def take_step(of: srl_step.Ours | Static, objective: ContrastiveObjective, batch: PairBatch) -> None:
+def take_step(of: srl_step.Ours | Static, objective: ContrastiveObjective | TableObjective, batch: PairBatch) -> None:
     objective.forward_backward(of.engine, batch, 0)
     of.engine.step(1e-5)
 
 
-def measure_memory(guided: bool, count: int) -> tuple[float, float]:
+def measure_memory(with_guide: bool, count: int) -> tuple[float, float]:
     """In this process: its peak in MiB after a step of so many triplets, and before it."""
     ours = srl_step.Ours(srl_step.MEMORY_MICRO_BATCH)
-    objective = filtered(ours.objective, build_guide()) if guided else ours.objective
-    if guided:
-        budget = srl_step.MEMORY_MICRO_BATCH * srl_step.MAX_LENGTH
-        assert objective.guide is not None
-        objective = replace(objective, guide=replace(objective.guide, token_budget=budget))
+    guide = replace(build_guide(), token_budget=srl_step.MEMORY_MICRO_BATCH * srl_step.MAX_LENGTH)
+    objective = guided(ours, guide, **FILTERS) if with_guide else ours.objective
     take_step(ours, objective, srl_step.batch_of(srl_step.nli_rows(8)))
     batch = srl_step.batch_of(srl_step.nli_rows(count))
     before = peak_mib()
@@ -95,11 +95,12 @@ def measure_memory(guided: bool, count: int) -> tuple[float, float]:
     return peak_mib(), before
 
 
-def memory_of(guided: bool, count: int) -> tuple[float, float]:
+def memory_of(with_guide: bool, count: int) -> tuple[float, float]:
     """MiB of a process of its own: its peak, and what of that the step added."""
     alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "MASTER_PORT")}
+    kind = "guided" if with_guide else "plain"
     out = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.guide", "--memory-of", "guided" if guided else "plain", str(count)],
+        [sys.executable, "-m", "tests.benchmarks.guide", "--memory-of", kind, str(count)],
         capture_output=True,
         text=True,
         check=True,
@@ -123,15 +124,15 @@ def main() -> None:
         return
     figures = Figures()
     count = 16 if args.quick else 256
-    (plain, plain_step), (guided, guided_step) = memory_of(False, count), memory_of(True, count)
-    figures.show(memory_ratio=guided / plain, plain_mib=plain, guided_mib=guided)
-    figures.show(step_memory_ratio=guided_step / plain_step, plain_step_mib=plain_step, guided_step_mib=guided_step)
+    (plain, plain_step), (helped, helped_step) = memory_of(False, count), memory_of(True, count)
+    figures.show(memory_ratio=helped / plain, plain_mib=plain, guided_mib=helped)
+    figures.show(step_memory_ratio=helped_step / plain_step, plain_step_mib=plain_step, guided_step_mib=helped_step)
 
     batch, guide, ours = srl_step.batch_of(srl_step.nli_rows(count)), build_guide(), srl_step.Ours()
     plainly = ours.objective
-    taught = replace(plainly, schedule=taught_from_outside(plainly.schedule), guide=guide, kl_teacher=GUIDE)
-    assert plainly.kl_teacher == FULL and plainly.kl == "scores"
-    for name, objective in (("filter", filtered(plainly, guide)), ("teacher", taught)):
+    assert ours.recipe.objective.kl_teacher == "full" and ours.recipe.objective.kl == "scores"
+    taught = replace(guided(ours, guide, kl_teacher="guide"), schedule=taught_from_outside(plainly.schedule))
+    for name, objective in (("filter", guided(ours, guide, **FILTERS)), ("teacher", taught)):
         take_step(ours, objective, srl_step.batch_of(srl_step.nli_rows(4)))
         base, with_guide = alternate(
             partial(take_step, ours, plainly, batch), partial(take_step, ours, objective, batch), 2
@@ -140,7 +141,7 @@ def main() -> None:
         figures.show(**ratio, **{f"{name}_seconds_plain": base, f"{name}_seconds_guided": with_guide})
 
     table, many = Static(), srl_step.batch_of(srl_step.nli_rows(4 * count))
-    guided_table = filtered(table.objective, guide)
+    guided_table = guided(table, guide, **FILTERS)
     take_step(table, guided_table, srl_step.batch_of(srl_step.nli_rows(4)))
     base, with_guide = alternate(
         partial(take_step, table, table.objective, many), partial(take_step, table, guided_table, many), 2

@@ -80,7 +80,7 @@ def build_encoder() -> Encoder:
 
 class Ours:
     def __init__(self, micro_batch: int = MICRO_BATCH) -> None:
-        chosen = recipe(micro_batch)
+        self.recipe = chosen = recipe(micro_batch)
         self.encoder = build_encoder()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "zero0.json"

@@ -29,7 +29,7 @@ from tests.trainer.support import recipe_of
 from trainer import build, engine, run
 from trainer.config.kinds import kind_named
 from trainer.distributed import World, gather_counts, gather_rows, seed_step, start, sum_over_ranks
-from trainer.objectives import backward, contrastive, distillation, masked, teacher
+from trainer.objectives import backward, contrastive, contrastive_terms, distillation, masked, teacher
 
 
 def main() -> None:
@@ -135,8 +135,8 @@ def _counted_bytes() -> Iterator[Counter[str]]:
 
     patch = unittest.mock.patch.object
     with (
-        patch(contrastive, "gather_rows", watched(contrastive.gather_rows, "gather")),
-        patch(contrastive, "scatter_gradients", watched(contrastive.scatter_gradients, "scatter")),
+        patch(contrastive_terms, "gather_rows", watched(contrastive_terms.gather_rows, "gather")),
+        patch(contrastive_terms, "scatter_gradients", watched(contrastive_terms.scatter_gradients, "scatter")),
         patch(dist, "all_gather", counting(dist.all_gather)),
         patch(dist, "reduce_scatter", counting(dist.reduce_scatter)),
     ):
@@ -153,7 +153,7 @@ def _broken(control: str) -> Iterator[None]:
         def own_rows(gradients: torch.Tensor, counts: list[int]) -> torch.Tensor:
             return gradients.split(list(counts))[dist.get_rank()].clone()
 
-        with patch(contrastive, "scatter_gradients", own_rows), patch(teacher, "scatter_gradients", own_rows):
+        with patch(contrastive_terms, "scatter_gradients", own_rows), patch(teacher, "scatter_gradients", own_rows):
             yield
     elif control == "Gram matrices of one rank":  # what comparing a rank's own texts gives
 
@@ -172,7 +172,7 @@ def _broken(control: str) -> Iterator[None]:
             spread[begin : begin + len(rows)] = rows
             return spread
 
-        with patch(contrastive, "gather_rows", own_hashes):
+        with patch(contrastive_terms, "gather_rows", own_hashes):
             yield
     elif control == "no world size factor":  # the mean over ranks that data parallelism takes on its own
 

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainer.losses.contrastive_terms import GUIDE, ContrastiveTerms
 from trainer.losses.infonce import add_contrastive_gradients
+from trainer.losses.tile_settings import GUIDE, ScoreTeacher, TileSettings
 from trainer.losses.unit_vectors import normalize_
 
 ORDER_MARGIN = 0.015
@@ -90,19 +90,19 @@ def add_similarity_gradients(
     rows = torch.arange(count, device=own[0].device)
     if total < 2:
         return torch.zeros(len(own), dtype=own[0].dtype, device=own[0].device)
-    terms = ContrastiveTerms(
+    settings = TileSettings(
         loss_weights=(0.0,) * len(own),
         kl_weights=tuple(weights),
         temperature=temperature,
         num_queries=total,
         score_memory_mib=score_memory_mib,
-        taught_by=GUIDE,
+        taught=ScoreTeacher(GUIDE),
         guide_temperature=temperature,
     )
     _, _, divergence = add_contrastive_gradients(
         own,
         everyone,
-        terms=terms,
+        settings=settings,
         # There is no positive, and its loss has the weight 0; it must be another than the text itself.
         targets=(rows + start + 1) % total,
         excluded=torch.stack([rows, rows + start], dim=1),

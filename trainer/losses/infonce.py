@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.losses.contrastive_terms import FULL, ContrastiveTerms
+from trainer.losses.tile_settings import FULL, MarginFilter, ScoreTeacher, TileSettings
 from trainer.losses.tiles import CPU_BLOCK_SCORES, GPU_BLOCK_SCORES, NATS_A_BIT, STATISTICS, Tile, Tiling, choose_tiling
 
 
@@ -60,19 +60,17 @@ def multi_size_contrastive(
     similarities filter and whose scores, divided by guide_temperature, teach; of a guide all K sizes learn.
     Returns (loss, InfoNCE of each size [K], KL of each size [K]); the latter two are detached and unweighted.
     """
-    terms = ContrastiveTerms(
+    settings = TileSettings(
         tuple(loss_weights),
         tuple(kl_weights),
         temperature,
         queries[0].shape[0] if num_queries is None else num_queries,
-        false_negative_margin,
-        detach_teacher,
+        None if false_negative_margin is None else MarginFilter(false_negative_margin, filter_by),
+        ScoreTeacher(taught_by, detach_teacher),
         score_memory_mib,
-        filter_by,
-        taught_by,
         guide_temperature,
     )
-    return _MultiSizeContrastive.apply(targets, excluded, terms, guide, *queries, *passages)
+    return _MultiSizeContrastive.apply(targets, excluded, settings, guide, *queries, *passages)
 
 
 class _MultiSizeContrastive(torch.autograd.Function):
@@ -81,7 +79,7 @@ class _MultiSizeContrastive(torch.autograd.Function):
         ctx: Any,
         targets: Tensor,
         excluded: Tensor | None,
-        terms: ContrastiveTerms,
+        settings: TileSettings,
         guide: tuple[Tensor, Tensor] | None,
         *vectors: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,7 +91,7 @@ class _MultiSizeContrastive(torch.autograd.Function):
             for each, wanted in zip(vectors, ctx.needs_input_grad[4:])
         ]
         loss, nce, divergence = add_contrastive_gradients(
-            *sides, terms=terms, targets=targets, excluded=excluded, gradients=gradients, guide=guide, dtype=dtype
+            *sides, settings=settings, targets=targets, excluded=excluded, gradients=gradients, guide=guide, dtype=dtype
         )
         ctx.gradients = [
             None if gradient is None else gradient.to(each.dtype) for gradient, each in zip(gradients, vectors)
@@ -114,7 +112,7 @@ def add_contrastive_gradients(
     queries: Sequence[Tensor],
     passages: Sequence[Tensor],
     *,
-    terms: ContrastiveTerms,
+    settings: TileSettings,
     targets: Tensor,
     excluded: Tensor | None,
     gradients: Sequence[Tensor | None],
@@ -128,16 +126,16 @@ def add_contrastive_gradients(
     """
     num_queries, num_passages, num_sizes = queries[0].shape[0], passages[0].shape[0], len(queries)
     query_grads, passage_grads = gradients[:num_sizes], gradients[num_sizes:]
-    assert guide is not None or not terms.needs_guide
+    assert guide is not None or not settings.needs_guide
     if guide is not None:
         queries, passages = [*queries, guide[0]], [*passages, guide[1]]
         query_grads, passage_grads = [*query_grads, None], [*passage_grads, None]
     tiling = choose_tiling(
         num_queries,
         num_passages,
-        matrices=terms.matrices,
+        matrices=settings.matrices,
         statistics=STATISTICS * len(queries),
-        scores_in_memory=int(terms.score_memory_mib * 2**20) // dtype.itemsize,
+        scores_in_memory=int(settings.score_memory_mib * 2**20) // dtype.itemsize,
         block_scores=CPU_BLOCK_SCORES if targets.device.type == "cpu" else GPU_BLOCK_SCORES,
     )
     blocks = [
@@ -145,10 +143,10 @@ def add_contrastive_gradients(
     ]
     pairs = _pairs_by_block(excluded, tiling, len(blocks), num_queries)
     width = num_passages if tiling.keeps_rows else tiling.passages
-    workspace = torch.empty(terms.matrices, tiling.queries * width, dtype=dtype, device=targets.device)
+    workspace = torch.empty(settings.matrices, tiling.queries * width, dtype=dtype, device=targets.device)
     scratch = torch.empty(tiling.queries * tiling.passages, dtype=dtype, device=targets.device)
     totals = torch.zeros(2, len(queries), dtype=dtype, device=targets.device)
-    order = (terms.teacher, *terms.students)
+    order = (settings.teacher, *settings.students)
     for number, start in enumerate(range(0, num_queries, tiling.queries)):
         part = slice(start, min(start + tiling.queries, num_queries))
         tile = Tile(
@@ -159,42 +157,42 @@ def add_contrastive_gradients(
             targets[part],
             blocks,
             pairs[number * len(blocks) : (number + 1) * len(blocks)],
-            terms,
+            settings,
             workspace=workspace,
             scratch=scratch,
             keeps_rows=tiling.keeps_rows,
         )
         if tiling.keeps_rows:
-            for block in range(len(blocks) if terms.filters_apart else 0):
+            for block in range(len(blocks) if settings.filters_apart else 0):
                 tile.filter_block(block)
             for size in order:
                 for block in range(len(blocks)):
                     tile.exponentials(size, block)
                 tile.sum_up(size)
-                for block in range(len(blocks) if size != terms.teacher else 0):
+                for block in range(len(blocks) if size != settings.teacher else 0):
                     tile.add_gradients(size, block)
             for block in range(len(blocks)):
-                tile.add_gradients(terms.teacher, block)
+                tile.add_gradients(settings.teacher, block)
         else:
             for block in range(len(blocks)):
-                if terms.filters_apart:
+                if settings.filters_apart:
                     tile.filter_block(block)
                 for size in order:
                     tile.exponentials(size, block)
             for size in order:
                 tile.sum_up(size)
             for block in range(len(blocks) if any(each is not None for each in gradients) else 0):
-                if terms.filters_apart:
+                if settings.filters_apart:
                     tile.filter_block(block)
                 for size in order:
                     tile.exponentials(size, block, again=True)
-                    if size != terms.teacher:
+                    if size != settings.teacher:
                         tile.add_gradients(size, block)
-                tile.add_gradients(terms.teacher, block)
+                tile.add_gradients(settings.teacher, block)
         totals[0] += tile.nce.sum(1)
         totals[1] += tile.divergence.sum(1)
-    nce, divergence = totals[:, :num_sizes] * (NATS_A_BIT / terms.num_queries)
-    weights = torch.tensor([terms.loss_weights, terms.kl_weights], dtype=nce.dtype, device=nce.device)
+    nce, divergence = totals[:, :num_sizes] * (NATS_A_BIT / settings.num_queries)
+    weights = torch.tensor([settings.loss_weights, settings.kl_weights], dtype=nce.dtype, device=nce.device)
     return (weights[0] * nce + weights[1] * divergence).sum(), nce, divergence
 
 

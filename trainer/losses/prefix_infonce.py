@@ -28,7 +28,7 @@ TILE_SCORES, LEAST_QUERIES, MOST_QUERIES = 2**20, 64, 512
 
 
 @dataclass(frozen=True)
-class PrefixTerms:
+class PrefixSettings:
     """dims: increasing; loss_weights: one each; num_queries: the GLOBAL batch's; temperature divides the scores."""
 
     dims: tuple[int, ...]
@@ -47,7 +47,7 @@ def prefix_contrastive_(
     *,
     targets: Tensor,
     excluded: Tensor | None,
-    terms: PrefixTerms,
+    settings: PrefixSettings,
     guide: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Σ_k loss_weights[k] · InfoNCE_k. `queries` are OVERWRITTEN by their gradient; the passages' is added to theirs.
@@ -55,15 +55,15 @@ def prefix_contrastive_(
     queries: float32 [n, D] as they come from the model, not normalised; passages, passage_gradient: [m, D]. Columns
     beyond the last width take no part. targets: int64 [n], each query's positive. excluded: int64 [e, 2], sorted by
     query: (query, passage) pairs that are no negatives. guide: vectors [n, g] and [m, g] that say so too, by
-    `terms.guide_margin`. Returns (loss, InfoNCE of each width [K]).
+    `settings.guide_margin`. Returns (loss, InfoNCE of each width [K]).
     """
-    segments = [slice(a, b) for a, b in pairwise((0, *terms.dims))]
+    segments = [slice(a, b) for a, b in pairwise((0, *settings.dims))]
     widths, (num_queries, num_passages) = len(segments), (len(queries), len(passages))
-    a, b = _inverse_lengths(queries, segments, terms.cosine), _inverse_lengths(passages, segments, terms.cosine)
+    a, b = _inverse_lengths(queries, segments, settings.cosine), _inverse_lengths(passages, segments, settings.cosine)
     along = passages.new_zeros(widths, num_passages)  # Σ_i R c of each width and passage
     nce = passages.new_zeros(widths)
     matrices = widths + 2 + (guide is not None)
-    rows = _tile_rows(num_queries, num_passages, matrices=matrices, score_memory_mib=terms.score_memory_mib)
+    rows = _tile_rows(num_queries, num_passages, matrices=matrices, score_memory_mib=settings.score_memory_mib)
     workspace = passages.new_empty(matrices, rows, num_passages)
     gradient_room = queries.new_zeros(rows, queries.shape[1])
     starts = range(0, num_queries, rows)
@@ -77,7 +77,7 @@ def prefix_contrastive_(
         penalty = None
         if guide is not None:
             penalty = shares.pop()
-            _find_penalty(guide[0][part], guide[1], target, margin=terms.guide_margin, out=penalty)
+            _find_penalty(guide[0][part], guide[1], target, margin=settings.guide_margin, out=penalty)
         pairs = None
         if excluded is not None:
             inside = excluded[edges[number] : edges[number + 1]]
@@ -86,7 +86,7 @@ def prefix_contrastive_(
         for k, segment in enumerate(segments):
             torch.addmm(scores, tile[:, segment], passages[:, segment].T, beta=0 if k == 0 else 1, out=scores)
             torch.mul(scores, b[k], out=scaled)
-            scaled *= a[k, part, None] / terms.temperature
+            scaled *= a[k, part, None] / settings.temperature
             if pairs is not None:
                 scaled[pairs] = EXCLUDED_SCORE
             if penalty is not None:
@@ -96,14 +96,14 @@ def prefix_contrastive_(
             # Of the largest share, because the positive's own may be too small for a logarithm; the difference first,
             # because a log-sum-exp beside large scores has lost what a small loss is made of.
             nce[k] += ((scaled.amax(1) - positive[:, 0]) - shares[k].amax(1).log()).sum()
-            weight = terms.loss_weights[k] / terms.num_queries
-            if terms.cosine:
+            weight = settings.loss_weights[k] / settings.num_queries
+            if settings.cosine:
                 scaled *= shares[k]
                 own.append(weight * (scaled.sum(1, keepdim=True) - positive))
                 along[k] += weight * scaled.sum(0)
                 along[k].index_add_(0, target[:, 0], -weight * positive[:, 0])
             shares[k].scatter_add_(1, target, torch.full_like(positive, -1.0))
-            shares[k] *= a[k, part, None] * (weight / terms.temperature)
+            shares[k] *= a[k, part, None] * (weight / settings.temperature)
         flow, projected = scaled, 0.0  # what reaches a segment: the sum over the widths that hold it
         for k, segment in reversed(list(enumerate(segments))):
             if k == widths - 1:
@@ -112,16 +112,16 @@ def prefix_contrastive_(
                 flow.addcmul_(shares[k], b[k])
             torch.mm(flow, passages[:, segment], out=gradient[:, segment])
             passage_gradient[:, segment].addmm_(flow.T, tile[:, segment])
-            if terms.cosine:
+            if settings.cosine:
                 projected = projected + own[k] * a[k, part, None] ** 2
                 gradient[:, segment].addcmul_(tile[:, segment], projected, value=-1)
         tile.copy_(gradient)
-    if terms.cosine:
+    if settings.cosine:
         factors = (along * b**2).flip(0).cumsum(0).flip(0)  # of all widths that hold a segment
         for segment, factor in zip(segments, factors):
             passage_gradient[:, segment].addcmul_(passages[:, segment], factor[:, None], value=-1)
-    nce /= terms.num_queries
-    return (nce * nce.new_tensor(terms.loss_weights)).sum(), nce
+    nce /= settings.num_queries
+    return (nce * nce.new_tensor(settings.loss_weights)).sum(), nce
 
 
 def _find_penalty(queries: Tensor, passages: Tensor, target: Tensor, *, margin: float, out: Tensor) -> None:

@@ -12,7 +12,7 @@ from math import ceil, isqrt, log
 import torch
 from torch import Tensor
 
-from trainer.losses.contrastive_terms import ContrastiveTerms
+from trainer.losses.tile_settings import TileSettings
 
 # Finite, so that an excluded passage's score difference to the teacher's is 0 and not NaN.
 EXCLUDED_SCORE = -1e30
@@ -73,7 +73,7 @@ class Tile:
         targets: Tensor,
         blocks: list[slice],
         pairs: list[tuple[Tensor, Tensor] | None],
-        terms: ContrastiveTerms,
+        settings: TileSettings,
         *,
         workspace: Tensor,
         scratch: Tensor,
@@ -81,33 +81,33 @@ class Tile:
     ) -> None:
         self.queries, self.passages = queries, passages
         self.query_grads, self.passage_grads = query_grads, passage_grads
-        self.targets, self.blocks, self.pairs, self.terms = targets, blocks, pairs, terms
+        self.targets, self.blocks, self.pairs, self.settings = targets, blocks, pairs, settings
         self.workspace, self.scratch, self.keeps_rows = workspace, scratch, keeps_rows
         rows, sizes = len(targets), len(queries)
         # For each size, block and row, in bits: m = max s, Σ 2^(s − m), Σ p_T (m − s), and the logarithm of
         # 2^m / Z, by which the block's exponentials become shares of the row.
         self.peak, self.mass, self.cross, self.log_factor = workspace.new_zeros(STATISTICS, sizes, len(blocks), rows)
         self.positive, self.lse, self.nce, self.divergence = workspace.new_zeros(4, sizes, rows)
-        if terms.margin is not None:
-            filter_size = terms.filter_size
+        if settings.filter is not None:
+            filter_size = settings.filter_size
             positives = passages[filter_size][targets].to(workspace.dtype)
             similarity = (queries[filter_size] * positives).sum(1, keepdim=True)
-            self.ceiling = (similarity - terms.margin) / (terms.temperature_of(filter_size) * NATS_A_BIT)
+            self.ceiling = (similarity - settings.filter.margin) / (settings.temperature_of(filter_size) * NATS_A_BIT)
 
     def filter_block(self, block: int) -> None:
         """Find what the filter leaves out of a block, before any size's scores are wanted."""
-        self._find_penalty(self._products(self.terms.filter_size, block), block)
+        self._find_penalty(self._products(self.settings.filter_size, block), block)
 
     def exponentials(self, size: int, block: int, *, again: bool = False) -> None:
         """2^(s − maximum) of a block, into the size's slot; `again`: its maximum and sums are known already."""
-        terms, teacher = self.terms, self.terms.teacher
+        settings, teacher = self.settings, self.settings.teacher
         scores = self._scores(size, block)
-        if terms.moves_teacher and (size == teacher or terms.teaches[size]):
+        if settings.moves_teacher and (size == teacher or settings.teaches[size]):
             gap = self._slot("gap", block)  # Σ_k kl_weights[k] (s_T − s_k), in nats
             if size == teacher:
-                torch.mul(scores, NATS_A_BIT * sum(terms.teaches), out=gap)
+                torch.mul(scores, NATS_A_BIT * sum(settings.teaches), out=gap)
             else:
-                gap.sub_(scores, alpha=NATS_A_BIT * terms.teaches[size])
+                gap.sub_(scores, alpha=NATS_A_BIT * settings.teaches[size])
         if not again:
             column, inside = self._targets_in(block)
             found = scores.gather(1, column[:, None])[:, 0]
@@ -117,7 +117,7 @@ class Tile:
         slot = torch.exp2(scores, out=self._slot(size, block))
         if not again:
             torch.sum(slot, 1, out=self.mass[size, block])
-            if any(terms.teaches) and (size == teacher or terms.teaches[size]):
+            if any(settings.teaches) and (size == teacher or settings.teaches[size]):
                 scores *= self._slot(teacher, block)
                 torch.sum(scores, 1, out=self.cross[size, block])
 
@@ -129,12 +129,12 @@ class Tile:
         self.lse[size] = top + spread
         self.nce[size] = (top - self.positive[size]) + spread
         torch.sub(self.peak[size] - top, spread, out=self.log_factor[size])
-        if self.terms.teaches[size]:
-            self.divergence[size] = self._taught_mean(self.terms.teacher) - self._taught_mean(size)
+        if self.settings.teaches[size]:
+            self.divergence[size] = self._taught_mean(self.settings.teacher) - self._taught_mean(size)
 
     def _taught_mean(self, size: int) -> Tensor:
         """Σ_j p_T,j log p_j.  # [rows]"""
-        teacher = self.terms.teacher
+        teacher = self.settings.teacher
         blocks = self.cross[size] + self.log_factor[size] * self.mass[teacher]
         return (self.log_factor[teacher].exp2() * blocks).sum(0)
 
@@ -143,22 +143,22 @@ class Tile:
         query_grad, passage_grad = self.query_grads[size], self.passage_grads[size]
         if query_grad is None and passage_grad is None:
             return
-        terms, teacher = self.terms, self.terms.teacher
+        settings, teacher = self.settings, self.settings.teacher
         grad, factor = self._slot(size, block), self.log_factor[size, block, :, None].exp2()
-        if size == teacher and terms.moves_teacher:
+        if size == teacher and settings.moves_teacher:
             gap = self._slot("gap", block)
             gap += self._teacher_offset()[:, None]
             grad *= factor
             grad *= gap
         else:
-            weight = terms.loss_weights[size] + terms.teaches[size]
+            weight = settings.loss_weights[size] + settings.teaches[size]
             grad *= weight * factor
-            if terms.teaches[size]:
-                share = terms.teaches[size] * self.log_factor[teacher, block, :, None].exp2()
+            if settings.teaches[size]:
+                share = settings.teaches[size] * self.log_factor[teacher, block, :, None].exp2()
                 grad.addcmul_(self._slot(teacher, block), share, value=-1)
         column, inside = self._targets_in(block)
-        grad.scatter_add_(1, column[:, None], (-terms.loss_weights[size] * inside.to(grad.dtype))[:, None])
-        scale = 1.0 / (terms.temperature * terms.num_queries)
+        grad.scatter_add_(1, column[:, None], (-settings.loss_weights[size] * inside.to(grad.dtype))[:, None])
+        scale = 1.0 / (settings.temperature * settings.num_queries)
         if query_grad is not None:
             query_grad.addmm_(grad, self.passages[size][self.blocks[block]].to(grad.dtype), alpha=scale)
         if passage_grad is not None:
@@ -166,19 +166,19 @@ class Tile:
 
     def _teacher_offset(self) -> Tensor:
         """What the row adds to the gaps for the teacher's gradient over p_T.  # [rows]"""
-        offset = torch.full_like(self.lse[0], self.terms.loss_weights[self.terms.teacher])
-        for size in self.terms.students:
-            if weight := self.terms.teaches[size]:
-                bits = self.lse[size] - self.lse[self.terms.teacher] - self.divergence[size]
+        offset = torch.full_like(self.lse[0], self.settings.loss_weights[self.settings.teacher])
+        for size in self.settings.students:
+            if weight := self.settings.teaches[size]:
+                bits = self.lse[size] - self.lse[self.settings.teacher] - self.divergence[size]
                 offset += NATS_A_BIT * weight * bits
         return offset
 
     def _scores(self, size: int, block: int) -> Tensor:
-        scores, terms = self._products(size, block), self.terms
+        scores, settings = self._products(size, block), self.settings
         if (pairs := self.pairs[block]) is not None:
             scores[pairs] = EXCLUDED_SCORE
-        if terms.margin is not None:
-            if size == terms.teacher and not terms.filters_apart:
+        if settings.filter is not None:
+            if size == settings.teacher and not settings.filters_apart:
                 self._find_penalty(scores, block)
             # Adding is many times faster than masked_fill_.
             scores += self._slot("penalty", block)
@@ -187,7 +187,7 @@ class Tile:
     def _products(self, size: int, block: int) -> Tensor:
         passages = self.passages[size][self.blocks[block]].to(self.workspace.dtype)
         scores = self.scratch[: len(self.targets) * len(passages)].view(len(self.targets), len(passages))
-        scale = 1.0 / (self.terms.temperature_of(size) * NATS_A_BIT)
+        scale = 1.0 / (self.settings.temperature_of(size) * NATS_A_BIT)
         return torch.addmm(scores, self.queries[size], passages.t(), beta=0, alpha=scale, out=scores)
 
     def _find_penalty(self, scores: Tensor, block: int) -> None:
@@ -206,13 +206,13 @@ class Tile:
 
     def _slot(self, of: int | str, block: int) -> Tensor:
         """Where a block's matrix is kept, contiguous: of the teacher or a student, the gaps or the penalties."""
-        terms, part = self.terms, self.blocks[block]
+        settings, part = self.settings, self.blocks[block]
         if of == "gap":
             number = 2
         elif of == "penalty":
-            number = terms.matrices - 1
+            number = settings.matrices - 1
         else:
-            number = 0 if of == terms.teacher else 1
+            number = 0 if of == settings.teacher else 1
         rows, columns = len(self.targets), part.stop - part.start
         begin = rows * part.start if self.keeps_rows else 0
         return self.workspace[number, begin : begin + rows * columns].view(rows, columns)

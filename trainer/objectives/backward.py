@@ -102,14 +102,18 @@ def padded_tokens(lengths: Tensor, chunks: Sequence[Tensor], *, packed: bool) ->
     return int(lengths.sum() if packed else sum(len(rows) * int(lengths[rows].max()) for rows in chunks))
 
 
+def filler(pad_id: int) -> Texts:
+    """The text without weight, of one token, by which a rank that has none makes its passes too."""
+    return Texts(torch.tensor([pad_id], dtype=torch.int32), torch.tensor([0, 1]))
+
+
 def embed_texts(
     engine: Passes, texts: Texts, rows: Tensor, *, sizes: Sequence[Size], pad_id: int
 ) -> tuple[Tensor, ...]:
-    """One forward pass of the texts `rows`, K of [len(rows), d_k]; of a filler where there are none."""
-    if len(rows):
-        input_ids, attention_mask = texts.pad(rows, pad_id=pad_id)
-    else:
-        input_ids, attention_mask = torch.tensor([[pad_id]]), torch.tensor([[1]])
+    """One forward pass of the texts `rows`, K of [len(rows), d_k]; of the filler where there are none."""
+    if not len(rows):
+        texts, rows = filler(pad_id), torch.tensor([0])
+    input_ids, attention_mask = texts.pad(rows, pad_id=pad_id)
     return engine(input_ids.to(engine.device), attention_mask.to(engine.device), sizes=sizes)
 
 

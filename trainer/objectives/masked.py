@@ -6,8 +6,8 @@ counts of predicted tokens before, so that they add up over micro-batches and ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,21 +19,15 @@ from models.visibility import visible_positions
 from trainer.config.schema import Recipe
 from trainer.costs.flops import FORWARD_AND_BACKWARD, Shape, masked_flops
 from trainer.distributed import derive_seed, sum_over_ranks
-from trainer.objectives.backward import Passes, StepReport, accumulate, embed_all, micro_batches
-from trainer.objectives.contrastive import ContrastiveObjective, contrastive
+from trainer.objectives.backward import Embed, Passes, StepReport, accumulate, embed_all, filler, micro_batches
+from trainer.objectives.contrastive_loss import ContrastiveLoss, pair_loss
 from trainer.objectives.guide import Guide
-from trainer.objectives.size_schedules import Schedule
+from trainer.objectives.size_schedules import Schedule, SizePlan
 
 
 @dataclass(frozen=True)
 class MaskedObjective:
-    """SMAE, its ablations and plain MLM (Starbucks §3.2), and RetroMAE (SentMAE §2.1).
-
-    visible_share: what each position sees of the others in enhanced decoding; unused in basic decoding.
-    pairs: the second stage's contrastive term over the batch's pairs (SentMAE §2.2, eq. 9), times `pair_weight`. Its
-    gradient with respect to the embeddings is made once from a forward without a graph, as in `grad_cache`, and goes
-    back with the masked losses through the forward they need anyway. `symmetric`: in that term each text is a query.
-    """
+    """SMAE, its ablations and plain MLM (Starbucks §3.2), and RetroMAE (SentMAE §2.1), with a pair term or without."""
 
     schedule: Schedule
     shape: Shape
@@ -41,109 +35,169 @@ class MaskedObjective:
     packed: bool
     pad_id: int
     loss_scale: float
-    visible_share: float
-    pairs: ContrastiveObjective | None
-    pair_weight: float
-    symmetric: bool
-    seed: int
+    visible_share: float  # what each position sees of the others in enhanced decoding; unused in basic decoding
+    pairs: PairTerm | None
 
     def forward_backward(self, engine: Passes, batch: MaskedBatch, step: int) -> StepReport:
-        plan = self.schedule(step)
-        device = engine.device
-        lengths = batch.offsets.diff()
-        sides = [batch.encoder_labels] + ([] if batch.decoder_labels is None else [batch.decoder_labels])
-        local_counts = [int((labels != IGNORED).sum()) for labels in sides]
-        counts = sum_over_ranks([float(count) for count in local_counts], device).clamp(min=1).tolist()
-        scales = [self.loss_scale / count for count in counts]
-        names = [f"encoder/{name}" for name in plan.names]
-        if batch.decoder_labels is not None:
-            names += [f"decoder/{name}" for name in plan.names]
-        totals = torch.zeros(1 + len(names), device=device)
-        padded = 0
+        plan, lengths = self.schedule(step), batch.offsets.diff()
         chunks = micro_batches(lengths, token_budget=self.token_budget, packed=self.packed)
-
-        def pad(rows: Tensor, values: Tensor, fill: int) -> Tensor:
-            if not len(rows):
-                return torch.full((1, 1), fill, device=device)
-            return pad_flat(values, batch.offsets, rows, fill=fill).long().to(device)
-
-        def attention_of(rows: Tensor) -> Tensor:
-            return pad(rows, torch.ones_like(batch.encoder_input_ids), 0 if len(rows) else 1)
-
-        def seed_forward(rows: Tensor) -> None:
-            """The same dropout in both forwards of these texts."""
-            torch.manual_seed(derive_seed(self.seed, step, engine.world.rank, int(rows[0]) if len(rows) else 0))
-
-        def embed(rows: Tensor) -> tuple[Tensor, ...]:
-            seed_forward(rows)
-            return engine(
-                pad(rows, batch.encoder_input_ids, self.pad_id),
-                attention_of(rows),
-                sizes=plan.sizes,
-                labels=pad(rows, batch.encoder_labels, IGNORED),
-                embeddings="only",
-            )
-
-        pair_losses: dict[str, Tensor] = {}
-        pair_gradients: list[Tensor] = []
+        tokens = TokenPrediction(self, engine, batch, plan)
+        pairs: PairGradients | None = None
         if self.pairs is not None and batch.pairs is not None:
-            vectors, pairs = embed_all(engine, chunks, embed=embed), batch.pairs
-            if self.symmetric:
-                vectors, pairs = [torch.cat([each, each]) for each in vectors], both_ways(pairs)
-            pair_losses, pair_gradients = self.pairs.loss_and_gradients(vectors, pairs, plan, engine)
-            if self.symmetric:
-                pair_gradients = [torch.add(*each.chunk(2)) for each in pair_gradients]
+            pairs = self.pairs.first_pass(engine, chunks, batch.pairs, plan, embed=tokens.embed, step=step)
 
         def loss_of(rows: Tensor) -> Tensor:
-            nonlocal totals, padded
-            cut = partial(pad, rows)
-            attention_mask = attention_of(rows)
-            padded += int(lengths[rows].sum()) if self.packed else attention_mask.numel()
-            decoder: dict[str, Any] = {}
-            if batch.decoder_input_ids is not None and batch.decoder_labels is not None:
-                decoder = {
-                    "decoder_input_ids": cut(batch.decoder_input_ids, self.pad_id),
-                    "decoder_labels": cut(batch.decoder_labels, IGNORED),
-                    "decoder_scale": scales[1],
-                }
-            if batch.visibility_keys is not None:
-                keys = batch.visibility_keys[rows] if len(rows) else torch.zeros(1, dtype=torch.int64)
-                decoder["decoder_visible"] = visible_positions(
-                    keys.to(device), attention_mask, share=self.visible_share
-                )
-            if pair_gradients:
-                seed_forward(rows)
-            loss, encoder_losses, decoder_losses, *vectors = engine(
-                cut(batch.encoder_input_ids, self.pad_id),
-                attention_mask,
-                sizes=plan.sizes,
-                labels=cut(batch.encoder_labels, IGNORED),
-                size_weights=plan.loss_weights,
-                encoder_scale=scales[0],
-                embeddings="also" if pair_gradients else "no",
-                **decoder,
-            )
-            per_size = torch.cat([encoder_losses, decoder_losses])[: len(names)]
-            totals = totals + torch.cat([loss.detach().view(1), per_size])
-            for vector, gradient in zip(vectors, pair_gradients):
-                loss = loss + self.pair_weight * (vector.float() * gradient[rows]).sum()
-            return loss
+            if pairs is None:
+                return tokens.loss(rows)[0]
+            pairs.seed_forward(rows)
+            loss, vectors = tokens.loss(rows, embeddings="also")
+            return pairs.added_to(loss, vectors, rows)
 
         accumulate(engine, chunks, loss_of=loss_of)
-        decoder_rows = local_counts[1] if len(local_counts) > 1 else 0
+        losses = tokens.losses if pairs is None else pairs.reported_with(tokens.losses)
         flops = masked_flops(
             self.shape,
             lengths,
-            encoder_rows=local_counts[0],
-            decoder_rows=decoder_rows,
+            encoder_rows=tokens.predicted[0],
+            decoder_rows=sum(tokens.predicted[1:]),
             sizes=plan.sizes,
             enhanced=batch.visibility_keys is not None,
         )
-        losses = dict(zip(["loss", *names], totals.unbind()))
-        if pair_losses:
-            losses["loss"] = losses["loss"] + self.pair_weight * pair_losses.pop("loss")
-            losses |= {f"pairs/{name.rpartition('/')[2]}": value for name, value in pair_losses.items()}
+        padded = batch.num_tokens if self.packed else tokens.padded
         return StepReport(losses, batch.num_tokens, padded, FORWARD_AND_BACKWARD * flops)
+
+
+class TokenPrediction:
+    """The prediction of a step's masked tokens: the loss of each micro-batch, and what they come to."""
+
+    def __init__(self, objective: MaskedObjective, engine: Passes, batch: MaskedBatch, plan: SizePlan) -> None:
+        self.objective, self.engine, self.batch, self.plan = objective, engine, batch, plan
+        sides = {"encoder": batch.encoder_labels}
+        if batch.decoder_labels is not None:
+            sides["decoder"] = batch.decoder_labels
+        self.predicted = [int((labels != IGNORED).sum()) for labels in sides.values()]  # tokens, on this rank
+        counts = sum_over_ranks([float(count) for count in self.predicted], engine.device).clamp(min=1).tolist()
+        self.scales = [objective.loss_scale / count for count in counts]
+        self.names = ["loss", *(f"{side}/{name}" for side in sides for name in plan.names)]
+        self.totals = torch.zeros(len(self.names), device=engine.device)
+        self.padded = 0  # tokens that the micro-batches computed, padding included
+
+    def embed(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Each size's embeddings of these masked texts, and nothing else."""
+        input_ids, attention_mask, labels = self._inputs(rows, decodes=False)
+        return self.engine(input_ids, attention_mask, sizes=self.plan.sizes, **labels, embeddings="only")
+
+    def loss(self, rows: Tensor, *, embeddings: str = "no") -> tuple[Tensor, list[Tensor]]:
+        """The loss of these texts and, with `embeddings` "also", each size's embeddings [len(rows), d]."""
+        input_ids, attention_mask, more = self._inputs(rows, decodes=True)
+        self.padded += attention_mask.numel()
+        loss, encoder_losses, decoder_losses, *vectors = self.engine(
+            input_ids,
+            attention_mask,
+            sizes=self.plan.sizes,
+            size_weights=self.plan.loss_weights,
+            encoder_scale=self.scales[0],
+            decoder_scale=self.scales[-1],
+            embeddings=embeddings,
+            **more,
+        )
+        per_size = torch.cat([encoder_losses, decoder_losses])
+        self.totals += torch.cat([loss.detach().view(1), per_size])[: len(self.totals)]
+        return loss, vectors
+
+    @property
+    def losses(self) -> dict[str, Tensor]:
+        return dict(zip(self.names, self.totals.unbind()))
+
+    def _inputs(self, rows: Tensor, *, decodes: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """What the model reads of these texts, padded; of the filler where there are none."""
+        batch, device, pad_id = self.batch, self.engine.device, self.objective.pad_id
+        if not len(rows):
+            batch, rows = _filler_for(batch, pad_id), torch.tensor([0])
+
+        def pad(values: Tensor, fill: int) -> Tensor:
+            return pad_flat(values, batch.offsets, rows, fill=fill).long().to(device)
+
+        attention_mask = pad(torch.ones_like(batch.encoder_input_ids), 0)
+        more: dict[str, Any] = {"labels": pad(batch.encoder_labels, IGNORED)}
+        if decodes and batch.decoder_input_ids is not None and batch.decoder_labels is not None:
+            more["decoder_input_ids"] = pad(batch.decoder_input_ids, pad_id)
+            more["decoder_labels"] = pad(batch.decoder_labels, IGNORED)
+        if decodes and batch.visibility_keys is not None:
+            keys = batch.visibility_keys[rows].to(device)
+            more["decoder_visible"] = visible_positions(keys, attention_mask, share=self.objective.visible_share)
+        return pad(batch.encoder_input_ids, pad_id), attention_mask, more
+
+
+def _filler_for(batch: MaskedBatch, pad_id: int) -> MaskedBatch:
+    """The filler as a batch of the sides that `batch` has; nothing of it is predicted."""
+    text, nothing = filler(pad_id), torch.zeros(1, dtype=torch.int64)
+    ignored = torch.full_like(text.tokens, IGNORED)
+    decodes, draws = batch.decoder_labels is not None, batch.visibility_keys is not None
+    return MaskedBatch(
+        text.offsets,
+        text.tokens,
+        ignored,
+        decoder_input_ids=text.tokens if decodes else None,
+        decoder_labels=ignored if decodes else None,
+        sample_ids=nothing,
+        visibility_keys=nothing if draws else None,
+    )
+
+
+@dataclass(frozen=True)
+class PairTerm:
+    """The second stage's contrastive term over the batch's pairs (SentMAE §2.2, eq. 9), times `weight`.
+
+    Its gradient with respect to the embeddings is made once from a forward without a graph, as in `grad_cache`, and
+    goes back with the masked losses through the forward they need anyway. `symmetric`: each text is a query in it.
+    """
+
+    loss: ContrastiveLoss
+    weight: float
+    symmetric: bool
+    seed: int
+
+    def first_pass(
+        self, engine: Passes, chunks: Sequence[Tensor], pairs: PairBatch, plan: SizePlan, *, embed: Embed, step: int
+    ) -> PairGradients:
+        """Embed all texts, and take the loss's gradient by their embeddings. `embed` as in `grad_cache`."""
+
+        def seed_forward(rows: Tensor) -> None:
+            torch.manual_seed(derive_seed(self.seed, step, engine.world.rank, int(rows[0]) if len(rows) else 0))
+
+        def seeded(rows: Tensor) -> tuple[Tensor, ...]:
+            seed_forward(rows)
+            return embed(rows)
+
+        vectors = embed_all(engine, chunks, embed=seeded)
+        if self.symmetric:
+            vectors, pairs = [torch.cat([each, each]) for each in vectors], both_ways(pairs)
+        losses, gradients = self.loss.loss_and_gradients(vectors, pairs, plan, engine)
+        if self.symmetric:
+            gradients = [torch.add(*each.chunk(2)) for each in gradients]
+        return PairGradients(losses, gradients, self.weight, seed_forward)
+
+
+@dataclass(frozen=True)
+class PairGradients:
+    """A step's pair losses, and their gradients [texts, d] by each size's embeddings."""
+
+    losses: dict[str, Tensor]
+    gradients: list[Tensor]
+    weight: float
+    seed_forward: Callable[[Tensor], None]  # the same dropout in both forwards of these texts
+
+    def added_to(self, loss: Tensor, vectors: Sequence[Tensor], rows: Tensor) -> Tensor:
+        """A micro-batch's loss with what sends these gradients through its embeddings, [rows, d] a size."""
+        for vector, gradient in zip(vectors, self.gradients):
+            loss = loss + self.weight * (vector.float() * gradient[rows]).sum()
+        return loss
+
+    def reported_with(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All of a step's losses: the sum, and each by its name."""
+        own = {f"pairs/{name.rpartition('/')[2]}": value for name, value in self.losses.items() if name != "loss"}
+        return losses | {"loss": losses["loss"] + self.weight * self.losses["loss"]} | own
 
 
 def both_ways(pairs: PairBatch) -> PairBatch:
@@ -171,23 +225,18 @@ def both_ways(pairs: PairBatch) -> PairBatch:
 def masked(
     recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int, packed: bool, guide: Guide | None = None
 ) -> MaskedObjective:
-    chosen, longest = recipe.objective, recipe.data.max_length
-    pairs: ContrastiveObjective | None = None
+    chosen = recipe.objective
+    pairs: PairTerm | None = None
     if chosen.pairs != "none":
-        pairs = contrastive(recipe, schedule, shape=shape, pad_id=pad_id, packed=packed, guide=guide)
-        pairs = replace(pairs, loss="infonce", kl="none")
-    if chosen.pairs == "tuples":
-        longest = max(recipe.data.query_max_length, recipe.data.passage_max_length)
+        symmetric = chosen.pairs == "spans" and chosen.symmetric_spans
+        pairs = PairTerm(pair_loss(recipe, guide=guide), chosen.pair_weight, symmetric, recipe.run.seed)
     return MaskedObjective(
         schedule,
         shape,
-        token_budget=recipe.train.micro_batch_size * longest,
+        token_budget=recipe.token_budget,
         packed=packed,
         pad_id=pad_id,
         loss_scale=chosen.loss_scale,
         visible_share=1.0 - chosen.decoder_mask_ratio,
         pairs=pairs,
-        pair_weight=chosen.pair_weight,
-        symmetric=chosen.pairs == "spans" and chosen.symmetric_spans,
-        seed=recipe.run.seed,
     )

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.losses import prefix_infonce
-from trainer.losses.prefix_infonce import PrefixTerms, prefix_contrastive_
+from trainer.losses.prefix_infonce import PrefixSettings, prefix_contrastive_
 
 DIMS, WEIGHTS = (4, 8, 20), (1.0, 0.5, 0.3)
 
@@ -44,8 +44,10 @@ def test_loss_and_gradients(cosine: bool, masked: bool, monkeypatch: pytest.Monk
     loss, query_gradient, passage_gradient = naive(queries, passages, targets, excluded, cosine=cosine)
     before, got = torch.randn_like(passages), queries.clone()
     got_passages = before.clone()  # gradients are added to what is there
-    terms = PrefixTerms(DIMS, WEIGHTS, cosine, 0.2, 50)
-    got_loss, nce = prefix_contrastive_(got, passages, got_passages, targets=targets, excluded=excluded, terms=terms)
+    settings = PrefixSettings(DIMS, WEIGHTS, cosine, 0.2, 50)
+    got_loss, nce = prefix_contrastive_(
+        got, passages, got_passages, targets=targets, excluded=excluded, settings=settings
+    )
     torch.testing.assert_close(got_loss, loss)
     torch.testing.assert_close((nce * torch.tensor(WEIGHTS)).sum(), loss)
     torch.testing.assert_close(got, query_gradient)
@@ -75,9 +77,9 @@ def test_a_guide_leaves_passages_out(margin: float, monkeypatch: pytest.MonkeyPa
             wanted[excluded[:, 0], excluded[:, 1]] = True
         loss, query_gradient, passage_gradient = naive(queries, passages, targets, wanted.nonzero(), cosine=True)
         got, gradient = queries.clone(), torch.zeros_like(passages)
-        terms = PrefixTerms(DIMS, WEIGHTS, True, 0.2, 50, guide_margin=margin)
+        settings = PrefixSettings(DIMS, WEIGHTS, True, 0.2, 50, guide_margin=margin)
         found, _ = prefix_contrastive_(
-            got, passages, gradient, targets=targets, excluded=excluded, terms=terms, guide=(guide[0], guide[1])
+            got, passages, gradient, targets=targets, excluded=excluded, settings=settings, guide=(guide[0], guide[1])
         )
         torch.testing.assert_close(found, loss)
         torch.testing.assert_close(got, query_gradient)
@@ -91,7 +93,9 @@ def test_a_text_without_tokens_has_no_direction() -> None:
     queries, passages = torch.randn(3, 20), torch.randn(4, 20)
     queries[1], passages[2] = 0.0, 0.0
     gradient = torch.zeros_like(passages)
-    terms = PrefixTerms(DIMS, WEIGHTS, True, 0.05, 3)
-    loss, _ = prefix_contrastive_(queries, passages, gradient, targets=torch.arange(3), excluded=None, terms=terms)
+    settings = PrefixSettings(DIMS, WEIGHTS, True, 0.05, 3)
+    loss, _ = prefix_contrastive_(
+        queries, passages, gradient, targets=torch.arange(3), excluded=None, settings=settings
+    )
     assert loss.isfinite() and queries.isfinite().all() and gradient.isfinite().all()
     assert not queries[1].any() and not gradient[2].any()

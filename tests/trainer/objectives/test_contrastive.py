@@ -1,4 +1,4 @@
-"""What the contrastive objective makes of a recipe, against the published losses restated in float64.
+"""What the contrastive loss makes of a recipe, against the published losses restated in float64.
 
 `loss_and_gradients` is what training calls; embeddings stand for what the encoder gave of each text and size.
 """
@@ -23,6 +23,7 @@ from trainer.config.schema import Recipe
 from trainer.costs.counts import Shape
 from trainer.distributed import World
 from trainer.objectives.contrastive import ContrastiveObjective, contrastive
+from trainer.objectives.contrastive_loss import ContrastiveLoss
 from trainer.objectives.size_schedules import SizePlan, build_schedule
 
 RECIPES = ROOT / "launch" / "recipes"
@@ -30,11 +31,15 @@ QUERIES, NEGATIVES = 5, 1
 ALONE: Any = SimpleNamespace(world=World(0, 0, 1, torch.device("cpu")), device=torch.device("cpu"))
 
 
-def objective_of(recipe: Recipe) -> ContrastiveObjective:
+def objective_of(recipe: Recipe, **changed: Any) -> ContrastiveObjective:
+    """As a recipe with other settings in [objective] makes it."""
+    recipe = replace(recipe, objective=replace(recipe.objective, **changed))
     schedule = build_schedule(
         recipe.objective.sizes, recipe.ladder, reduction=recipe.objective.reduction, seed=recipe.run.seed
     )
-    return contrastive(recipe, schedule, shape=Shape(768, 3072, 12, 100), pad_id=0, packed=False)
+    objective = contrastive(recipe, schedule, shape=Shape(768, 3072, 12, 100), pad_id=0, packed=False)
+    assert isinstance(objective, ContrastiveObjective)
+    return objective
 
 
 def batch_of() -> PairBatch:
@@ -70,13 +75,13 @@ def states_of(sizes: Sequence[Size]) -> dict[int, Tensor]:
 Loss = Callable[[dict[int, Tensor]], Tensor]
 
 
-def compare(objective: ContrastiveObjective, plan: SizePlan, naive: Loss) -> tuple[float, float]:
+def compare(loss: ContrastiveLoss, plan: SizePlan, naive: Loss) -> tuple[float, float]:
     """Relative differences of the loss and, over the largest entry, of the gradient of every layer's vectors."""
     states = {layer: each.requires_grad_() for layer, each in states_of(plan.sizes).items()}
     expected = naive(states)
     wanted = torch.autograd.grad(expected, list(states.values()), allow_unused=True)
     embeddings = [states[size.layers][:, : size.dim].detach().float().clone() for size in plan.sizes]
-    losses, gradients = objective.loss_and_gradients(embeddings, batch_of(), plan, ALONE)
+    losses, gradients = loss.loss_and_gradients(embeddings, batch_of(), plan, ALONE)
     got = {layer: torch.zeros_like(each) for layer, each in states.items()}
     for size, gradient in zip(plan.sizes, gradients, strict=True):
         got[size.layers][:, : size.dim] += gradient.double()
@@ -103,15 +108,13 @@ def score_kl(states: Tensor, dim: int, full: Tensor, *, cosine: bool, temperatur
     return F.kl_div(scores(states[:, :dim]).log_softmax(1), teacher, reduction="batchmean")
 
 
-def assert_equal_but_for(
-    objective: ContrastiveObjective, controls: Sequence[dict[str, Any]], plan: SizePlan, naive: Loss
-) -> None:
+def assert_equal_but_for(recipe: Recipe, controls: Sequence[dict[str, Any]], plan: SizePlan, naive: Loss) -> None:
     """Equal as it is; each control, a changed setting, is noticed in the loss and in the gradient."""
-    loss_error, gradient_error = compare(objective, plan, naive)
+    loss_error, gradient_error = compare(objective_of(recipe).loss, plan, naive)
     assert loss_error < 1e-6
     assert gradient_error < 1e-5
     for changed in controls:
-        loss_error, gradient_error = compare(replace(objective, **changed), plan, naive)
+        loss_error, gradient_error = compare(objective_of(recipe, **changed).loss, plan, naive)
         assert loss_error > 1e-4, changed
         assert gradient_error > 1e-3, changed
 
@@ -121,8 +124,8 @@ def test_the_released_sts_loss() -> None:
 
     sts/starbucks_loss.py in ielab/Starbucks: its kl_temperature is a factor, and divides nothing.
     """
-    objective = objective_of(load_recipe(RECIPES / "srl_nli_released_code.toml"))
-    plan = objective.schedule(0)
+    recipe = load_recipe(RECIPES / "srl_nli_released_code.toml")
+    plan = objective_of(recipe).schedule(0)
 
     def divergence(states: dict[int, Tensor]) -> Tensor:
         p, q = [states[size.layers][:, : size.dim] for size in plan.sizes], states[12]
@@ -138,19 +141,19 @@ def test_the_released_sts_loss() -> None:
 
     former = {"kl_weight": 1.0, "kl_temperature": 0.3}  # which divides the coordinates: AdaptiveLayerLoss
     others: list[dict[str, Any]] = [{"kl_weight": 1.0}, {"mask_false_negatives": True}]
-    assert_equal_but_for(objective, [former, *others], plan, naive)
-    detached = compare(replace(objective, detach_teacher=True), plan, naive)
+    assert_equal_but_for(recipe, [former, *others], plan, naive)
+    detached = compare(objective_of(recipe, detach_teacher=True).loss, plan, naive)
     assert detached[1] > 1e-3  # the loss is the same number
     # The KL term alone: what the loss loses with it.
     states = states_of(plan.sizes)
 
-    def loss_of(chosen: ContrastiveObjective) -> float:
+    def loss_of(chosen: ContrastiveLoss) -> float:
         embeddings = [states[size.layers][:, : size.dim].float().clone() for size in plan.sizes]
         return float(chosen.loss_and_gradients(embeddings, batch_of(), plan, ALONE)[0]["loss"])
 
-    term = loss_of(objective) - loss_of(replace(objective, kl="none"))
+    term = loss_of(objective_of(recipe).loss) - loss_of(objective_of(recipe, kl="none").loss)
     assert term == pytest.approx(float(divergence(states)), rel=1e-4)
-    term = loss_of(replace(objective, **former)) - loss_of(replace(objective, kl="none"))
+    term = loss_of(objective_of(recipe, **former).loss) - loss_of(objective_of(recipe, kl="none").loss)
     assert term != pytest.approx(float(divergence(states)), rel=1e-1)
 
 
@@ -160,8 +163,8 @@ def test_the_released_sts_loss() -> None:
 )
 def test_srl_with_scores(name: str, factor: float, mean: bool) -> None:
     """Eq. 4 and 5 with table 5's and table 6's kl_temperature as the factor that it is in the code."""
-    objective = objective_of(load_recipe(RECIPES / f"{name}.toml"))
-    plan = objective.schedule(0)
+    recipe = load_recipe(RECIPES / f"{name}.toml")
+    plan = objective_of(recipe).schedule(0)
     options: dict[str, Any] = {"cosine": "nli" in name, "temperature": 0.05 if "nli" in name else 1.0}
 
     def naive(states: dict[int, Tensor]) -> Tensor:
@@ -172,11 +175,11 @@ def test_srl_with_scores(name: str, factor: float, mean: bool) -> None:
                 total = total + factor * score_kl(states[size.layers], size.dim, states[12], **options)
         return total / len(plan.sizes) if mean else total
 
-    assert_equal_but_for(objective, [{"kl_weight": 2.0}, {"mask_false_negatives": True}], plan, naive)
+    assert_equal_but_for(recipe, [{"kl_weight": 2.0}, {"mask_false_negatives": True}], plan, naive)
 
 
-def drawn(objective: ContrastiveObjective, wanted: Callable[[SizePlan], bool]) -> SizePlan:
-    return next(plan for plan in map(objective.schedule, range(1000)) if wanted(plan))
+def drawn(recipe: Recipe, wanted: Callable[[SizePlan], bool]) -> SizePlan:
+    return next(plan for plan in map(objective_of(recipe).schedule, range(1000)) if wanted(plan))
 
 
 WIDTHS = (32, 64, 128, 256, 512, 768)
@@ -189,8 +192,8 @@ def test_the_papers_sts_baseline(inner: int, outer: int) -> None:
     The last layer at one width, a drawn layer n at another, weighted 1/n, and 0.3 · KL(softmax(t/0.3) ||
     softmax(s/0.3)) over all coordinates of the two, through the teacher too.
     """
-    objective = objective_of(load_recipe(RECIPES / "two_d_nli_released_code.toml"))
-    plan = drawn(objective, lambda plan: (plan.sizes[0].dim, plan.sizes[2].dim) == (inner, outer))
+    recipe = load_recipe(RECIPES / "two_d_nli_released_code.toml")
+    plan = drawn(recipe, lambda plan: (plan.sizes[0].dim, plan.sizes[2].dim) == (inner, outer))
     n = plan.sizes[0].layers
     assert 1 <= n <= 11 and {inner, outer} <= set(WIDTHS)
 
@@ -200,17 +203,17 @@ def test_the_papers_sts_baseline(inner: int, outer: int) -> None:
         final = F.softmax(states[12] / 0.3, dim=-1)
         return last + layer / n + 0.3 * F.kl_div(F.log_softmax(states[n] / 0.3, dim=-1), final, reduction="batchmean")
 
-    assert_equal_but_for(objective, [{"kl_temperature": 1.0}, {"mask_false_negatives": True}], plan, naive)
+    assert_equal_but_for(recipe, [{"kl_temperature": 1.0}, {"mask_false_negatives": True}], plan, naive)
     # Negative control: eq. 3's four losses at the same draw are another loss.
     eq_3 = replace(plan, loss_weights=(1.0,) * 4, kl_weights=(1.0, 1.0, 0.0, 0.0))
-    loss_error, gradient_error = compare(objective, eq_3, naive)
+    loss_error, gradient_error = compare(objective_of(recipe).loss, eq_3, naive)
     assert loss_error > 1e-3 and gradient_error > 1e-2
 
 
 def test_the_papers_retrieval_baseline() -> None:
     """retrieval/modeling.py with `sub_model_sampling`: a drawn layer and the last at all widths, all terms summed."""
-    objective = objective_of(load_recipe(RECIPES / "two_d_msmarco_released_code.toml"))
-    plan = objective.schedule(3)
+    recipe = load_recipe(RECIPES / "two_d_msmarco_released_code.toml")
+    plan = objective_of(recipe).schedule(3)
     n = plan.sizes[0].layers
     assert n in (2, 4, 6, 8, 10)
 
@@ -224,17 +227,16 @@ def test_the_papers_retrieval_baseline() -> None:
                     total = total + divergence
         return total
 
-    assert_equal_but_for(objective, [{"kl": "none"}, {"mask_false_negatives": True}], plan, naive)
+    assert_equal_but_for(recipe, [{"kl": "none"}, {"mask_false_negatives": True}], plan, naive)
     without = replace(plan, kl_weights=tuple(float(size.layers == n) for size in plan.sizes))
-    loss_error, gradient_error = compare(objective, without, naive)  # no KL to the last layer's widths
+    loss_error, gradient_error = compare(objective_of(recipe).loss, without, naive)  # no KL to the last layer's widths
     assert loss_error > 1e-3 and gradient_error > 1e-2
 
 
 def test_the_papers_equation_3() -> None:
     """`two_d`: L_n^d + L_n^D + L_N^d + L_N^D at a drawn size, KL of the scores to (n, d) and (n, D)."""
     recipe = load_recipe(RECIPES / "two_d_nli.toml")
-    objective = objective_of(recipe)
-    plan = objective.schedule(5)
+    plan = objective_of(recipe).schedule(5)
     n, d = plan.sizes[0].layers, plan.sizes[0].dim
     options: dict[str, Any] = {"cosine": True, "temperature": 0.05}
 
@@ -243,4 +245,4 @@ def test_the_papers_equation_3() -> None:
         learnt = [score_kl(states[n], dim, states[12], **options) for dim in (d, 768)]
         return torch.stack(own).sum() + 0.3 * torch.stack(learnt).sum()
 
-    assert_equal_but_for(objective, [{"kl_weight": 1.0}, {"temperature": 0.1}], plan, naive)
+    assert_equal_but_for(recipe, [{"kl_weight": 1.0}, {"temperature": 0.1}], plan, naive)

@@ -1,4 +1,4 @@
-"""What a contrastive loss of several sizes is made of, besides its tensors."""
+"""What the tiles of trainer/losses/infonce.py compute with, besides tensors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,27 @@ FULL, GUIDE = "full", "guide"  # whose scores filter and teach
 
 
 @dataclass(frozen=True)
-class ContrastiveTerms:
-    """What the loss of `multi_size_contrastive` is made of, besides its tensors.
+class MarginFilter:
+    """Passages whose similarity exceeds the positive's minus `margin` are no negatives. by: whose similarity."""
+
+    margin: float
+    by: str = FULL
+
+
+@dataclass(frozen=True)
+class ScoreTeacher:
+    """by: whose scores are learnt. detached: whether they stay where they are, as a guide's do anyway."""
+
+    by: str = FULL
+    detached: bool = True
+
+
+TAUGHT_BY_FULL = ScoreTeacher()
+
+
+@dataclass(frozen=True)
+class TileSettings:
+    """What the loss of `add_contrastive_gradients` is made of, besides its tensors.
 
     Sizes are 0 .. K−1; K stands for the guide.
     """
@@ -18,25 +37,23 @@ class ContrastiveTerms:
     kl_weights: tuple[float, ...]
     temperature: float
     num_queries: int
-    margin: float | None = None
-    detach_teacher: bool = True
+    filter: MarginFilter | None = None
+    taught: ScoreTeacher = TAUGHT_BY_FULL
     score_memory_mib: float = 256.0
-    filter_by: str = FULL
-    taught_by: str = FULL
     guide_temperature: float = 1.0
 
     @property
     def needs_guide(self) -> bool:
-        return self.taught_by == GUIDE or (self.margin is not None and self.filter_by == GUIDE)
+        return self.taught.by == GUIDE or (self.filter is not None and self.filter.by == GUIDE)
 
     @property
     def teacher(self) -> int:
-        return self._number(self.taught_by)
+        return self._number(self.taught.by)
 
     @property
     def filter_size(self) -> int:
         """Whose similarities the margin filter looks at."""
-        return self._number(self.filter_by)
+        return self._number(FULL if self.filter is None else self.filter.by)
 
     @property
     def students(self) -> range:
@@ -49,17 +66,17 @@ class ContrastiveTerms:
 
     @property
     def moves_teacher(self) -> bool:
-        return any(self.teaches) and not self.detach_teacher and self.taught_by == FULL
+        return any(self.teaches) and not self.taught.detached and self.taught.by == FULL
 
     @property
     def filters_apart(self) -> bool:
         """Whether the filter needs scores before the teacher's, which are computed first otherwise."""
-        return self.margin is not None and self.filter_size != self.teacher
+        return self.filter is not None and self.filter_size != self.teacher
 
     @property
     def matrices(self) -> int:
         """Matrices of a tile's scores alive at once: exponentials of the teacher and of a student, gaps, penalties."""
-        return 1 + (self.teacher > 0) + self.moves_teacher + (self.margin is not None)
+        return 1 + (self.teacher > 0) + self.moves_teacher + (self.filter is not None)
 
     def temperature_of(self, size: int) -> float:
         return self.temperature if size < len(self.loss_weights) else self.guide_temperature
