@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.benchmarks.support import Figures, alternate, peak_mib
+from tests.trainer.losses.autograd import multi_size_contrastive
 from trainer.losses import tiles
-from trainer.losses.infonce import multi_size_contrastive
 from trainer.losses.tiles import Tiling, choose_tiling
 
 WIDTHS = (32, 64, 128, 256, 512, 768)

@@ -20,92 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.losses.tile_settings import FULL, MarginFilter, ScoreTeacher, TileSettings
+from trainer.losses.tile_settings import TileSettings
 from trainer.losses.tiles import CPU_BLOCK_SCORES, GPU_BLOCK_SCORES, NATS_A_BIT, STATISTICS, Tile, Tiling, choose_tiling
-
-
-def multi_size_contrastive(
-    queries: Sequence[Tensor],
-    passages: Sequence[Tensor],
-    *,
-    targets: Tensor,
-    loss_weights: Sequence[float],
-    kl_weights: Sequence[float],
-    temperature: float,
-    num_queries: int | None = None,
-    excluded: Tensor | None = None,
-    false_negative_margin: float | None = None,
-    detach_teacher: bool = True,
-    score_memory_mib: float = 256.0,
-    guide: tuple[Tensor, Tensor] | None = None,
-    filter_by: str = FULL,
-    taught_by: str = FULL,
-    guide_temperature: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Σ_k loss_weights[k] · InfoNCE_k + kl_weights[k] · KL(teacher || k), means over `num_queries` queries.
-
-    queries: K of [n, d_k]; passages: K of [m, d_k]; the last is the full size. Dot products are taken as they come:
-    normalise before for cosine. Half precision is computed in float32. targets: int64 [n], the column of each query's
-    positive. excluded: int64 [e, 2], (query, passage) pairs that are no negatives, in any order, never a target.
-    false_negative_margin: for each query, passages whose similarity at the full size exceeds the positive's minus the
-    margin are left out at every size, besides the positive; no gradient flows through the choice. num_queries: the
-    GLOBAL batch's number of queries where `queries` are one rank's share (default n). temperature divides the scores.
-    score_memory_mib bounds the scores held at once, whatever n and m are. The gradients can be asked for once.
-    guide: vectors [n, g] and [m, g] of another model, without gradient. filter_by, taught_by: "full" or "guide", whose
-    similarities filter and whose scores, divided by guide_temperature, teach; of a guide all K sizes learn.
-    Returns (loss, InfoNCE of each size [K], KL of each size [K]); the latter two are detached and unweighted.
-    """
-    settings = TileSettings(
-        tuple(loss_weights),
-        tuple(kl_weights),
-        temperature,
-        queries[0].shape[0] if num_queries is None else num_queries,
-        None if false_negative_margin is None else MarginFilter(false_negative_margin, filter_by),
-        ScoreTeacher(taught_by, detach_teacher),
-        score_memory_mib,
-        guide_temperature,
-    )
-    return _MultiSizeContrastive.apply(targets, excluded, settings, guide, *queries, *passages)
-
-
-class _MultiSizeContrastive(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        targets: Tensor,
-        excluded: Tensor | None,
-        settings: TileSettings,
-        guide: tuple[Tensor, Tensor] | None,
-        *vectors: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        sides = vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :]
-        half = vectors[0].dtype in (torch.float16, torch.bfloat16)
-        dtype = torch.float32 if half else vectors[0].dtype
-        gradients = [
-            torch.zeros_like(each, dtype=dtype) if wanted else None
-            for each, wanted in zip(vectors, ctx.needs_input_grad[4:])
-        ]
-        loss, nce, divergence = add_contrastive_gradients(
-            *sides, settings=settings, targets=targets, excluded=excluded, gradients=gradients, guide=guide, dtype=dtype
-        )
-        ctx.gradients = [
-            None if gradient is None else gradient.to(each.dtype) for gradient, each in zip(gradients, vectors)
-        ]
-        ctx.mark_non_differentiable(nce, divergence)
-        return loss, nce, divergence
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError("The contrastive loss hands its gradients out once: compute it again for a second.")
-        # Scaled where they lie and given away: a copy would double what the passages' gradients take.
-        gradients, ctx.gradients = ctx.gradients, None
-        return None, None, None, None, *(None if each is None else each.mul_(grads[0]) for each in gradients)
 
 
 def add_contrastive_gradients(
@@ -119,10 +39,18 @@ def add_contrastive_gradients(
     guide: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`multi_size_contrastive` without a graph: its gradients are added to `gradients` where they shall lie.
+    """Σ_k w_k · InfoNCE_k + v_k · KL(teacher || k), means over `settings.num_queries` queries, and its gradients.
 
-    gradients: 2K tensors shaped as the queries, then the passages, or None where not wanted. dtype: of the scores.
-    Returns (loss, InfoNCE [K], KL [K]).
+    queries: K of [n, d_k]; passages: K of [m, d_k]; the last is the full size. Dot products are taken as they come:
+    normalise before for cosine. targets: int64 [n], the column of each query's positive. excluded: int64 [e, 2],
+    (query, passage) pairs that are no negatives, in any order, never a target. gradients: 2K tensors shaped as the
+    queries, then the passages, to which the gradients are added; None where one is not wanted. guide: vectors [n, g]
+    and [m, g] of another model, without gradient. settings: the weights w and v, the temperature, the filter, the
+    teacher and the memory for scores (trainer/losses/tile_settings.py). dtype: of the scores.
+
+    The filter leaves out, at every size, each query's passages whose similarity exceeds the positive's minus the
+    margin; no gradient flows through the choice. Of a guide that teaches, all K sizes learn.
+    Returns (loss, InfoNCE of each size [K], KL of each size [K]); the latter two are unweighted.
     """
     num_queries, num_passages, num_sizes = queries[0].shape[0], passages[0].shape[0], len(queries)
     query_grads, passage_grads = gradients[:num_sizes], gradients[num_sizes:]

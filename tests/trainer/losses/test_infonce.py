@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 from tests.lanes import crossed
 from tests.reference import naive_contrastive_loss
+from tests.trainer.losses.autograd import multi_size_contrastive
 from trainer.losses import infonce, tiles
-from trainer.losses.contrastive_terms import ContrastiveTerms
 from trainer.losses.false_negatives import false_negatives
 from trainer.losses.graded_pairs import coordinate_divergence, cosent
-from trainer.losses.infonce import multi_size_contrastive
+from trainer.losses.tile_settings import TileSettings
 from trainer.losses.tiles import Tiling, choose_tiling
 
 WIDTHS = (4, 7, 16)
@@ -230,17 +230,6 @@ def test_only_wanted_gradients_are_computed(kl: str) -> None:
         *[[each.detach() for each in side] for side in (queries, passages)], targets=targets, **arguments
     )
     assert not loss.requires_grad
-
-
-def test_gradients_are_scaled_and_given_once() -> None:
-    queries, passages, targets = vectors()
-    arguments = {"targets": targets, "loss_weights": (1.0,) * 3, "kl_weights": (0.0,) * 3, "temperature": 1.0}
-    want = gradients(multi_size_contrastive(queries, passages, **arguments)[0], queries)
-    loss, *_ = multi_size_contrastive(queries, passages, **arguments)
-    for got, expected in zip(gradients(3.0 * loss, queries), want):
-        torch.testing.assert_close(got, 3.0 * expected)
-    with pytest.raises(RuntimeError, match="hands its gradients out once"):
-        gradients(loss, queries)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -565,7 +554,7 @@ def test_a_wrong_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, passages, targets = vectors()
     arguments = {"targets": targets, "loss_weights": (1.0,) * 3, "kl_weights": (0.0,) * 3}
     right = gradients(multi_size_contrastive(queries, passages, temperature=2.0, **arguments)[0], queries)
-    monkeypatch.setattr(ContrastiveTerms, "temperature_of", lambda terms, size: 2.0)
+    monkeypatch.setattr(TileSettings, "temperature_of", lambda terms, size: 2.0)
     wrong = gradients(multi_size_contrastive(queries, passages, temperature=1.0, **arguments)[0], queries)
     assert max(float((a - b).abs().max()) for a, b in zip(right, wrong)) > 1e-2
 
