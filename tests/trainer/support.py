@@ -35,9 +35,9 @@ STEEP = {"lr": 0.1, "eps": 1e-2, "weight_decay": 0.1, "max_grad_norm": 1.0, "sch
 def recipe_values(shards: Path | str, **sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """A tiny recipe as nested tables, of keys that it reads; `sections` are laid over it key by key."""
     objective = {"name": "contrastive", **sections.get("objective", {})}
-    lengths: dict[str, Any] = {"max_length": 32} if objective["name"] in ("masked", "distill") else {}
+    lengths: dict[str, Any] = {"max_length": 32}
     if objective["name"] == "contrastive" or objective.get("pairs") == "tuples":
-        lengths |= {"query_max_length": 16, "passage_max_length": 32}
+        lengths = {"query_max_length": 16, "passage_max_length": 32}
         lengths |= {"num_negatives": 3} if objective.get("loss") != "cosent" else {}
     values: dict[str, dict[str, Any]] = {
         "run": {"seed": 7},

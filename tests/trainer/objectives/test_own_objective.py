@@ -50,7 +50,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write(folder: Path, shards: Path | str = "shards", **objective: Any) -> Path:
     values = recipe_values(shards, objective={"name": "alignment", **objective}, train={"steps": 3})
-    values["data"] |= {"query_max_length": 16, "passage_max_length": 32}
+    values["data"] = {"shards": [str(shards)], "query_max_length": 16, "passage_max_length": 32, "num_workers": 0}
     values["run"]["output"] = str(folder / "run")
     values["log"]["tensorboard"] = True
     values["engine"] = {"ds_config": str(float32_ds_config(folder, 1))}
@@ -128,7 +128,7 @@ def test_it_trains_and_everything_around_it_works(
         {"alignment": pytest.approx(steps[-1][f"alignment/{size}"])} for size in sizes
     ]
 
-    run_process([*python, "trainer.export", str(run / "model"), "--output", str(tmp_path / "export")])
+    run_process([*python, "trainer.export", "--model", str(run / "model"), "--output", str(tmp_path / "export")])
     exported = sorted(path.name for path in (tmp_path / "export").iterdir() if path.is_dir())
     assert exported == [*sizes, "encoder"]
     trained = load_encoder(str(tmp_path / "export" / "encoder"), pooling="cls")
