@@ -1,4 +1,4 @@
-"""The command line of `trainer.evaluate`: which options each command takes, and what they say about themselves."""
+"""The command line of `trainer.evaluate`: the options of each command, and their help texts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
-    """`commands`: what runs each command, by its name."""
+    """The parser of all commands. `commands`: a command's name -> the function that runs it."""
     parser = argparse.ArgumentParser(prog="python -m trainer.evaluate", description="Evaluate embeddings and rankings.")
     added = parser.add_subparsers(required=True, metavar=f"{{{','.join(commands)}}}")
 
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
 
     for name, add_options in _COMMANDS.items():
         add_options(added).set_defaults(command=commands[name])
@@ -224,7 +224,7 @@ _COMMANDS = {
 
 
 def _task_options(parser: argparse.ArgumentParser) -> None:
-    """What every command takes that scores a model on any number of tasks."""
+    """Options of the commands that score a model on any number of tasks."""
     add = parser.add_argument
     add("--sts", nargs="+", default=[], type=Path, metavar="FILE", help="TSV (score, sentence, sentence) or jsonl")
     add("--beir", nargs="+", default=[], type=Path, metavar="FOLDER", help="BEIR folders")
@@ -232,7 +232,7 @@ def _task_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _model_options(parser: argparse.ArgumentParser) -> None:
-    """What every command that runs a model takes."""
+    """Options of the commands that run a model."""
     add = parser.add_argument
     add("--model", required=True, help="a trained folder, one of sentence-transformers, or a hub name")
     add(

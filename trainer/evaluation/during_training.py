@@ -15,7 +15,7 @@ from trainer.evaluation.run import evaluate_tasks
 from trainer.evaluation.tasks.retrieval import RetrievalData, load_beir
 from trainer.evaluation.tasks.sts import STSTask, read_sts
 
-# What a curve over steps is drawn of; the command `trainer.evaluate` gives everything.
+# The metrics whose curves over steps are drawn; the command `trainer.evaluate` gives all metrics.
 _SHOWN = ("spearman", "ndcg_cut_10", "recip_rank_10")
 
 
@@ -26,7 +26,7 @@ class Evaluator:
     settings: EmbeddingSettings
     sts: tuple[STSTask, ...]
     retrieval: tuple[RetrievalData, ...]
-    grid: bool = False  # all of the ladder's layers × its dimensions, not its own sizes alone
+    grid: bool = False  # every pairing of the ladder's layers and dimensions, instead of the ladder's own sizes
 
     @classmethod
     def of(cls, recipe: Recipe, settings: EmbeddingSettings) -> Evaluator:
@@ -43,9 +43,9 @@ class Evaluator:
         return bool(self.sts or self.retrieval)
 
     def run(self, engine: Engine, tokenizer: Any, world: World) -> dict[str, float]:
-        """task/metric/size -> score. Every rank must call it; retrieval scores are rank 0's only."""
+        """task/metric/size -> score. Every rank must call it; only rank 0 gets the retrieval scores."""
         ladder = self.settings.sizes
-        # One pass gives all of them: a size is a slice.
+        # One forward pass gives all sizes, because a size is a slice of the full model's output.
         sizes = list(ladder.grid if self.grid else ladder)
 
         static = isinstance(engine.module, Encoder) and engine.module.is_static

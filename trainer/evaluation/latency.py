@@ -1,7 +1,8 @@
 """What a size costs to serve: milliseconds to encode one query, parameters, bytes a document in the index.
 
-The encoder is cut to the size's layers, as an export is; one query at a time, as a search box sends them. The sizes are
-timed in turn, round after round, so that a busy machine slows all of them alike; the median over all queries counts.
+The encoder is cut to the size's layers, as in an export. Queries are encoded one at a time, as a search box sends them.
+The sizes are timed in turn, round after round, so that a busy machine slows all of them alike. The time of a size is
+its median over all queries.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from models.heads import heads_up_to
 from models.sizes import Size
 from models.static_embedding import StaticModel, cut_table
 
-BYTES_PER_DIMENSION = 4  # float32, as vectors are searched
+BYTES_PER_DIMENSION = 4  # vectors are searched in float32
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Cost:
 
 
 def cut_encoder(encoder: Encoder, size: Size) -> Encoder:
-    """A copy with the size's layers alone, or with its columns alone if it is a token table."""
+    """A copy of the encoder with only the size's layers; of a static model's token table, with only its columns."""
     if isinstance(encoder.backbone, StaticModel):
         return Encoder(cut_table(encoder.backbone, size.dim), encoder.pooling).eval()
     backbone = truncate_layers(copy.deepcopy(encoder.backbone), size.layers)

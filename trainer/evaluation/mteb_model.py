@@ -1,11 +1,12 @@
-"""One of our models, at one size, as an ordinary model of the package `mteb` (MTEB, NanoBEIR and all else it runs).
+"""One of our models at one size, as an ordinary model of the package `mteb`, which runs MTEB, NanoBEIR and others.
 
     import mteb
     model = load_mteb_model("runs/x/model", "tall")
     mteb.evaluate(model, mteb.get_tasks(tasks=["NanoSciFactRetrieval"]))
 
-Queries and documents take the model's own prompts and lengths, all other texts those of STS here: the query prompt and
-the longer length. `mteb` is an optional dependency (`pip install -e ".[mteb]"`); this module is imported only for it.
+Queries and documents take the model's own prompts and lengths. All other texts are encoded as STS sentences are: with
+the query prompt and the longer of the two lengths. `mteb` is an optional dependency (`pip install -e ".[mteb]"`), so
+this module is imported only where it is needed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from trainer.evaluation.subject import check_sizes, load_model, trained_settings
 
 
 class MtebModel:
-    """mteb's EncoderProtocol."""
+    """Implements mteb's EncoderProtocol."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class MtebModel:
         self._size, self._device, self._batch_tokens = size, device, batch_tokens
         self.mteb_model_meta = ModelMeta(
             loader=None,
-            name=f"barista/{name}-{size}",  # mteb wants an organization
+            name=f"barista/{name}-{size}",  # mteb requires an organization before the slash
             revision="local",
             release_date=None,
             languages=None,
@@ -65,7 +66,7 @@ class MtebModel:
         )
 
     def encode(self, inputs: Any, *, prompt_type: PromptType | None = None, **_: Any) -> np.ndarray:
-        """inputs: mteb's loader of batches with "text"; the vectors are float32 [texts, size.dim]."""
+        """The vectors of all texts, float32 [texts, size.dim]. inputs: mteb's loader of batches with "text"."""
         texts = [text for batch in inputs for text in batch["text"]]
         settings = self._settings
         length, prompt = max(settings.query_max_length, settings.passage_max_length), settings.query_prompt
@@ -79,7 +80,7 @@ class MtebModel:
         return run(texts, similarity=settings.similarity, max_length=length, prompt=prompt)[self._size]
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
-        """[n, m], of the model's own similarity: cosine vectors are of unit length already."""
+        """[n, m] dot products. They are the model's own similarity: vectors for cosine already have unit length."""
         return _matrix(embeddings1) @ _matrix(embeddings2).T
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Tensor:
@@ -89,7 +90,7 @@ class MtebModel:
 def load_mteb_model(
     model_folder: str | Path, size: str = "", *, device: torch.device | str = "cpu", name: str = ""
 ) -> MtebModel:
-    """A trained folder at one size: a name of its ladder, LAYERSxDIM, or the largest."""
+    """A trained folder at one size. `size`: a name of its ladder or LAYERSxDIM; empty takes the largest."""
     settings = trained_settings(model_folder)
     encoder, tokenizer, _ = load_model(model_folder)
     chosen = settings.sizes.find(size) if size else settings.sizes.full

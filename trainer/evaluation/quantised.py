@@ -1,10 +1,12 @@
 """What int8 and binary embeddings lose against float32, size by size.
 
-Retrieval: documents are quantised, for they are what is stored. int8: whole-precision queries against int8 documents;
-the ranges are those of the collection's own documents. binary: bits against bits, by Hamming distance; "binary, then
-int8": the best of these scored again by whole-precision queries against int8 documents. STS: both sentences quantised
-alike, int8 with the ranges of the task's own sentences. A static model's int8 token table is one row more: its own
-embeddings, in whole precision. Each row is tested against float32 (trainer/evaluation/results/significance.py).
+Retrieval: documents are quantised, because they are stored.
+- int8: full-precision queries search int8 documents; the ranges come from the collection's own documents.
+- binary: the bits of queries search the bits of documents, by Hamming distance.
+- "binary, then int8": full-precision queries score the best of the binary ranking again, against int8 documents.
+STS: both sentences are quantised alike; int8 takes the ranges of the task's own sentences.
+A static model has one more row, its int8 token table: the embeddings are computed from the quantised table and stay in
+full precision. Each row is tested against float32 (trainer/evaluation/results/significance.py).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ FLOAT32, INT8, BINARY, RESCORED, TABLE = "float32", "int8", "binary", "binary, t
 
 @dataclass(frozen=True)
 class Row:
-    """One task at one size and precision. `metric`: ndcg_cut_10 or spearman; `bytes`: of one stored embedding."""
+    """One task at one size and precision. `metric`: ndcg_cut_10 or spearman. `bytes`: size of a stored embedding."""
 
     task: str
     metric: str
@@ -49,7 +51,7 @@ class Row:
 
 
 def embedding_bytes(size: Size, precision: str) -> int:
-    """Of one stored embedding; bits are packed, and scoring again keeps int8 beside them."""
+    """Bytes of one stored embedding. Bits are packed; "binary, then int8" stores the int8 vector beside the bits."""
     bits = -(-size.dim // 8)
     return {INT8: size.dim, BINARY: bits, RESCORED: bits + size.dim}.get(precision, 4 * size.dim)
 
@@ -64,9 +66,10 @@ def retrieval_rows(
     device: torch.device | str = "cpu",
     table_variant: tuple[EncodeTexts, EncodeTexts] | None = None,
 ) -> tuple[list[Row], dict[Size, np.ndarray]]:
-    """Rows of nDCG@10, and each size's int8 ranges [2, d]. `rescored`: documents a query that int8 scores again.
+    """Rows of nDCG@10, and each size's int8 ranges [2, d].
 
-    table_variant: the same two functions of the model with an int8 token table.
+    `rescored`: how many documents per query are scored again in int8. `table_variant`: the two encoding functions of
+    the same model with an int8 token table.
     """
     queries, documents = encode_queries(data.queries), encode_documents(data.documents)
     variant = (table_variant[0](data.queries), table_variant[1](data.documents)) if table_variant else None
@@ -117,7 +120,7 @@ def sts_rows(encode_texts: EncodeTexts, task: STSTask, *, table_variant: EncodeT
 
 
 def with_int8_table(encoder: Encoder) -> Encoder:
-    """A static encoder as its int8 table has it."""
+    """A copy of a static encoder whose token table has been through int8."""
     quantised = copy.deepcopy(encoder)
     codes, scales = int8_table(encoder.word_embeddings.weight)
     with torch.no_grad():
@@ -126,7 +129,7 @@ def with_int8_table(encoder: Encoder) -> Encoder:
 
 
 def precision_markdown(rows: Sequence[Row], name_of: Callable[[Size], str]) -> str:
-    """A table a task: value, what is lost, and p against float32 († above, ‡ below)."""
+    """One table per task: the value, its percentage of float32's, and p against float32 († above, ‡ below)."""
     parts = []
     for task in dict.fromkeys(row.task for row in rows):
         of_task = [row for row in rows if row.task == task]
@@ -147,7 +150,7 @@ def precision_markdown(rows: Sequence[Row], name_of: Callable[[Size], str]) -> s
 
 
 def plot_precisions(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """A task: quality against the bytes of a stored embedding, a line a precision, a point a size."""
+    """One figure per task: quality over the bytes of a stored embedding, one line per precision, one point per size."""
     written = []
     for task in dict.fromkeys(row.task for row in rows):
         figure, axes = new_axes()

@@ -1,11 +1,12 @@
-"""Shortlist and rerank across sizes: search with a small size, score the best by a large one.
+"""Shortlist and rerank across sizes: a small size searches, and a large size scores the best documents again.
 
-One model holds both, so the query is encoded once, by the large size, whose pass contains the small one. What is saved
-is the search: its cost and the index in memory grow with the small size's dimensions. The large vectors of documents
-are looked up for `depth` of them a query and may lie on a disk; `store_mib` says how large they are.
-Documents below the shortlist keep their order, below all reranked ones, so that recall deeper than `depth` stays.
+One model contains both sizes, so the query is encoded once: the large size's forward pass includes the small size's.
+The saving is in the search, whose time and whose index in memory grow with the small size's dimensions. The large
+vectors are looked up for only `depth` documents per query and may lie on a disk; `store_mib` is their size.
+Documents below the shortlist keep their order and stay below all reranked ones, so recall deeper than `depth` is
+unchanged.
 
-Alternatives in the same table: each size searching alone (its query encoded by its own layers only).
+The same table holds the alternatives: each size searching alone, with the query encoded by its own layers only.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ _TIMED_QUERIES = 50
 
 @dataclass(frozen=True)
 class Way:
-    """One way to answer: a size that searches, and where `large` is given, one that reranks `depth` documents.
+    """One way to answer a query: `small` searches, and `large`, if given, reranks `depth` documents.
 
-    Milliseconds are a query's; `index_mib` is searched whole and must be in memory, `store_mib` is looked up.
+    Milliseconds are per query. The index of `index_mib` is searched whole and must be in memory; the store of
+    `store_mib` is only looked up.
     """
 
     small: Size
@@ -67,7 +69,7 @@ class Way:
 def rerank(
     scores: np.ndarray, positions: np.ndarray, queries: np.ndarray, documents: np.ndarray, *, depth: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The first `depth` of every ranking in the order of the large size's dot products, the rest below them.
+    """Reorder the first `depth` documents of every ranking by the large size's dot products; the rest stay below.
 
     scores, positions: [queries, k], best first, from the small size. queries [queries, dim] and documents
     [documents, dim]: the large size's vectors. Ties go to the lower position, as in `search`.
@@ -78,9 +80,9 @@ def rerank(
     order = np.lexsort((head, -again), axis=1)
     new_positions = np.concatenate([np.take_along_axis(head, order, 1), positions[:, depth:]], axis=1)
     best = np.take_along_axis(again, order, 1)
-    # Only the order below the shortlist counts: steps down from its worst score.
+    # Below the shortlist only the order matters, so the scores there descend in steps from the shortlist's worst.
     steps = np.arange(1, positions.shape[1] - depth + 1, dtype=np.float32)
-    # Relative to the score's size, so that single precision keeps the steps apart.
+    # The step is relative to the score's magnitude, so that single precision keeps the steps apart.
     unit = np.maximum(np.abs(best[:, -1:]), 1.0) * 1e-3
     return np.concatenate([best, best[:, -1:] - steps * unit], axis=1), new_positions
 
@@ -135,7 +137,10 @@ def compare_ways(
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> set[int]:
-    """Which (cost, quality) points no other one beats: none is as cheap and as good, and better in one of both."""
+    """Indices of the (cost, quality) points that no other point beats.
+
+    A point beats another if it is at least as cheap and at least as good, and strictly better in one of the two.
+    """
 
     def beats(a: tuple[float, float], b: tuple[float, float]) -> bool:
         return a[0] <= b[0] and a[1] >= b[1] and a != b
@@ -167,7 +172,7 @@ def ways_markdown(ways: Sequence[Way]) -> str:
 
 
 def plot_ways(ways: Sequence[Way], path: Path, *, title: str) -> Path:
-    """Quality against milliseconds a query; the marker's area grows with the index in memory."""
+    """Quality over milliseconds per query; the marker's area grows with the index in memory."""
     figure, axes = new_axes()
     largest = max(way.index_mib for way in ways)
     for label, chosen, colour in (
@@ -196,7 +201,7 @@ def _ndcg(per_query: Mapping[str, Mapping[str, float]]) -> list[float]:
 def _search_milliseconds(
     queries: np.ndarray, documents: np.ndarray, *, top_k: int, device: torch.device | str
 ) -> float:
-    """Median of one query's exact search: a matrix-vector product and the top k."""
+    """Median time of one query's exact search: a matrix-vector product and the top k."""
     index = torch.from_numpy(documents).to(device)
     seconds = []
     for row in queries[:_TIMED_QUERIES]:

@@ -1,4 +1,4 @@
-"""Evaluation of every size from one pass: `evaluate_tasks` for the trainer and the command alike."""
+"""Evaluation of every size from one pass: the trainer and the command both call `evaluate_tasks`."""
 
 from __future__ import annotations
 
@@ -51,14 +51,15 @@ def evaluate_tasks(
     on_run: Callable[[str, Searched, Run], None] | None = None,
     raw: RawResults | None = None,
 ) -> list[Record]:
-    """Every task at every size. All ranks call this alike; every rank gets the STS records, rank 0 the retrieval ones.
+    """Score every task at every size.
 
-    `sizes`: what is scored; `forward` returns their `encoded_sizes`, in that order. Similarity, lengths and prompts are
-    the settings' own; STS texts take the query prompt and the longer of the two lengths. The caller puts the model into
-    eval mode.
-    `flat`: what `forward` takes, see `encode`. `on_run(task name, size, run)` sees every ranking; `raw` collects every
-    query's and every pair's scores. `blocks_of`: where a corpus' vectors come from, in place of encoding them here
-    together; with `merge`, see `retrieve`.
+    All ranks must call this alike. Every rank gets the STS records, only rank 0 the retrieval records.
+    `sizes`: the sizes to score; `forward` returns their `encoded_sizes`, in that order. Similarity, lengths and prompts
+    come from the settings; STS texts take the query prompt and the longer of the two lengths. The caller puts the model
+    into eval mode.
+    `flat`: the input format of `forward`, see `encode`. `on_run(task name, size, run)` is called with every ranking.
+    `raw` collects the scores of every query and every sentence pair. `blocks_of` gives the vectors of a corpus, in
+    place of encoding them here on all ranks together; for its use with `merge`, see `retrieve`.
     """
     ladder = settings.sizes if settings.ladder else None
     sizes = list(dict.fromkeys(sizes))
@@ -87,7 +88,7 @@ def evaluate_tasks(
     results: list[Record] = []
     if sts:
         longest = max(settings.query_max_length, settings.passage_max_length)
-        # The similarity of STS is cosine whatever the model's, so vectors need not be normalised here.
+        # STS is always scored by cosine, whatever the model's similarity, so vectors need not be normalised here.
         encode_sts = partial(encode_texts, similarity="dot", max_length=longest, prompt=settings.query_prompt)
         on_cosines = partial(raw.add_sts, method) if raw is not None else None
         for task, by_size in evaluate_sts(encode_sts, sts, searched=sizes, on_cosines=on_cosines).items():
@@ -95,7 +96,8 @@ def evaluate_tasks(
                 results += records(task, "sts", size, metrics)
     for data in retrieval:
         encode_queries = partial(
-            # Ranks that each search for themselves need the very same vectors, which another share of texts is not.
+            # Ranks that each search for themselves need identical query vectors, so each encodes all queries: a share
+            # of the texts would be batched differently, and its vectors would differ by rounding.
             partial(encode_texts, rank=0, world_size=1) if merge else encode_texts,
             similarity=settings.similarity,
             max_length=settings.query_max_length,
@@ -128,7 +130,7 @@ def evaluate_tasks(
 
 
 def known_metrics(scores: RunScores, data: RetrievalData, top_k: int) -> dict[str, float]:
-    """The means, without recalls that reach deeper than the ranking was cut."""
+    """The means, without recall at depths beyond the cut of the ranking."""
     reach = top_k if top_k < len(data.documents) else 10**9
     depth = {"recall_100": 100, "recall_1000": 1_000}
     return {name: value for name, value in scores.means.items() if depth.get(name, 0) <= reach}

@@ -1,14 +1,15 @@
 """SentEval transfer: how well a linear classifier does on frozen embeddings (Conneau & Kiela, 2018, arXiv:1803.05449).
 
-The classifier is scikit-learn's L2-regularised logistic regression, its strength chosen from `STRENGTHS` without sight
-of the test data:
-- MR, CR, SUBJ, MPQA have no split: 10-fold cross-validation, in each fold the strength by 5-fold cross-validation on
-  its training part. The score is the mean accuracy of the folds.
-- SST2 has a development set, TREC and MRPC choose by 5-fold cross-validation on their training data.
+The classifier is scikit-learn's L2-regularised logistic regression. Its regularisation strength is chosen from
+`STRENGTHS` without sight of the test data:
+- MR, CR, SUBJ and MPQA have no split, so they use 10-fold cross-validation. In each fold, 5-fold cross-validation on
+  the training part chooses the strength. The score is the mean accuracy of the folds.
+- SST2 chooses the strength on its development set, TREC and MRPC by 5-fold cross-validation on their training data.
 - MRPC's features of a pair (u, v) are |u − v| and u · v, element by element; F1 of "equivalent" is given too.
-Folds are stratified and drawn from `seed`. Features are standardised by the training part's mean and deviation.
+Folds are stratified and drawn from `seed`. Features are standardised by the training part's mean and standard
+deviation.
 
-Files are SentEval's own, as its download script leaves them (docs/evaluation.md lists the names).
+Files are SentEval's own, as its download script writes them (docs/evaluation.md lists the names).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True)
 class TransferTask:
-    """`test` None: cross-validation over `train`. `dev` None: the strength by cross-validation on `train`."""
+    """A task's data. Without `test`, the score is cross-validated over `train`; without `dev`, so is the strength."""
 
     name: str
     train: Part
@@ -118,7 +119,7 @@ def evaluate_transfer(
 
 
 def score_task(task: TransferTask, features: dict[int, np.ndarray], *, seed: int = 0) -> dict[str, float]:
-    """`features`: id of a part -> [texts, width]."""
+    """The task's metrics. `features`: id of a part -> [texts, width]."""
     from sklearn.metrics import f1_score
 
     x, y = features[id(task.train)], np.array(task.train.labels)
@@ -142,7 +143,7 @@ def score_task(task: TransferTask, features: dict[int, np.ndarray], *, seed: int
 
 
 def folds(labels: np.ndarray, count: int, *, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Stratified folds: (rows to train on, rows held out), each class dealt out evenly."""
+    """Stratified folds, (rows to train on, rows held out): each class is spread evenly over the folds."""
     from sklearn.model_selection import StratifiedKFold
 
     if min(np.bincount(labels)[np.unique(labels)]) < count:
@@ -151,7 +152,7 @@ def folds(labels: np.ndarray, count: int, *, seed: int) -> list[tuple[np.ndarray
 
 
 def _best_strength(x: np.ndarray, y: np.ndarray, *, seed: int) -> float:
-    """By 5-fold cross-validation; of equal ones the weakest classifier."""
+    """The strength with the best 5-fold cross-validation accuracy; a tie goes to the most regularised classifier."""
     parts = folds(y, 5, seed=seed)
     accuracies = [
         np.mean([_fitted(x[inside], y[inside], strength).score(x[held], y[held]) for inside, held in parts])
@@ -161,7 +162,7 @@ def _best_strength(x: np.ndarray, y: np.ndarray, *, seed: int) -> float:
 
 
 def _fitted(x: np.ndarray, y: np.ndarray, strength: float) -> Any:
-    """scikit-learn's classifier of standardised features, fitted."""
+    """scikit-learn's logistic regression, fitted on standardised features."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -177,7 +178,7 @@ def _lines(path: Path) -> list[str]:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
-        text = data.decode("latin-1")  # MR, CR and SUBJ as they were published
+        text = data.decode("latin-1")  # MR, CR and SUBJ were published in it
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     if not lines:
         raise ConfigError(f"{path} is empty; fetch SentEval's data again")

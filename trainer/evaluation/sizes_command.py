@@ -1,8 +1,8 @@
 """The command `sizes`: every task at every size, as records, raw results, tables and figures.
 
-One process, or the ranks of a launcher: it is one evaluation either way. What is finished is kept until all is there:
-vectors block by block where --vectors names a folder, tasks one by one beside --output. So the same command goes on
-after a kill.
+It runs in one process or on the ranks of a launcher, and is one evaluation either way. Partial results are kept until
+the evaluation is complete: vectors block by block in the folder of --vectors, tasks one by one beside --output. So
+after a kill the same command goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from trainer.resilience.stopping import STOP_FILE_VARIABLE, Stopped, StopRequest
 
 log = logging.getLogger(__name__)
 
-# A block of a store is what a kill can cost, so it is small; longer ones would hardly save padding.
+# A kill loses at most one block of the store per rank, so blocks are small; longer ones would hardly save padding.
 _STORED_ROWS_PER_BLOCK = 8_192
 
 
@@ -75,7 +75,7 @@ def evaluate_sizes(args: argparse.Namespace) -> int:
     device = choose_device(args.device)
     main_rank = os.environ.get("RANK", "0") == "0"
     output = output_folder(args.output) if main_rank else None
-    # Files are read before the model, so that a wrong path is told at once.
+    # Files are read before the model, so that a wrong path fails at once.
     sts = [read_sts(path, subsets=args.sts_subsets) for path in args.sts]
     beir = [load_beir(path, split=args.split, max_documents=args.max_documents) for path in args.beir]
     if args.save_runs:
@@ -142,7 +142,7 @@ def evaluate_sizes(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Subject:
-    """One method's model and all that decides its results."""
+    """One method's model, with everything that decides its results."""
 
     args: argparse.Namespace
     method: str
@@ -151,7 +151,7 @@ class _Subject:
     settings: EmbeddingSettings
     searched: Sequence[Searched]
     world: World
-    wanted: Callable[[], str | None]  # why this process should stop
+    wanted: Callable[[], str | None]  # the reason why this process should stop, if there is one
 
     @property
     def sizes(self) -> list[Size]:
@@ -160,10 +160,10 @@ class _Subject:
     def evaluate(
         self, sts: Sequence[STSTask], beir: Sequence[RetrievalData], parts: Parts, output: Path | None
     ) -> list[Results]:
-        """One entry a task, in the order given. Every rank calls it, rank 0 gets the results."""
+        """The results, one entry per task in the order given. Every rank must call it; only rank 0 gets them."""
         args, world, flat = self.args, self.world, self.model.is_static
         forward = encoder_forward(self.model, self.sizes, dtype=getattr(torch, args.dtype))
-        # Alone it may stop in any pass; among ranks, passes that all of them make have to be made by all.
+        # A single process may stop in any pass. Among ranks, a rank must not leave a pass that all of them make.
         forward = watched(forward, self.wanted) if world.size == 1 else forward
         run = partial(
             evaluate_tasks,
@@ -194,7 +194,7 @@ class _Subject:
             results[name] = records, raw
             parts.save(self.method, name, keys.get(name, {}), records, raw)
 
-        # The pairs of all files in one pass: they are few.
+        # The pairs of all STS files are encoded in one pass, because they are few.
         if pairs := [task for task in sts if task.name not in done]:
             raw = RawResults()
             records = run(sts=pairs, raw=raw)
@@ -222,7 +222,7 @@ class _Subject:
             counted(watched(forward, self.wanted), progress, flat=flat),
             self.tokenizer,
             sizes=whole,
-            similarity="dot",  # normalised after the cut
+            similarity="dot",  # vectors are normalised after the cut
             max_length=settings.passage_max_length,
             prompt=settings.passage_prompt,
             device=world.device,
@@ -285,7 +285,7 @@ class _Subject:
 
 
 def bm25_records(data: RetrievalData, *, top_k: int = DEFAULT_TOP_K, raw: RawResults | None = None) -> list[Record]:
-    """The BM25 baseline's scores on one collection."""
+    """BM25's scores on one collection."""
     scores = score_run(bm25_run(data, top_k=top_k), data.qrels)
     means = known_metrics(scores, data, top_k)
     if raw is not None:
@@ -307,7 +307,7 @@ def _bm25_part(data: RetrievalData, parts: Parts, *, top_k: int, wanted: Callabl
 
 
 def _join_ranks(device: torch.device) -> World:
-    """This process among those of its launcher, or alone."""
+    """This process's place among the ranks of its launcher; one rank without a launcher."""
     world = join(device)
     if world.device.type != device.type:
         raise ConfigError("--device cpu under a launcher needs the GPUs hidden; set CUDA_VISIBLE_DEVICES to nothing")

@@ -1,4 +1,4 @@
-"""What a command evaluates: the model of --model, the sizes of --sizes, and the device they run on."""
+"""The model under evaluation: the model of --model, the sizes of --sizes, and the device they run on."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def load_subject(
 def load_model(
     source: str | Path, *, pooling: str | None = None
 ) -> tuple[Encoder, PreTrainedTokenizerFast, EmbeddingSettings | None]:
-    """An encoder with the tokenizer and the settings beside it, which must belong together.
+    """An encoder with its tokenizer and its settings; the tokenizer must be the one the weights were trained with.
 
-    settings: None where the model has neither barista.json nor what sentence-transformers writes.
+    The settings are None if the model has neither barista.json nor the files that sentence-transformers writes.
     """
     settings = EmbeddingSettings.load(source)
     encoder = load_encoder(source, pooling=pooling)
@@ -50,8 +50,8 @@ def load_model(
 def check_tokenizer(
     tokenizer: PreTrainedTokenizerFast, settings: EmbeddingSettings | None, *, rows: int, source: str | Path
 ) -> None:
-    """Refuse a tokenizer that is not the weights' own. `rows`: of the table of token embeddings."""
-    # Ids may have gaps after tokens were added by hand, so the largest id counts, not the number of tokens.
+    """Refuse a tokenizer that does not belong to the weights. `rows`: rows of the token embedding table."""
+    # Ids may have gaps after tokens were added by hand, so the largest id is compared, not the number of tokens.
     if (ids := max(tokenizer.get_vocab().values(), default=-1) + 1) > rows:
         raise ConfigError(
             f"the tokenizer of {source} has {ids} tokens and the model's table {rows}; "
@@ -76,7 +76,7 @@ def min_length(settings: EmbeddingSettings) -> int:
 
 
 def _settings(args: argparse.Namespace, encoder: Encoder, own: EmbeddingSettings | None) -> EmbeddingSettings:
-    """The model's own settings, the command line's in their place; default lengths shrink to what the model takes."""
+    """The model's own settings, overridden by the command line; default lengths shrink to what the model can take."""
     found = own
     full = Size(encoder.num_layers, encoder.embedding_size)
     if found is None and STARBUCKS_LADDER.full == full:
@@ -121,7 +121,7 @@ def choose_sizes(text: str, ladder: Ladder, encoder: Encoder) -> list[Size]:
 
 
 def check_sizes(sizes: Iterable[Size], encoder: Encoder) -> None:
-    """Refuse sizes that the encoder has not."""
+    """Refuse sizes that are larger than the encoder."""
     for size in sizes:
         if not size.fits_in(Size(encoder.num_layers, encoder.embedding_size)):
             raise ConfigError(
@@ -131,7 +131,7 @@ def check_sizes(sizes: Iterable[Size], encoder: Encoder) -> None:
 
 
 def trained_settings(folder: str | Path) -> EmbeddingSettings:
-    """The settings of a folder that training left; others are refused."""
+    """The settings of a model folder that training wrote; other folders are refused."""
     settings = EmbeddingSettings.load(folder)
     if settings is None or not settings.ladder:
         raise ConfigError(f"{folder} has no barista.json with a ladder; give the model folder of a trained run")
@@ -139,7 +139,7 @@ def trained_settings(folder: str | Path) -> EmbeddingSettings:
 
 
 def untrained_encoder(encoder: Encoder, *, seed: int = 0) -> Encoder:
-    """The same architecture and pooling with fresh weights: the control that says what training gave."""
+    """The same architecture and pooling with fresh weights: the control that shows what training adds."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         fresh = AutoModel.from_config(copy.deepcopy(encoder.config), trust_remote_code=False).float()

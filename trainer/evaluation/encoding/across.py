@@ -1,7 +1,8 @@
-"""Queries of one depth against documents of another: small queries, large documents.
+"""Queries of one depth against documents of another, for example small queries against large documents.
 
-Where depths share one space, as heads and a teacher's prefixes make them, a query of size (l, d) can search the first d
-dimensions of documents that were encoded at another depth L: an index of the full model then serves every size.
+If all depths share one embedding space, which heads and a teacher's prefixes achieve, a query of size (l, d) can search
+the first d dimensions of documents that were encoded at another depth L. One index of the full model then serves every
+size.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from models.sizes import Size
 
 
 class SizePair(NamedTuple):
-    """The sizes of queries and of documents, equally wide. Of sentence pairs, those of the first and the second."""
+    """The size of queries and the size of documents, equally wide; for STS, of first and of second sentences."""
 
     query: Size
     document: Size
@@ -28,12 +29,12 @@ Searched = Size | SizePair
 
 
 def sides(searched: Searched) -> SizePair:
-    """The sizes of the two sides."""
+    """The sizes of queries and documents; a single size stands for both."""
     return searched if isinstance(searched, SizePair) else SizePair(searched, searched)
 
 
 def across_depths(sizes: Sequence[Size]) -> list[SizePair]:
-    """Each size of queries with documents of each other depth among `sizes`, cut to the query's width."""
+    """Pairs of each size for queries with every other depth among `sizes` for documents, at the query's width."""
     depths = sorted({size.layers for size in sizes})
     if len(depths) < 2:
         raise ConfigError(
@@ -43,6 +44,6 @@ def across_depths(sizes: Sequence[Size]) -> list[SizePair]:
 
 
 def encoded_sizes(searched: Iterable[Searched]) -> list[Size]:
-    """All sizes that must be encoded, those of queries first."""
+    """All sizes that must be encoded: the sizes of queries first, then the sizes of documents."""
     pairs = [sides(each) for each in searched]
     return list(dict.fromkeys([*(pair.query for pair in pairs), *(pair.document for pair in pairs)]))

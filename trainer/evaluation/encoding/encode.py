@@ -1,12 +1,12 @@
 """Texts to embeddings of every wanted size, from one pass over the texts.
 
-`forward` is a callable, so that the same code serves a bare `Encoder`, a DeepSpeed engine in the middle of training
-(whose parameters may be partitioned, so that every rank must make the same number of calls) and a test's stub.
-A size's vector is cut first and normalised after (Starbucks §3.1): the cosine of truncated vectors.
+`forward` is a callable, so that the same code serves a bare `Encoder`, a DeepSpeed engine in the middle of training and
+a test's stub. An engine's parameters may be partitioned, so every rank must make the same number of calls.
+A size's vector is first cut and then normalised (Starbucks §3.1), which gives the cosine of truncated vectors.
 
-Memory: the texts' ids (4 bytes a token of this rank's share), one batch on the device, and the result,
-4 bytes × texts × the sum of the sizes' dimensions (twice that while ranks gather). Corpora that are larger than that
-are encoded block by block: see `trainer.evaluation.tasks.retrieval.retrieve`.
+Memory: the texts' ids (4 bytes per token of this rank's share), one batch on the device, and the result,
+4 bytes × texts × the sum of the sizes' dimensions (twice as much while ranks gather). A corpus too large for this is
+encoded block by block: see `trainer.evaluation.tasks.retrieval.retrieve`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ EncodeTexts = Callable[[Sequence[str]], Mapping[Size, np.ndarray]]
 DEFAULT_BATCH_TOKENS = 16_384
 _TEXTS_PER_TOKENIZER_CALL = 8_192
 _ROWS_PER_GATHER = 16_384
-_FLAT_TEXTS_PER_CALL = 1_024  # a static encoder's batch: its vectors and their unit copy then stay in the caches
+_FLAT_TEXTS_PER_CALL = 1_024  # a static encoder's batch; its vectors and their normalised copy then fit the CPU caches
 
 
 def encoder_forward(encoder: Encoder, sizes: Sequence[Size], *, dtype: torch.dtype = torch.float32) -> Forward:
-    """An encoder as `encode` wants it (`flat` if it is static); any other dtype than float32 runs under autocast."""
+    """The encoder as the `forward` of `encode` (`flat` if it is static); a dtype other than float32 uses autocast."""
     if encoder.is_static:
         return lambda input_ids, offsets: encoder(input_ids, None, sizes, offsets=offsets)
 
@@ -57,7 +57,7 @@ def encoder_forward(encoder: Encoder, sizes: Sequence[Size], *, dtype: torch.dty
 
 @dataclass(frozen=True)
 class _Ids:
-    """Token ids of many texts, flat: int32 [T] with offsets int64 [n + 1]."""
+    """Token ids of many texts, concatenated: int32 [T] with offsets int64 [n + 1]."""
 
     tokens: np.ndarray
     offsets: np.ndarray
@@ -85,12 +85,14 @@ def encode(
 ) -> dict[Size, np.ndarray]:
     """Size -> float32 [len(texts), size.dim], rows in the order of `texts`, on every rank.
 
-    `sizes`: those that `forward` returns, in its order. `similarity` "cosine" gives unit vectors, "dot" leaves them.
+    `sizes`: the sizes that `forward` returns, in its order. `similarity` "cosine" gives unit vectors; "dot" leaves the
+    vectors as they are.
     `max_length`: tokens, special tokens included. `batch_tokens`: rows × longest row of a batch, padding included.
-    `flat`: what `forward` takes; texts are then tokenized without special tokens, and cut as if they had them.
+    `flat`: `forward` takes concatenated ids and offsets instead of padded ids and a mask; texts are then tokenized
+    without special tokens, and cut where they would leave room for them.
     The caller switches the model to eval mode and back; gradients are off here.
     With `world_size` > 1 every rank passes the same texts, encodes its share and receives everything.
-    Equal texts are encoded once, so that they get equal vectors whatever their neighbours.
+    Equal texts are encoded once, so that they get equal vectors whatever else is in their batch.
     """
     sizes = list(dict.fromkeys(sizes))
     if similarity not in ("dot", "cosine"):
@@ -104,8 +106,8 @@ def encode(
     rows_of_texts = np.fromiter((unique[text] for text in texts), np.int64, len(texts))
     distinct = list(unique)
 
-    # Sorted by characters, dealt out in turn: ranks get like lengths, and each tokenizes only what it encodes. Without
-    # padding, order does not matter.
+    # Texts are sorted by their characters and dealt out in turn, so that ranks get similar lengths and each tokenizes
+    # only its own share. Flat batches have no padding, so their order does not matter.
     by_length = np.arange(len(distinct)) if flat else np.argsort([-len(text) for text in distinct], kind="stable")
     share = by_length[rank::world_size]
     tokenize = _tokenize_flat if flat else _tokenize
@@ -129,7 +131,7 @@ def encode(
         place[share] = np.arange(len(share))
         rows_of_texts = place[rows_of_texts]
         if flat and len(sizes) == 1 and len(distinct) == len(texts):
-            return {sizes[0]: everything}  # as they are: a copy would take a good part of the time
+            return {sizes[0]: everything}  # without a copy, which would take a good part of the time
     else:
         everything = np.empty((len(distinct), vectors.shape[1]), np.float32)
         shares = [by_length[other::world_size] for other in range(world_size)]
@@ -149,7 +151,7 @@ def encoding_of(
     batch_tokens: int = DEFAULT_BATCH_TOKENS,
     progress: bool = False,
 ) -> Callable[..., dict[Size, np.ndarray]]:
-    """`encode` with all bound that the model decides; texts, `similarity`, `max_length` and `prompt` are left."""
+    """`encode` with everything bound but the texts, `similarity`, `max_length` and `prompt`."""
     return functools.partial(
         encode,
         encoder_forward(encoder.to(device).eval(), sizes),
@@ -163,7 +165,7 @@ def encoding_of(
 
 
 def token_batches(lengths: np.ndarray, batch_tokens: int) -> list[np.ndarray]:
-    """Rows in batches, longest first, each of at most `batch_tokens` tokens with padding (or one row)."""
+    """Rows in batches, longest first, each of at most `batch_tokens` tokens with padding, or of a single row."""
     order = np.argsort(-lengths, kind="stable")
     batches = []
     start = 0
@@ -199,7 +201,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_leng
 
 
 def _tokenize_flat(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int) -> _Ids:
-    """Ids without special tokens, cut where they would leave room for them."""
+    """Ids without special tokens, cut to leave the room that special tokens would take."""
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
@@ -214,7 +216,7 @@ def _tokenize_flat(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max
 
 @functools.lru_cache(maxsize=1)
 def _text_encoder(backend: Tokenizer) -> TextEncoder:
-    """Kept from one block of texts to the next, with the words it knows."""
+    """The encoder of texts, kept from one block of texts to the next together with its cache of words."""
     return TextEncoder(backend, np.dtype(np.int32))
 
 
@@ -252,7 +254,7 @@ def _encode_share(
 ) -> np.ndarray:
     """This rank's vectors, float32 [n, Σ dims], with as many calls of `forward` as the busiest rank makes.
 
-    pad_id None: `forward` takes flat texts.
+    `pad_id` is None if `forward` takes flat texts.
     """
     out = np.empty((len(ids.lengths), sum(size.dim for size in sizes)), np.float32)
     if pad_id is None:
@@ -278,7 +280,7 @@ def _encode_share(
 
 
 def _collective_device(device: torch.device) -> torch.device:
-    # gloo gathers in host memory, nccl only on the device.
+    # gloo gathers in host memory; nccl gathers only on the device.
     return device if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
@@ -289,7 +291,7 @@ def _max_over_ranks(value: int, device: torch.device) -> int:
 
 
 def _gather_rows(mine: np.ndarray, out: np.ndarray, shares: Sequence[np.ndarray], *, device: torch.device) -> None:
-    """Fill `out` [n, width] with every rank's rows, `shares[r]` naming the places of rank r's."""
+    """Fill `out` [n, width] with every rank's rows; `shares[r]` are the places of rank r's rows."""
     device = _collective_device(device)
     longest = max(len(share) for share in shares)
     for start in range(0, longest, _ROWS_PER_GATHER):

@@ -1,8 +1,8 @@
-"""Methods against each other, from raw results: what is averaged before what is tested.
+"""Comparison of methods from raw results: how seeds are averaged, and what is tested.
 
 A **sample** is one method at one size on one task and metric, over its seeds. Before a test, seeds are averaged within
-the item that the test counts: a retrieval query's scores, an STS correlation's Fisher z. So the number of queries or
-pairs in a test is the task's own, however many seeds there were. The average over sizes is taken the same way.
+the item that the test counts: a query's scores in retrieval, the Fisher z of the correlation in STS. So the number of
+queries or pairs in a test is the task's own, however many seeds there were. Sizes are averaged in the same way.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ from trainer.evaluation.tasks.sts import STSTask
 
 @dataclass(frozen=True)
 class Sample:
-    """`by_seed`: the metric a seed. `items`: float64 [queries], means over seeds (retrieval); `z`: STS.
+    """One method at one size on one task and metric.
 
-    `n`: what a test counts, queries or sentence pairs; 0 where the metric has no test (a mean over subsets).
+    `by_seed`: seed -> value of the metric. `items`: float64 [queries], means over seeds (retrieval). `z`: mean of
+    Fisher's z over seeds (STS). `n`: the number of queries or sentence pairs in a test; 0 if the metric has no test, as
+    with a mean over subsets.
     """
 
     by_seed: Mapping[int, float]
@@ -77,7 +79,7 @@ def samples_of(by_seed: Mapping[int, tuple[RawResults, Key | AcrossKey]]) -> dic
 
 
 def average(samples: Sequence[Sample]) -> Sample:
-    """The mean over sizes (of the same method, task and metric), over the seeds that all of them have."""
+    """The mean over sizes of the same method, task and metric, with the seeds that all samples have."""
     seeds = [seed for seed in samples[0].by_seed if all(seed in sample.by_seed for sample in samples)]
     by_seed = {seed: float(np.mean([sample.by_seed[seed] for sample in samples])) for seed in seeds}
     if all(sample.items is not None for sample in samples):
@@ -87,7 +89,7 @@ def average(samples: Sequence[Sample]) -> Sample:
 
 
 def compare(sample: Sample, baseline: Sample) -> TestResult:
-    """Two-tailed: the paired t-test over queries, or Fisher's z of the correlations; p is NaN without a test."""
+    """Two-tailed test: the paired t-test over queries, or Fisher's z of the correlations; p is NaN without a test."""
     difference = sample.mean - baseline.mean
     if sample.items is not None and baseline.items is not None:
         return paired_t_test(sample.items, baseline.items)
@@ -100,7 +102,7 @@ BETTER, WORSE = "†", "‡"
 
 
 def mark(difference: float, p: float, *, level: float = LEVEL) -> str:
-    """† significantly better than the baseline, ‡ significantly worse, else nothing."""
+    """† if significantly better than the baseline, ‡ if significantly worse, else an empty text."""
     if math.isnan(p) or p >= level:
         return ""
     return BETTER if difference > 0 else WORSE
@@ -109,7 +111,10 @@ def mark(difference: float, p: float, *, level: float = LEVEL) -> str:
 def check_same_items(
     against: RawResults, sts: Sequence[STSTask], retrieval: Sequence[RetrievalData], *, name: str
 ) -> None:
-    """Before anything is computed: the evaluation `name` has some of these tasks, with the same pairs and queries."""
+    """Refuse the evaluation `name` unless it shares tasks with this one, with the same pairs and queries.
+
+    It is called before anything is computed.
+    """
     shared = 0
     items = {task.name: (task.scores, task.subsets) for task in sts}
     queries = {data.name: set(data.qrels) for data in retrieval}
@@ -125,10 +130,10 @@ def check_same_items(
 def verdicts_of(
     raw: RawResults, *, against: RawResults | None = None, name: str = "", corrected: bool = False
 ) -> list[Verdict]:
-    """Every size against the first of these that the task has: the evaluation `against`, BM25, the untrained model.
+    """Tests of every size against the baseline: the evaluation `against` if given, else BM25, else the untrained model.
 
-    The other evaluation and the untrained model are met at the same size, by the trained one. `corrected`: Holm, over
-    the tests of a task.
+    The trained model is compared with the other evaluation, or with the untrained model, at the same size. `corrected`:
+    p values are corrected by Holm's method over the tests of a task.
     """
     verdicts = []
     for task in raw.tasks.values():
@@ -159,9 +164,9 @@ def verdicts_of(
 
 
 def across_verdicts(raw: RawResults, *, corrected: bool = False) -> list[Verdict]:
-    """Documents of each other depth against those of the query's own size, by the same method.
+    """Tests of documents of every other depth against documents of the query's own size, by the same method.
 
-    `corrected`: Holm, over the tests of a task.
+    `corrected`: p values are corrected by Holm's method over the tests of a task.
     """
     verdicts = []
     for task in raw.tasks.values():
@@ -183,7 +188,10 @@ def across_verdicts(raw: RawResults, *, corrected: bool = False) -> list[Verdict
 def compare_results(
     results: Mapping[str, RawResults], *, baseline: str, corrected: bool, method: str = "trained"
 ) -> str:
-    """Markdown: a table a task with every size of the baseline, one evaluation each (no seeds), headline metrics."""
+    """Markdown with one table per task: the headline metric at every size of the baseline.
+
+    Each result is a single evaluation, without seeds.
+    """
     base = results[baseline]
     parts = []
     for task in base.tasks.values():

@@ -1,4 +1,4 @@
-"""Where a command's results go: its own folder, which holds nothing else, and JSON files."""
+"""The output of a command: its own output folder, which holds nothing else, and JSON files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ RESULT_FILES = ("results.json", "table.md", "figures", "runs", RAW_FILE, f"{RAW_
 
 
 def output_folder(path: Path | None, ours: Sequence[str] = RESULT_FILES) -> Path | None:
-    """The folder, which the first thing written makes; one that cannot be, or that is another's, is refused."""
+    """The checked output folder; the first file written creates it.
+
+    A folder that cannot be created, or that holds files not named in `ours`, is refused.
+    """
     if path is None:
         return None
     if path.exists() and not path.is_dir():
@@ -39,7 +42,7 @@ def results_content(
     records: Sequence[Record],
     verdicts: Sequence[Verdict],
 ) -> dict[str, Any]:
-    """What results.json holds of one model at these sizes."""
+    """The content of results.json for one model at these sizes."""
     return {
         "format": 1,
         "model": str(model),
@@ -55,7 +58,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Whole or not at all, in a folder that is made; what is no file (/dev/stdout) is just written to."""
+    """Write a file whole or not at all, and make its folder. A path such as /dev/stdout is written to directly."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")

@@ -1,8 +1,8 @@
-"""What an evaluation has finished, task by task, kept beside its output until all of it is there.
+"""Partial results of an evaluation, task by task, kept beside its output until the evaluation is complete.
 
-A part is one method on one task: <name>.raw.jsonl.gz, then <name>.json with its records and with all that decided them.
-The second is written last, so a part is there or is not. One that was decided otherwise (other weights, texts or
-options) is made again: that is cheap beside the vectors, which have their own store.
+A part is one method on one task: <name>.raw.jsonl.gz, and <name>.json with its records and with all that decided them.
+The JSON file is written last, so its existence means that the part is complete. A part that was computed from other
+weights, texts or options is computed again: that is cheap beside the vectors, which have their own store.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Row(records.Record):
 
 
 class _Part(records.Record):
-    """What is kept of one method on one task."""
+    """The JSON file of a part: one method on one task."""
 
     decided_by: dict[str, Any]
     records: tuple[_Row, ...]
@@ -51,7 +51,7 @@ class _Part(records.Record):
 
 @dataclass(frozen=True)
 class Parts:
-    """`folder` None: nothing is kept."""
+    """The partial results in `folder`; with None, nothing is kept."""
 
     folder: Path | None
 

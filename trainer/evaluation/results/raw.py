@@ -1,12 +1,12 @@
-"""Raw results on disk: every query's scores and every sentence pair's cosine, from which all tables can be made again.
+"""Raw results on disk: per-query results and every sentence pair's cosine, from which all tables can be made again.
 
 One gzipped file of JSON lines. A task's own line comes first:
     {"task", "kind": "retrieval", "queries": [id, …]}
     {"task", "kind": "sts", "gold": [score, …], "subsets": [[name, first row, rows], …]}
-then a line a method and size: {"task", "method", "layers", "dim", "values": {name: [number, …]}}, where a retrieval
-task has a list for each of trec_eval's names, in the order of `queries`, and an STS task the list "cosine".
-Lines of queries against documents of another depth (--across-depths) have "document_layers" as well. They come before
-the others, so that an earlier version, which does not know the key, takes the line of the size itself for the size's.
+Then comes one line per method and size: {"task", "method", "layers", "dim", "values": {name: [number, …]}}. A retrieval
+task has one list for each of trec_eval's names, in the order of `queries`; an STS task has the list "cosine".
+Lines of queries against documents of another depth (--across-depths) also have "document_layers". They come before the
+other lines: an earlier version ignores this key, and the last line that it reads for a size is then the right one.
 Numbers are written so that reading gives the same float64. BM25 has layers 0 and dim 0.
 """
 
@@ -37,7 +37,7 @@ BM25 = "BM25"  # the method that has no size
 
 @dataclass(frozen=True)
 class RawTask:
-    """What all methods share. `items`: query ids; empty for STS, whose items are the rows of `gold`."""
+    """A task as all methods share it. `items`: query ids; empty for STS, whose items are the rows of `gold`."""
 
     name: str
     kind: str  # "sts" | "retrieval"
@@ -53,20 +53,20 @@ class RawTask:
 
 
 Key = tuple[str, str, int, int]  # task, method, layers, dim
-AcrossKey = tuple[str, str, int, int, int]  # and the documents' layers
+AcrossKey = tuple[str, str, int, int, int]  # task, method, layers, dim, the documents' layers
 
 
 def shape_of(searched: Searched) -> tuple[int, ...]:
-    """What of a key a size, or a pair of sizes, decides."""
+    """The part of a key that a size, or a pair of sizes, decides."""
     query, document = sides(searched)
     return (query.layers, query.dim, *((document.layers,) if isinstance(searched, SizePair) else ()))
 
 
 @dataclass
 class RawResults:
-    """Tasks by name, and (task, method, layers, dim) -> name -> values, float64 [items].
+    """Tasks by name, and `values`: (task, method, layers, dim) -> name -> values, float64 [items].
 
-    `across`: likewise, of queries against documents of another depth.
+    `across` holds the same for queries against documents of another depth.
     """
 
     tasks: dict[str, RawTask] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class RawResults:
     def add_retrieval(
         self, method: str, task: str, shape: tuple[int, ...], scores: RunScores, names: Sequence[str]
     ) -> None:
-        """`shape`: `shape_of` a size. `names`: which metrics are meaningful for this ranking's depth."""
+        """Add per-query results. `shape`: `shape_of` a size. `names`: the metrics that the ranking's depth allows."""
         self.tasks[task] = RawTask(task, "retrieval", tuple(scores.per_query))
         columns = {name: np.array([values[name] for values in scores.per_query.values()]) for name in names}
         self.set_columns((task, method, *shape), columns)
@@ -108,7 +108,7 @@ class RawResults:
         )
 
     def means(self, key: Key | AcrossKey) -> dict[str, float]:
-        """The metrics of a table: means over queries, or an STS task's correlations."""
+        """The metrics that tables show: means over queries, or an STS task's correlations."""
         task = self.tasks[key[0]]
         if task.kind == "retrieval":
             return {name: float(column.mean()) for name, column in self.columns(key).items()}
@@ -117,7 +117,7 @@ class RawResults:
 
 
 def write_raw(raw: RawResults, path: str | Path) -> None:
-    """The whole file at once, the same bytes for the same results."""
+    """Write the whole file at once; the same results give the same bytes."""
     content = io.BytesIO()
     with gzip.GzipFile(fileobj=content, mode="wb", mtime=0, filename="") as lines:
         for task in raw.tasks.values():
@@ -150,7 +150,7 @@ def read_raw(path: str | Path) -> RawResults:
 
 
 class _Line(Record):
-    """A line of a task, or of a method at a size where it has `values`."""
+    """One line of the file: a method at a size if it has `values`, else a task."""
 
     task: str
     kind: Literal["sts", "retrieval"] = "sts"

@@ -1,7 +1,7 @@
 """Results as records, and records as tables and figures.
 
-One record is one number: tidy data, so that later tables (studies, significance) select and pivot instead of walking
-nested dictionaries. Figures: the score by size for each method, and heat maps of layers × dimensions.
+A record is one number (tidy data), so that later tables (studies, significance) select and pivot instead of walking
+nested dictionaries. The figures are the score by size for each method, and heat maps of layers × dimensions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ METRIC_LABELS = {
     "accuracy": "accuracy",
     "f1": "F1",
 }
-# What stands at the two sizes of a pair.
+# The texts that are encoded at the two sizes of a pair.
 _SIDES = {"spearman": ("first sentences", "second sentences"), "ndcg_cut_10": ("queries", "documents")}
 HEADLINE_METRICS = {"sts": "spearman", "retrieval": "ndcg_cut_10", "transfer": "accuracy"}
 
@@ -40,8 +40,8 @@ HEADLINE_METRICS = {"sts": "spearman", "retrieval": "ndcg_cut_10", "transfer": "
 class Record:
     """One number. A method without sizes (BM25) has size "", layers 0 and dim 0.
 
-    Queries against documents of another depth (--across-depths) have the documents' size as well; `size` is then that
-    of the queries, and both are equally wide.
+    A record of queries against documents of another depth (--across-depths) also has the documents' size; `size` is
+    then the queries' size, and both are equally wide.
     """
 
     method: str
@@ -56,21 +56,24 @@ class Record:
     document_layers: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        """JSON has no NaN: an undefined value is null. Without another size of documents there are no such keys."""
+        """The record as JSON. An undefined value is null, because JSON has no NaN.
+
+        The keys of the documents' size are left out if it is the queries' size.
+        """
         values = {**dataclasses.asdict(self), "value": None if math.isnan(self.value) else self.value}
         return values if self.document_layers else _without_documents(values)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a test says of one size's headline metric. `p` is NaN where there is no test; `mark`: † better, ‡ worse."""
+    """A test of one size's headline metric. `p` is NaN if there is no test. `mark`: † better, ‡ worse."""
 
     method: str
     task: str
     layers: int
     dim: int
     metric: str
-    baseline: str  # as a sentence names it
+    baseline: str  # as it is named in a sentence
     difference: float
     p: float
     mark: str
@@ -87,12 +90,12 @@ def _without_documents(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat(records: Iterable[Record]) -> dict[str, float]:
-    """One dictionary for logs: "task/metric/size" -> value (of one method)."""
+    """The records of one method as one dictionary for logs: "task/metric/size" -> value."""
     return {f"{r.task}/{r.metric}/{r.size}" if r.size else f"{r.task}/{r.metric}": r.value for r in records}
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns: int = 1) -> str:
-    """A table that reads as well in a terminal as rendered: padded, numbers to the right."""
+    """A Markdown table that is also readable in a terminal: cells are padded, and numbers are right-aligned."""
     lines = [list(header), *(list(row) for row in rows)]
     widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(header))]
 
@@ -105,7 +108,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text
 
 
 def results_markdown(records: Sequence[Record], verdicts: Sequence[Verdict] = ()) -> str:
-    """A heading and a table a task: methods and sizes down, metrics across, and p where a size was tested."""
+    """A heading and a table per task. Rows are methods and sizes; columns are metrics, and p if sizes were tested."""
     parts = []
     for task in _in_order(record.task for record in records):
         of_task = [record for record in records if record.task == task]
@@ -138,13 +141,13 @@ class Grid:
     method: str
     metric: str
     sizes: tuple[Size, ...]
-    names: tuple[str, ...]  # the sizes' in their ladder
+    names: tuple[str, ...]  # the sizes' names in their ladder
     depths: tuple[int, ...]
-    values: np.ndarray  # float64 [sizes, depths]; the query's own depth among them
+    values: np.ndarray  # float64 [sizes, depths]; the depths include the query's own
 
 
 def grids_of(records: Sequence[Record], across: Sequence[Record]) -> list[Grid]:
-    """`records`: both sides of one size; `across`: documents of another depth."""
+    """The grids of all tasks and methods. `records`: queries and documents of one size; `across`: of two depths."""
     grids = []
     for task, method in _in_order((record.task, record.method) for record in across):
         of_both = [r for r in (*records, *across) if (r.task, r.method) == (task, method)]
@@ -163,7 +166,7 @@ def grids_of(records: Sequence[Record], across: Sequence[Record]) -> list[Grid]:
 
 
 def grids_markdown(grids: Iterable[Grid], verdicts: Sequence[Verdict] = ()) -> str:
-    """A heading and a table a task and method: queries down, documents across."""
+    """A heading and a table per task and method. Rows are sizes of queries, columns are depths of documents."""
     marks = {(v.task, v.method, v.layers, v.dim, v.document_layers): v.mark for v in verdicts}
     parts = []
     for grid in grids:
@@ -184,7 +187,7 @@ def grids_markdown(grids: Iterable[Grid], verdicts: Sequence[Verdict] = ()) -> s
 
 
 def plot_grids(grids: Iterable[Grid], folder: Path) -> list[Path]:
-    """A heat map a task and method."""
+    """One heat map per task and method."""
     written = []
     for grid in grids:
         figure = _draw_numbers(
@@ -219,7 +222,7 @@ def plot_score_by_size(
     names: Mapping[Size, str] | None = None,
     levels: Mapping[str, float] | None = None,
 ) -> Path:
-    """A line a method over the sizes (equal steps: sizes are ordered categories); `levels`: dashed reference lines."""
+    """One line per method over the sizes. Sizes are ordered categories at equal steps; `levels`: dashed lines."""
     plt = _pyplot()
     sizes = sorted({size for curve in curves.values() for size in curve})
     figure, axes = plt.subplots(figsize=(max(5.0, 1.0 + 0.9 * len(sizes)), 3.8), layout="constrained")
@@ -249,9 +252,9 @@ def plot_heat_map(
 
 
 def draw_heat_map(values: Mapping[Size, float], *, title: str, label: str, difference: bool = False) -> Any:
-    """Layers up, dimensions across, the number in each cell. `difference`: colours centred on zero.
+    """A matplotlib figure: layers upwards, dimensions across, the number in each cell.
 
-    The matplotlib figure is the caller's to close (`close_figure`).
+    `difference`: colours are centred on zero. The caller must close the figure (`close_figure`).
     """
     layers = sorted({size.layers for size in values})
     dims = sorted({size.dim for size in values})
@@ -281,7 +284,7 @@ def _draw_numbers(
     label: str,
     difference: bool = False,
 ) -> Any:
-    """A number in each cell of `grid`, float64 [rows, columns], the first row at the bottom."""
+    """A figure with a number in each cell of `grid`, float64 [rows, columns], and the first row at the bottom."""
     plt = _pyplot()
     finite = grid[np.isfinite(grid)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
@@ -309,7 +312,7 @@ def _draw_numbers(
 
 
 def plot_records(records: Sequence[Record], folder: str | Path) -> list[Path]:
-    """The headline metric of every task: a line figure, and a heat map a method where the sizes make a grid."""
+    """Plot every task's headline metric: a line figure, and a heat map per method if the sizes make a grid."""
     folder = Path(folder)
     written = []
     for task in _in_order(record.task for record in records):
@@ -341,21 +344,21 @@ def _in_order(values: Iterable[Any]) -> list[Any]:
 
 
 def file_name(text: str) -> str:
-    """A text as part of a file's name."""
+    """The text with every character replaced that a file name should not have."""
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in text)
 
 
 def _pyplot() -> Any:
     import matplotlib
 
-    matplotlib.use("Agg")  # figures are files; a login node has no display
+    matplotlib.use("Agg")  # figures are only written to files, and a login node has no display
     from matplotlib import pyplot
 
     return pyplot
 
 
 def new_axes() -> tuple[Any, Any]:
-    """A figure in the house's look and its axes; `save_figure` closes it."""
+    """A figure in the common style, and its axes; `save_figure` closes it."""
     figure, axes = _pyplot().subplots(figsize=(6.0, 3.8), layout="constrained")
     axes.grid(axis="y", linewidth=0.5, alpha=0.5)
     axes.spines[["top", "right"]].set_visible(False)
@@ -363,7 +366,7 @@ def new_axes() -> tuple[Any, Any]:
 
 
 def add_legend(axes: Any) -> None:
-    """Names where there are several; beside the axes where many lines would run through them."""
+    """Add a legend if there are several entries; with more than four it stands beside the axes, clear of the lines."""
     entries = len(axes.get_legend_handles_labels()[1])
     if entries > 4:
         axes.figure.set_figwidth(axes.figure.get_figwidth() + 1.6)
@@ -381,5 +384,5 @@ def save_figure(figure: Any, path: str | Path) -> Path:
 
 
 def close_figure(figure: Any) -> None:
-    """Figures are kept until they are closed."""
+    """Free a figure: matplotlib keeps every figure until it is closed."""
     _pyplot().close(figure)

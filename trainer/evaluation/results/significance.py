@@ -1,12 +1,12 @@
-"""Tests of whether one method is better than another or the difference is chance, as pure functions.
+"""Tests of whether one method is better than another or the difference is due to chance, as pure functions.
 
 - Retrieval: the two-tailed paired t-test over queries, `paired_t_test`. Queries are the sample; the documents and the
   models are taken as given.
 - STS: Fisher's r→z and its z statistic, `fisher_z_test`. It treats the two correlations as if they came from different
-  sentence pairs. They come from the same, and agree, so that its p is too large: what it marks is marked safely.
+  sentence pairs. They come from the same pairs and agree, so its p is too large: the test is conservative.
 - Several comparisons at once: Holm's step-down correction, `holm`.
-- Seeds: Student's t interval of the mean, `confidence_interval`. It speaks of the next seed's training run, the two
-  tests of the next query or sentence pair; neither replaces the other.
+- Seeds: Student's t interval of the mean, `confidence_interval`. It is about the training run of another seed, while
+  the two tests are about another query or sentence pair; neither replaces the other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class TestResult:
-    """`difference`: of the means, first minus second. `statistic`: t or z. `n`: queries, or pairs of a side."""
+    """`difference`: first mean minus second. `statistic`: t or z. `n`: queries, or sentence pairs per correlation."""
 
     difference: float
     statistic: float
@@ -33,7 +33,7 @@ class TestResult:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and the interval around it; both ends NaN where one value says nothing about the spread."""
+    """A mean and the interval around it. Both ends are NaN for a single value, which has no spread."""
 
     mean: float
     low: float
@@ -45,9 +45,9 @@ class Interval:
 
 
 def paired_t_test(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> TestResult:
-    """Two-tailed paired t-test; row i of both is the same query.
+    """Two-tailed paired t-test; value i of both is the same query's.
 
-    Equal everywhere gives p = 1; a difference that is everywhere the same, and not 0, gives p = 0.
+    If all pairs are equal, p is 1; if all differences are the same and not 0, p is 0.
     """
     a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
     if a.shape != b.shape or a.ndim != 1:
@@ -68,12 +68,12 @@ def fisher_z_test(first: float, second: float, *, n: int) -> TestResult:
 
 
 def z_test(first: float, second: float, *, n: int, difference: float) -> TestResult:
-    """`fisher_z_test` of what has been through `fisher_z` already, a mean over seeds for example."""
+    """`fisher_z_test` of values that are already transformed by `fisher_z`, for example means over seeds."""
     if n < 4:
         raise ValueError(f"Fisher's z of {n} pairs is not defined; it needs four at least")
     if math.isnan(first) or math.isnan(second):
         return TestResult(math.nan, math.nan, math.nan, n)
-    # Both infinite alike: two perfect correlations do not differ.
+    # Two perfect correlations are the same infinity, and do not differ.
     z = 0.0 if first == second else (first - second) / math.sqrt(2 / (n - 3))
     return TestResult(difference, z, math.erfc(abs(z) / math.sqrt(2)), n)
 
@@ -88,7 +88,7 @@ def fisher_z(correlation: float) -> float:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's adjusted p values, in the order given; NaN stays NaN and is not counted.
 
-    The k-th smallest of m is multiplied by m − k + 1, and no adjusted value is below one before it.
+    The k-th smallest of m is multiplied by m − k + 1; then each adjusted value is raised to the largest before it.
     """
     known = [i for i, p in enumerate(p_values) if not math.isnan(p)]
     adjusted = [math.nan] * len(p_values)

@@ -1,14 +1,15 @@
-"""A corpus' vectors on disk, encoded once for all sizes: what lets an evaluation of hours go on where it was killed.
+"""A corpus' vectors on disk, encoded once for all sizes, so that an evaluation of hours can go on after a kill.
 
-A size is a prefix of its layer's vector, so one vector a layer count is kept, as wide as the widest size there: 3,520
-bytes a document for the six sizes of the paper, whichever and however many sizes are wanted of those layers. It is kept
-as the encoder gives it, since a cosine is that of CUT vectors: cutting comes first, normalising after, when it is read.
-Numbers are float16, eleven significant bits: a score moves by about 1e-4 of itself.
+A size is a prefix of its layer's vector. So the store keeps one vector per layer count, as wide as the widest size with
+that layer count: 3,520 bytes per document for the six sizes of the paper, whatever sizes of those layers are scored.
+Vectors are kept as the encoder gives them and normalised when they are read, because cosine needs vectors that are
+normalised after the cut. Numbers are float16 with eleven significant bits, which changes a score by about 1e-4 of it.
 
-A store is a folder: store.json (format, documents, widths, and fingerprints of all that decides the vectors), and a
-file a block, 000007.f16, layer after layer, each [rows, width]. A block's file appears whole or not at all, and its
-name is the mark that it is done. No byte is shared by two writers, so ranks on several machines may write into one
-folder of a network file system. Blocks are memory-mapped when read: a size reads its own layer's part.
+A store is a folder with store.json (format, documents, widths, and fingerprints of all that decides the vectors) and
+one file per block, such as 000007.f16, which holds layer after layer, each [rows, width]. A block's file appears whole
+or not at all, so its existence means that the block is done. No two writers share a file, so ranks on several machines
+may write into one folder of a network file system. Blocks are memory-mapped when read: a size reads only its own
+layer's part.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from models.loading import NOT_COMPUTED_WITH
 from models.sizes import Size
 
 STORE_FILE = "store.json"
-# From format 2 on, blocks end in their checksum; those of format 1 are read without.
+# From format 2 on, a block ends in its checksum; blocks of format 1 have none.
 _FORMAT = 2
 _CHECKSUM_BYTES = 32
 _LARGEST = float(np.finfo(np.float16).max)
@@ -43,13 +44,13 @@ _HINTS = "remove it, or give another --vectors folder"
 
 
 def widest(sizes: Sequence[Size]) -> list[Size]:
-    """One size a layer count, as wide as its widest: what has to be encoded and kept for all of them."""
+    """One size per layer count, as wide as the widest of that layer count: enough to encode and keep for all sizes."""
     widths = {size.layers: max(each.dim for each in sizes if each.layers == size.layers) for size in sizes}
     return [Size(layers, widths[layers]) for layers in sorted(widths)]
 
 
 def cut(whole: np.ndarray, size: Size, *, similarity: str) -> Tensor:
-    """float32 [n, size.dim] from a layer's vectors [n, ≥ size.dim]: cut, then of unit length for the cosine."""
+    """float32 [n, size.dim] from a layer's vectors [n, ≥ size.dim]: first cut, then normalised for cosine."""
     vectors = torch.from_numpy(np.ascontiguousarray(whole[:, : size.dim], dtype=np.float32))
     return torch.nn.functional.normalize(vectors, dim=-1) if similarity == "cosine" else vectors
 
@@ -65,7 +66,7 @@ def texts_digest(texts: Sequence[str]) -> str:
 
 
 def weights_digest(encoder: Encoder) -> str:
-    """sha256 of all that the encoder computes with; a pooler takes no part, and may be fresh at every load."""
+    """sha256 of all that the encoder computes with; an unused pooler is left out, which may be fresh at every load."""
     config = {key: value for key, value in encoder.config.to_dict().items() if key not in NOT_COMPUTED_WITH}
     content = json.dumps([config, encoder.pooling], sort_keys=True, default=str)
     digest = hashlib.sha256(content.encode())
@@ -80,7 +81,7 @@ def weights_digest(encoder: Encoder) -> str:
 
 @dataclass(frozen=True)
 class VectorStore:
-    """`rows` documents in blocks of `rows_per_block`; `widths`: layers -> dims kept."""
+    """A store of `rows` documents in blocks of `rows_per_block`. `widths`: layers -> dimensions kept."""
 
     folder: Path
     rows: int
@@ -95,11 +96,11 @@ class VectorStore:
 
     @property
     def sizes(self) -> list[Size]:
-        """What to encode for it."""
+        """The sizes to encode for this store."""
         return [Size(layers, width) for layers, width in self.widths.items()]
 
     def rows_of(self, block: int) -> range:
-        """The documents of a block."""
+        """The positions of a block's documents."""
         start = block * self.rows_per_block
         return range(start, min(start + self.rows_per_block, self.rows))
 
@@ -108,7 +109,7 @@ class VectorStore:
         return [block for block in range(self.num_blocks) if not self._path(block).is_file()]
 
     def write(self, block: int, vectors: Mapping[Size, np.ndarray]) -> None:
-        """`vectors`: of `sizes`, float32 [rows of the block, width], not normalised."""
+        """Write a block. `vectors`: for each of `sizes`, float32 [rows of the block, width], not normalised."""
         parts = []
         for size in self.sizes:
             whole = vectors[size]
@@ -124,7 +125,7 @@ class VectorStore:
         write_atomically(self._path(block), b"".join(parts))
 
     def read(self, block: int, layers: int) -> np.ndarray:
-        """float16 [rows of the block, the layer's width], mapped, not read yet."""
+        """float16 [rows of the block, the layer's width], memory-mapped."""
         path, rows = self._path(block), len(self.rows_of(block))
         before = sum(width for other, width in self.widths.items() if other < layers)
         vectors = 2 * rows * sum(self.widths.values())
@@ -150,10 +151,10 @@ class VectorStore:
 def open_store(
     folder: Path, *, rows: int, rows_per_block: int, sizes: Sequence[Size], fingerprints: Mapping[str, str]
 ) -> VectorStore:
-    """The store in `folder`, made if there is none. One process calls it before the others `read_store`.
+    """The store in `folder`, made if there is none. One process calls this before the others call `read_store`.
 
-    `fingerprints`: what decides the vectors, by the name that a sentence gives it. A store of anything else is refused,
-    not replaced: it may be hours of work.
+    `fingerprints`: digests of what decides the vectors, under the names that error messages use. A store with other
+    fingerprints is refused and not replaced, because it may be hours of work.
     """
     if not (folder / STORE_FILE).is_file():
         if folder.is_dir() and (strangers := sorted(path.name for path in folder.iterdir() if path.suffix != ".tmp")):
@@ -197,7 +198,7 @@ def _make(folder: Path, rows: int, rows_per_block: int, sizes: Sequence[Size], f
 
 
 class _Description(Record):
-    """store.json: `widths`, layers -> dims kept; `fingerprints` of all that decides the vectors."""
+    """store.json. `widths`: layers -> dimensions kept; `fingerprints`: digests of all that decides the vectors."""
 
     format: Literal[1, 2]
     rows: _Count

@@ -1,9 +1,9 @@
-"""A corpus' vectors block by block for the command line: over ranks, through a store, and leaving when asked.
+"""A corpus' vectors block by block for the command line: over ranks, through a store, and with stops on request.
 
-Every rank encodes blocks of its own, alone, and searches blocks of its own; only the best keys meet, on rank 0. So
-ranks need not agree on anything before their blocks are done, and the blocks, and with them the vectors, are the same
-whatever the number of ranks, if the blocks are as long. What training evaluates in its middle is different: an engine
-with partitioned weights needs every rank in every pass, see `encode`.
+Every rank encodes and searches blocks of its own, alone; only the best keys are merged, on rank 0. So ranks need not
+agree on anything before their blocks are done. Blocks of the same length, and with them the vectors, are the same for
+any number of ranks. Evaluation during training works differently: an engine with partitioned weights needs every rank
+in every pass, see `encode`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOWEST_KEY = torch.iinfo(torch.int64).min
 
 
 class Progress:
-    """Texts encoded of this rank's share, with the time left: a bar in a terminal, a line now and then elsewhere."""
+    """Progress through this rank's share of the texts: a bar in a terminal, an occasional log line elsewhere."""
 
     def __init__(self, name: str, *, shown: bool) -> None:
         self._name, self._shown = name, shown
@@ -47,7 +47,7 @@ class Progress:
         self._bar = tqdm(disable=True)
 
     def expect(self, total: int) -> None:
-        """So many texts will pass from here on."""
+        """Start again at zero, with `total` texts to come."""
         self._total, self._done = total, 0
         self._begin = self._said = time.monotonic()
         if self._shown and sys.stderr.isatty():
@@ -67,7 +67,7 @@ class Progress:
 
 
 def watched(forward: Forward, wanted: Callable[[], str | None]) -> Forward:
-    """`forward` that raises Stopped where the process was asked to stop (`wanted`: why)."""
+    """`forward` that raises Stopped once the process was asked to stop. `wanted` gives the reason."""
 
     def watching(input_ids: Tensor, mask_or_offsets: Tensor) -> tuple[Tensor, ...]:
         if reason := wanted():
@@ -78,7 +78,7 @@ def watched(forward: Forward, wanted: Callable[[], str | None]) -> Forward:
 
 
 def counted(forward: Forward, progress: Progress, *, flat: bool) -> Forward:
-    """`forward` that tells how many texts have passed. `flat`: what it takes, see `encode`."""
+    """`forward` that adds its texts to `progress`. `flat`: the input format of `forward`, see `encode`."""
 
     def counting(input_ids: Tensor, mask_or_offsets: Tensor) -> tuple[Tensor, ...]:
         vectors = forward(input_ids, mask_or_offsets)
@@ -90,7 +90,7 @@ def counted(forward: Forward, progress: Progress, *, flat: bool) -> Forward:
 
 @contextlib.contextmanager
 def leaving_together(world: World) -> Iterator[None]:
-    """A rank that is stopped inside waits for the others at the end; then all of them raise Stopped."""
+    """A rank that is stopped inside the block waits for the others at its end; then all ranks raise Stopped."""
     reason = ""
     try:
         yield
@@ -110,7 +110,7 @@ def encoded_blocks(
     world: World,
     progress: Progress,
 ) -> Iterator[Block]:
-    """This rank's blocks, encoded and dropped."""
+    """This rank's blocks, each encoded when it is asked for and not kept."""
     mine = range(0, len(documents), rows_per_block)[world.rank :: world.size]
     progress.expect(sum(len(documents[start : start + rows_per_block]) for start in mine))
     with leaving_together(world):
@@ -128,8 +128,8 @@ def stored_blocks(
     world: World,
     progress: Progress,
 ) -> Iterator[Block]:
-    """This rank's blocks, read from the store, after all ranks have encoded what it lacked."""
-    # One rank looks, before any rank writes.
+    """This rank's blocks, read from the store, after all ranks have encoded the blocks that it lacked."""
+    # One rank lists the missing blocks before any rank writes, so that all ranks share out the same list.
     missing = gather_objects(store.missing() if world.is_main else [])[0]
     if len(missing) < store.num_blocks:
         log.info("%s: %d of %d blocks are there", store.folder, store.num_blocks - len(missing), store.num_blocks)
@@ -147,7 +147,7 @@ def stored_blocks(
 def merge_keys(keys: Tensor, k: int, *, world: World) -> Tensor:
     """The best k keys of all ranks on rank 0, int64 [queries, k]; undefined on other ranks.
 
-    `k`: at most as many as there are documents over all ranks. Every rank calls it.
+    `k` is at most the number of documents over all ranks. Every rank must call this.
     """
     if world.size == 1:
         return keys

@@ -1,4 +1,4 @@
-"""Text files of evaluation tasks, line by line: whatever is wrong with one is a sentence with the file and the line."""
+"""Text files of evaluation tasks, read line by line; every error message names the file and the line."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
 def text_lines(path: Path, what: str) -> Iterator[tuple[int, str]]:
-    """Numbers, from 1, and lines with their ends; a name that ends in .gz is read through gzip.
+    """Line numbers, from 1, and lines with their line ends; a file whose name ends in .gz is read through gzip.
 
-    Lines end at "\\n" alone: texts may hold what Unicode calls a line break.
+    Lines end only at "\\n", because texts may contain Unicode's other line breaks.
     """
     with (
         reading(path, what=what),
@@ -36,7 +36,7 @@ def text_lines(path: Path, what: str) -> Iterator[tuple[int, str]]:
 
 
 def json_lines(path: Path, what: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where a row stands, for sentences, and the row; empty lines are left out."""
+    """A row's place, as error messages name it, and the row; empty lines are left out."""
     for number, line in text_lines(path, what):
         if not line.strip():
             continue
@@ -53,7 +53,7 @@ def json_lines(path: Path, what: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def text_of(row: dict[str, Any], key: str, where: str, *, optional: bool = False) -> str:
-    """A row's text. `optional`: it may be absent or null, and is then empty."""
+    """A row's text. With `optional`, a text that is absent or null is empty."""
     value = row.get(key)
     if value is None and optional:
         return ""
@@ -66,7 +66,7 @@ def text_of(row: dict[str, Any], key: str, where: str, *, optional: bool = False
 
 
 def id_of(row: dict[str, Any], key: str, where: str) -> str:
-    """A row's id: a text that is not empty, or a whole number, which is the same as its digits."""
+    """A row's id: a non-empty text, or a whole number, which equals the text of its digits."""
     value = row.get(key)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise DataError(f"{where} has no {key} that is a text or a whole number; {_HINT}")
@@ -74,7 +74,7 @@ def id_of(row: dict[str, Any], key: str, where: str) -> str:
 
 
 def whole_text(text: str, where: str) -> str:
-    """Refuse halves of surrogate pairs, which JSON can write and no encoding of text can."""
+    """Refuse lone surrogates: JSON can write them, but no text encoding can."""
     if not text.isascii() and not is_unicode(text):
         raise DataError(f"{where} holds half of a surrogate pair, which is no character; {_HINT}")
     return text

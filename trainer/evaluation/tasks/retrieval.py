@@ -1,17 +1,18 @@
-"""Retrieval: data sets, exact search, rankings and their scores, the way trec_eval computes them.
+"""Retrieval: data sets, exact search, rankings and their scores, as trec_eval computes them.
 
-What trec_eval does is kept throughout, because published numbers depend on it:
-- A ranking is ordered by score, equal scores by document id DESCENDING (by bytes); a run file's rank column and its
-  order count for nothing. Scores are compared in single precision.
+trec_eval's behaviour is kept throughout, because published numbers depend on it:
+- A ranking is ordered by score, and equal scores by document id DESCENDING (by bytes); a run file's rank column and
+  line order are ignored. Scores are compared in single precision.
 - nDCG's gains are the judged grades whatever `relevance_level`; unjudged documents and negative grades gain nothing.
-- Queries without judgements are skipped. Judged queries that the run lacks are skipped by trec_eval, and count 0 with
-  its `-c`: `complete=False` and `complete=True` here. Our own evaluations are complete; scoring a file is not, unless
-  asked. Judged queries without a relevant document count 0 in both.
-The arithmetic is trec_eval's own C code, by way of `pytrec_eval`. `recip_rank_10` is `recip_rank` of rankings cut at
-ten (trec_eval's -M 10), MS MARCO's MRR@10.
+- Queries without judgements are skipped. Judged queries that the run lacks are skipped by trec_eval
+  (`complete=False` here) and count 0 with its option `-c` (`complete=True`). Our own evaluations are complete; the
+  scoring of a run file is complete only on request. Judged queries without a relevant document count 0 in both.
+The arithmetic is trec_eval's own C code, through `pytrec_eval`. `recip_rank_10` is `recip_rank` of rankings cut at ten
+(trec_eval's -M 10), MS MARCO's MRR@10.
 
 Search is exact: blocked matrix products with a running top k, so that memory is bounded by the block, not the corpus.
-Where a block's vectors come from (encoded now, read from a store, of this rank's share alone) is its maker's business.
+The code that makes a block decides where its vectors come from: encoded now, read from a store, or only this rank's
+share.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ NOT_A_NUMBER = "a score is not a number: the model's embeddings hold NaN or infi
 DEFAULT_TOP_K = 1_000
 DEFAULT_PASSAGES_PER_BLOCK = 50_000
 _MAX_SCORES_PER_BLOCK = 1 << 22
-_LARGEST_GRADE = 1_000_000  # trec_eval keeps a table as long as the largest
+_LARGEST_GRADE = 1_000_000  # trec_eval allocates a table as long as the largest grade
 _LARGEST_SCORE = float(np.finfo(np.float32).max)
-# What the last column of a header is called.
+# The names that the last column has in a header.
 _GRADE_NAMES = ("score", "relevance", "rel", "grade", "label", "rating", "judgement", "judgment")
 
 
@@ -60,7 +61,7 @@ _GRADE_NAMES = ("score", "relevance", "rel", "grade", "label", "rating", "judgem
 
 @dataclass(frozen=True)
 class RetrievalData:
-    """A collection in memory; documents are sorted by id descending, which is the order that breaks ties."""
+    """A collection in memory; documents are sorted by id descending, the order in which ties are broken."""
 
     name: str
     document_ids: tuple[str, ...]
@@ -73,10 +74,10 @@ class RetrievalData:
 def retrieval_data(
     name: str, documents: Mapping[str, str], queries: Mapping[str, str], qrels: Qrels, *, max_documents: int = 0
 ) -> RetrievalData:
-    """Put a collection in order: only judged queries are kept.
+    """A collection with its documents in order and only its judged queries.
 
     `max_documents` > 0 keeps every judged document and as many others as fit, for quick looks during training; scores
-    on such a part are higher than on the whole.
+    on such a part are higher than on the whole corpus.
     """
     if not documents or not queries:
         raise ConfigError(f"retrieval set {name!r} has no {'documents' if not documents else 'queries'}; add some")
@@ -93,7 +94,7 @@ def retrieval_data(
     if 0 < max_documents < len(kept):
         rest = [document for document in kept if document not in judged]
         kept = [document for document in kept if document in judged]
-        # Evenly spaced, so that the choice depends on nothing but the corpus.
+        # The others are evenly spaced, so that the choice depends only on the corpus.
         room = max(0, max_documents - len(kept))
         kept += [rest[i * len(rest) // room] for i in range(room)]
     kept.sort(key=str.encode, reverse=True)
@@ -126,7 +127,7 @@ def load_beir(
 
 
 def _texts_by_id(path: Path, what: str, *, titled: bool = False) -> dict[str, str]:
-    """Texts by id, titles put before them. The same id may come again with the same text, and with no other."""
+    """Texts by id, with titles put before them. An id may be repeated only with the same text."""
     texts: dict[str, str] = {}
     for where, row in json_lines(path, what):
         key, text = id_of(row, "_id", where), text_of(row, "text", where)
@@ -148,7 +149,7 @@ def read_qrels(path: str | Path) -> dict[str, dict[str, int]]:
     for number, line in _lines(path, "judgements"):
         columns = [each.strip() for each in line.split("\t")] if by_tabs else line.split()
         if number == 1 and len(columns) == 3 and columns[2].lower() in _GRADE_NAMES:
-            # BEIR's files have tabs, and their ids may hold spaces.
+            # BEIR's files are separated by tabs, because their ids may hold spaces.
             by_tabs = line.count("\t") == 2
             continue
         grade = whole_number(columns[-1], most=_LARGEST_GRADE)
@@ -170,7 +171,7 @@ def read_qrels(path: str | Path) -> dict[str, dict[str, int]]:
 
 
 def read_run(path: str | Path) -> dict[str, dict[str, float]]:
-    """A run, query -> document -> score, from TREC's six columns (anything behind them is ignored)."""
+    """A run, query -> document -> score, from TREC's six columns; further columns are ignored."""
     path = Path(path)
     run: dict[str, dict[str, float]] = {}
     for number, line in _lines(path, "a run"):
@@ -180,7 +181,7 @@ def read_run(path: str | Path) -> dict[str, dict[str, float]]:
             value = float(score)
         except ValueError:
             value = math.nan
-        # Compared in single precision, where larger numbers are infinite.
+        # Scores are compared in single precision, where larger numbers would be infinite.
         if len(columns) < 6 or not abs(value) <= _LARGEST_SCORE:
             raise ConfigError(
                 f"{path} line {number} is no line of a run; it needs query, Q0, document, rank, score, name"
@@ -202,7 +203,7 @@ def check_run_names(sets: Iterable[RetrievalData]) -> None:
 
 
 def write_run(run: Run, path: str | Path, *, name: str = "barista") -> None:
-    """Write TREC's six columns. Scores keep the digits that single precision needs, so reading gives the same ties."""
+    """Write TREC's six columns. Scores keep all digits of single precision, so that reading gives the same ties."""
     with Path(path).open("w", encoding="utf-8", newline="\n") as lines:
         for query, scores in run.items():
             for rank, document in enumerate(ranking(scores), 1):
@@ -222,7 +223,7 @@ def _lines(path: Path, what: str) -> Iterator[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class RunScores:
-    """Means over queries and the single queries' values, under trec_eval's names."""
+    """Means over queries, and the values of every query, under trec_eval's names."""
 
     means: dict[str, float]
     per_query: dict[str, dict[str, float]] = field(repr=False)
@@ -230,10 +231,10 @@ class RunScores:
 
 
 def ranking(scores: Mapping[str, float], depth: int | None = None) -> list[str]:
-    """Documents as trec_eval ranks them: score descending in single precision, then id descending by bytes."""
+    """Documents as trec_eval ranks them: by score descending in single precision, then by id descending in bytes."""
     single = dict(zip(scores, np.fromiter(scores.values(), np.float32, len(scores)).tolist()))
     if depth is not None and 0 < depth < len(single):
-        # Sorting a thousand to keep ten is most of the time of scoring a large run.
+        # Otherwise sorting a thousand documents to keep ten takes most of the time of scoring a large run.
         worst = sorted(single.values(), reverse=True)[depth - 1]
         single = {document: score for document, score in single.items() if score >= worst}
     return sorted(single, key=lambda document: (single[document], document.encode()), reverse=True)[:depth]
@@ -250,7 +251,7 @@ def score_run(
     """`METRICS` of a run. Grades of at least `relevance_level` are relevant (nDCG uses the grades themselves).
 
     `complete`: judged queries that the run lacks count 0 (trec_eval -c); else they are left out of the means.
-    `max_documents`: cut rankings first (trec_eval -M).
+    `max_documents`: rankings are cut to so many documents first (trec_eval -M).
     """
     import pytrec_eval
 
@@ -272,7 +273,7 @@ def score_run(
             per_query.setdefault(query, dict.fromkeys(METRICS, 0.0))
     if not per_query:
         raise ConfigError("no query of the run is judged; give the run and the judgements of one set of queries")
-    # In trec_eval's order of queries, so that sums round alike.
+    # Queries are put in trec_eval's order, so that sums round as in trec_eval.
     per_query = {query: {name: per_query[query][name] for name in METRICS} for query in sorted(per_query)}
     means = {name: sum(values[name] for values in per_query.values()) / len(per_query) for name in METRICS}
     return RunScores(means, per_query, len(per_query))
@@ -282,11 +283,11 @@ def score_run(
 
 
 class TopK:
-    """The best `k` documents of every query so far; documents are added in blocks, their places breaking ties.
+    """The best `k` documents of every query so far. Documents are added in blocks; their positions break ties.
 
-    A score and its document's position make one int64 key, score above, position below and reversed, so that
-    `torch.topk` on keys has no ties to break: equal scores go to the document of the lower position, whatever the order
-    in which blocks come.
+    A score and its document's position make one int64 key: the score in the high bits, the reversed position in the low
+    bits. So `torch.topk` on keys meets no ties: equal scores go to the document of the lower position, whatever the
+    order of the blocks.
     """
 
     def __init__(self, num_queries: int, k: int, *, device: torch.device | str = "cpu") -> None:
@@ -296,9 +297,9 @@ class TopK:
     def add_block(
         self, queries: Tensor, documents: Tensor, *, start: int, max_scores: int = _MAX_SCORES_PER_BLOCK
     ) -> None:
-        """Score `documents` [m, dim], whose first has the position `start`, against all `queries` [n, dim].
+        """Score `documents` [m, dim], the first of which has the position `start`, against all `queries` [n, dim].
 
-        At most about `max_scores` scores are held at a time.
+        At most about `max_scores` scores are in memory at a time.
         """
         rows = max(1, min(len(queries), max_scores // max(1, min(len(documents), 16_384))))
         columns = max(1, max_scores // rows)
@@ -310,7 +311,7 @@ class TopK:
             )
 
     def _merged(self, scores: Tensor, top: int, start: int) -> Tensor:
-        """Best keys of the queries from `top` on, after their scores [rows, m] for the m documents from `start` on."""
+        """Best keys of the queries from `top` on, with their scores [rows, m] for m documents from `start` on added."""
         held = self.keys[top : top + len(scores)]
         keys = self._entering(held, scores, start)
         if keys is None:
@@ -319,12 +320,13 @@ class TopK:
         return torch.topk(keys, min(self.k, keys.shape[1]), dim=1).values
 
     def _best(self, scores: Tensor, start: int) -> Tensor:
-        """Keys of each row's k best scores, or of all where there are no more or a tie straddles the cut."""
+        """Keys of each row's k best scores; of all scores if there are at most k, or if a tie straddles the cut."""
         positions = torch.arange(start, start + scores.shape[1], device=scores.device)
         if scores.shape[1] <= self.k:
             _refuse_nan(scores)
             return _sort_keys(scores, positions)
-        # Choosing among floats first is several times faster; one more than asked shows a tie, and NaN, the largest.
+        # Choosing among floats first is several times faster. The one extra score shows a tie at the cut, and topk puts
+        # NaN first, so a NaN shows too.
         best, places = torch.topk(scores, self.k + 1, dim=1)
         _refuse_nan(best)
         if (best[:, -2] == best[:, -1]).any():
@@ -332,14 +334,14 @@ class TopK:
         return _sort_keys(best[:, :-1], positions[places[:, :-1]])
 
     def _entering(self, held: Tensor, scores: Tensor, start: int) -> Tensor | None:
-        """The keys of scores that may enter the best k: int64 [rows, c], those at or above the row's worst held one.
+        """The keys of the scores that may enter the best k, int64 [rows, c]: at or above the row's worst held score.
 
-        One pass over the scores [rows, m] finds them, and they grow fewer from block to block. None where fewer than k
-        are held so far, or where more than k of a row would enter: the general way is then the better one.
+        One pass over the scores [rows, m] finds them, and they become fewer from block to block. The result is None if
+        fewer than k are held so far, or if more than k of a row would enter: the general method is then faster.
         """
         if held.shape[1] < self.k or scores.shape[1] <= self.k:
             return None
-        rows, columns = (~(scores < _scores_of(held[:, -1:]))).nonzero(as_tuple=True)  # NaN, too
+        rows, columns = (~(scores < _scores_of(held[:, -1:]))).nonzero(as_tuple=True)  # also finds NaN
         counts = torch.bincount(rows, minlength=len(scores))
         if (most := int(counts.max())) > self.k:
             return None
@@ -363,15 +365,15 @@ def _refuse_nan(scores: Tensor) -> None:
 
 def _sort_keys(scores: Tensor, positions: Tensor) -> Tensor:
     """int64 keys that order by score ascending, then by position descending. `positions` broadcasts to the scores."""
-    # -0.0 + 0.0 is 0.0: the two zeros compare equal and must have one key.
+    # The two zeros compare equal and must have one key; adding 0.0 turns -0.0 into 0.0.
     bits = (scores.float() + 0.0).view(torch.int32)
-    # Negative floats' bits grow downwards; flipping all but the sign makes integers order like the floats.
+    # The bits of negative floats, as integers, order the wrong way round; flipping all but the sign bit corrects it.
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
     return (ordered << 32) | (0xFFFFFFFF - positions)
 
 
 def _scores_of(keys: Tensor) -> Tensor:
-    """float32, of `_sort_keys`."""
+    """The float32 scores in keys of `_sort_keys`."""
     ordered = (keys >> 32).to(torch.int32)
     return torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32)
 
@@ -399,7 +401,7 @@ def search(
 
 
 def in_blocks(encode_documents: EncodeTexts, documents: Sequence[str], rows: int) -> Iterator[Block]:
-    """A corpus encoded `rows` documents at a time; what a block gave is dropped with it."""
+    """A corpus encoded `rows` documents at a time; a block's vectors are dropped with the block."""
 
     def vectors_of(block: Mapping[Size, np.ndarray], size: Size) -> Tensor:
         return torch.from_numpy(block[size])
@@ -419,19 +421,20 @@ def retrieve(
     primary: bool = True,
     merge: MergeKeys | None = None,
 ) -> Iterator[tuple[Searched, dict[str, dict[str, float]]]]:
-    """Size by size, the run of every judged query; the corpus passes once, in blocks, for all sizes.
+    """For each size, the run of all judged queries; one pass over the corpus, in blocks, serves all sizes.
 
-    `searched`: the sizes, or pairs of sizes, in place of all that `encode_queries` gives.
-    Memory: one block's vectors at every size, and `top_k` keys a query and size. Under several ranks every rank runs
-    this; only the `primary` one yields. Either all pass the same blocks, which they encode together, and the primary
-    searches; or each passes blocks of its own, searches those, and `merge` brings the best to the primary.
+    `searched`: the sizes, or pairs of sizes, to score; default: all sizes that `encode_queries` gives.
+    Memory: one block's vectors at every size, and `top_k` keys per query and size. Every rank must call this; only the
+    `primary` rank yields. Without `merge`, all ranks pass the same blocks, encode them together, and the primary rank
+    searches them. With `merge`, each rank passes and searches blocks of its own, and `merge` brings the best keys to
+    the primary rank.
     """
     query_vectors = encode_queries(data.queries)
     searches = primary or merge is not None
     on_device = {size: torch.from_numpy(rows).to(device) for size, rows in query_vectors.items() if searches}
     wanted: list[Searched] = list(on_device) if searched is None or not searches else list(dict.fromkeys(searched))
     found = {each: TopK(len(data.queries), top_k, device=device) for each in wanted}
-    # Documents of a size are cut once for all queries that search them.
+    # Documents are cut to a size once, for all queries that search them at that size.
     by_documents: dict[Size, list[Searched]] = {}
     for each in wanted:
         by_documents.setdefault(sides(each).document, []).append(each)
@@ -449,7 +452,7 @@ def retrieve(
 
 
 def as_run(data: RetrievalData, scores: np.ndarray, positions: np.ndarray) -> dict[str, dict[str, float]]:
-    """Search results, both [queries, k], as a run."""
+    """The results of a search, `scores` and `positions` [queries, k], as a run."""
     run = {}
     for query, row, places in zip(data.query_ids, scores.tolist(), positions.tolist()):
         run[query] = {data.document_ids[place]: score for score, place in zip(row, places)}
@@ -457,7 +460,7 @@ def as_run(data: RetrievalData, scores: np.ndarray, positions: np.ndarray) -> di
 
 
 def without_own_document(run: Run) -> dict[str, dict[str, float]]:
-    """Drop the document that bears the query's own id (ArguAna, Quora: queries are documents of the corpus)."""
+    """Drop the document that has the query's own id: in ArguAna and Quora, queries are documents of the corpus."""
     return {query: {doc: score for doc, score in scores.items() if doc != query} for query, scores in run.items()}
 
 
@@ -502,9 +505,9 @@ def evaluate_retrieval(
     merge: MergeKeys | None = None,
     on_run: Callable[[Searched, Run], None] | None = None,
 ) -> dict[Searched, RunScores]:
-    """Size -> scores over all judged queries; empty on ranks that are not `primary`. What else: see `retrieve`.
+    """Size -> scores over all judged queries; empty on ranks that are not `primary`. Other arguments: see `retrieve`.
 
-    `on_run` sees every run before it is dropped (to write it down): one run at a time is held.
+    `on_run` is called with every run, for example to write it to a file; only one run is in memory at a time.
     """
     results = {}
     runs: Iterable[tuple[Searched, dict[str, dict[str, float]]]] = retrieve(

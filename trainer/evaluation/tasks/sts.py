@@ -1,8 +1,8 @@
-"""Semantic textual similarity: Spearman's rank correlation of cosine with people's scores.
+"""Semantic textual similarity: Spearman's rank correlation of cosine with human scores.
 
 Cosine is the measure whatever a model was trained with, as in SentEval and the paper's STS tables. A file of several
-subsets is reported as a whole ("all": the pairs concatenated) and as the mean over its subsets, because the literature
-uses both and they differ by points.
+subsets is reported both as a whole ("all": the pairs concatenated) and as the mean over its subsets, because the
+literature uses both and they differ by points.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Subset:
 
 @dataclass(frozen=True)
 class STSTask:
-    """Sentence pairs with people's scores, on any scale: only their ranks count."""
+    """Sentence pairs with human scores. The scores may have any scale, because only their ranks count."""
 
     name: str
     pairs: tuple[tuple[str, str], ...]
@@ -58,8 +58,8 @@ class STSTask:
 def read_sts(path: str | Path, *, name: str | None = None, subsets: str | Path | None = None) -> STSTask:
     """Read score, sentence, sentence: TSV without a header, or jsonl with `score`, `sentence1`, `sentence2`.
 
-    A name that ends in .gz is read through gzip. `subsets`: a TSV with the header dataset, subset,
-    first_row_0based, rows; lines of other data sets are skipped.
+    A file whose name ends in .gz is read through gzip. `subsets`: a TSV with the header dataset, subset,
+    first_row_0based, rows; its lines for other data sets are skipped.
     """
     path = Path(path)
     name = name or path.name.split(".")[0]
@@ -83,13 +83,13 @@ def evaluate_sts(
     searched: Sequence[Searched] | None = None,
     on_cosines: Callable[[STSTask, Searched, np.ndarray], None] | None = None,
 ) -> dict[str, dict[Searched, dict[str, float]]]:
-    """Task name -> size -> metrics, all tasks and all sizes from one pass.
+    """Task name -> size -> metrics, for all tasks and all sizes from one pass.
 
     Metrics: `spearman` and `pearson` over all pairs; with subsets also `spearman/<subset>` and `spearman_mean`, the
     plain mean over subsets. A correlation that is not defined (all cosines equal) is NaN.
-    `searched`: the sizes to score, in place of all that `encode_texts` gives. Of a pair of sizes, the first sentence is
-    taken at the first and the second at the other; the reverse is another pair.
-    `on_cosines` sees the pairs' cosines, [pairs], of every task and size.
+    `searched`: the sizes to score; default: all sizes that `encode_texts` gives. In a pair of sizes, the first size is
+    used for the first sentences and the second size for the second; the reverse is another pair.
+    `on_cosines` is called with the cosines, [pairs], of every task and size.
     """
     vectors = encode_texts([text for task in tasks for pair in task.pairs for text in pair])
     results: dict[str, dict[Searched, dict[str, float]]] = {task.name: {} for task in tasks}
