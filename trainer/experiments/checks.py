@@ -1,4 +1,4 @@
-"""What a study needs before it starts: files that are there, models that something makes, an order that ends."""
+"""Checks before a study starts: its files and given models exist and fit, and no runs wait for each other."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_files(study: Study, runs: Sequence[Run]) -> None:
 
 
 def check_given(study: Study, runs: Sequence[Run], results: Sequence[Result]) -> None:
-    """What the study does not make itself: models that are there, fit what starts from them, and have their sizes."""
+    """Refuse given models that do not exist, do not fit the runs that start from them, or lack the sizes evaluated."""
     makers = by_model(runs)
     check_order(study, runs, makers)
     for run in runs:
@@ -61,7 +61,7 @@ def check_given(study: Study, runs: Sequence[Run], results: Sequence[Result]) ->
 
 
 def check_order(study: Study, runs: Sequence[Run], makers: Mapping[str, Run]) -> None:
-    """Teachers and guides are made before what reads them, as starts are."""
+    """Refuse runs that wait for each other: a run's start, teacher and guide must be made before it."""
     waiting = {run.name: run for run in runs}
     while waiting:
         ready = [run for run in waiting.values() if not any(each.name in waiting for each in read_by(run, makers))]
@@ -77,7 +77,7 @@ def check_order(study: Study, runs: Sequence[Run], makers: Mapping[str, Run]) ->
 
 
 def _first_source(run: Run, makers: Mapping[str, Run]) -> str:
-    """The given model from which all that this run starts from has come; empty: random weights."""
+    """The given model at the beginning of this run's chain of starts; empty: random weights."""
     source = run.recipe.model.source
     while source in makers:
         source = makers[source].recipe.model.source
@@ -85,14 +85,14 @@ def _first_source(run: Run, makers: Mapping[str, Run]) -> str:
 
 
 def _check_there(model: str, where: str) -> None:
-    """Refuse a folder that is not there; `where` begins the sentence. A hub name passes."""
+    """Refuse a model folder that does not exist; a hub name passes. `where` begins the error message."""
     folder = local_folder(model)
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"{where} {folder}, which is not there; make it first, or fix its name")
 
 
 def check_as_it_is(study: Study, result: Result) -> None:
-    """A given model says how it pools, and reaches the sizes at which it is evaluated."""
+    """Refuse a given model that does not say how it pools, or that lacks a size at which it is evaluated."""
     _check_there(result.model, f"{study.path}: {result.arm} evaluates")
     settings = EmbeddingSettings.load(result.model)
     if settings is None or not settings.ladder:

@@ -1,4 +1,4 @@
-"""What a study found, read from its raw results: a sample for each arm, task, metric and size."""
+"""A study's raw results, read into one sample for each arm, task, metric and size."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ Column = Size | str  # a size, or AVERAGE
 
 @dataclass
 class Collected:
-    """samples: (arm, task, metric) -> column -> sample. The average is over the ladder, where all of it is there."""
+    """samples: (arm, task, metric) -> column -> sample. The average is there only if every size of the ladder is."""
 
     kinds: dict[str, str]  # task -> kind
     samples: dict[tuple[str, str, str], dict[Column, Sample]]
-    references: dict[tuple[str, str, str], dict[Column, Sample]]  # BM25 (column AVERAGE), untrained
+    references: dict[tuple[str, str, str], dict[Column, Sample]]  # BM25 (in the column AVERAGE) and untrained
     missing: list[str]
     latency_ms: dict[Size, float] = field(default_factory=dict)
 
 
 def collect(study: Study) -> Collected:
-    """Read every result that is there, in the order of the study file."""
+    """Read every result that exists, in the order of the study file."""
     found: dict[tuple[str, str, int, int], dict[int, tuple[RawResults, Key]]] = {}
     references: dict[tuple[str, str, int, int], dict[int, tuple[RawResults, Key]]] = {}
     kinds: dict[str, str] = {}

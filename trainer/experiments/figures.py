@@ -1,8 +1,10 @@
-"""A study's figures, from what trainer/experiments/collected.py read.
+"""A study's figures, from the results that trainer/experiments/collected.py read.
 
-A task: score by size per method; quality against dimension at the deepest layer, where the grid was evaluated, else
-along the ladder; quality against latency, where it was measured; for each ablation, the differences by size over all
-tasks; and heat maps of arm − baseline and of ablations over layers × dimensions, where both have the grid.
+- For each task, the score by size of every method.
+- For each task, quality over dimensions: at the deepest layer if the grid was evaluated, else along the ladder.
+- For each task, quality over latency, if it was measured.
+- For each ablation, the differences by size over all tasks.
+- Heat maps of arm − baseline and of ablations over layers × dimensions, if both arms have the grid.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ Curve = list[tuple[float, float, float]]
 
 
 def draw_figures(study: Study, collected: Collected, folder: Path) -> list[Path]:
-    """The figures' files, in the order of the report. Files of an earlier report are removed."""
+    """Draw all figures and return their files, in the order of the report. Files of an earlier report are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.png"):
         old.unlink()
@@ -61,7 +63,7 @@ def draw_figures(study: Study, collected: Collected, folder: Path) -> list[Path]
 def plot_curves(
     curves: Mapping[str, Curve], path: Path, *, title: str, xlabel: str, ylabel: str, log_x: bool = False
 ) -> Path:
-    """Lines with error bars where there are intervals."""
+    """One line per curve, with error bars at the points that have an interval."""
     figure, axes = new_axes()
     for (name, points), marker in zip(curves.items(), "osD^vPX*" * len(curves)):
         xs, ys, errors = (list(part) for part in zip(*points))
@@ -100,7 +102,7 @@ def _by_dimension(
     for arm, row in scores.items():
         deepest = {size: sample for size, sample in row.items() if size.layers == depth}
         on_ladder = {size: sample for size, sample in row.items() if size in study.ladder.sizes}
-        # Separate models have one size each, whose depth grows with the width.
+        # Separate models have one size each, and their depth grows with their width.
         whole = len(deepest) > 1 or not study.grid
         curves[arm if whole else f"{arm} (its own depths)"] = _points(
             deepest if len(deepest) > 1 else on_ladder, lambda size: size.dim
@@ -141,7 +143,7 @@ def _heat_maps(
     for first, second in dict.fromkeys(pairs):
         a, b = scores.get(first, {}), scores.get(second, {})
         common = [size for size in a if size in b]
-        if len(common) < grid_cells:  # an arm of single sizes has the ladder alone
+        if len(common) < grid_cells:  # an arm of single sizes has only the ladder
             continue
         path = folder / f"{file_name(task)}_delta_{file_name(first)}_minus_{file_name(second)}.png"
         values = {size: a[size].mean - b[size].mean for size in common}

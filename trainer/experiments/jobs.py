@@ -1,8 +1,9 @@
-"""A study's commands: started in order, several at once where asked, timed, and stopped together.
+"""A study's commands: started in order, several at once if asked, timed, and stopped together.
 
-Every job is a command that a user would type, in a process group of its own. A job starts when those it needs are
-complete and a place is free; `jobs` places share the machine: its GPUs, `ranks` a place, or else its cores. A wish to
-stop (a signal, the stop file, the clock) goes to all commands in progress, which save; so does the failure of one.
+Every job is a command that a user would type, in a process group of its own. A job starts when the jobs that it needs
+are complete and a place is free. The places share the machine: `ranks` GPUs per place, or without GPUs the cores.
+A request to stop (a signal, the stop file, the clock) goes to all commands in progress, which then save. The failure of
+one command stops the others in the same way.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class RunFailed(CommandEnd):
-    """A run that ended without DONE, neither by a mistake of the user's nor by a wish to stop."""
+    """A run that ended without DONE, though the user made no mistake and nobody asked it to stop."""
 
 
 class _Timing(Record):
@@ -54,25 +55,26 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """One command. `kind`: jobs of one kind take about the same time. `needs`: names of jobs that come before."""
+    """One command. `kind`: jobs of one kind take about the same time. `needs`: names of jobs to complete before it."""
 
     name: str
     kind: str
-    command: Callable[[], Sequence[object]]  # the module and its arguments, asked for when it starts
+    command: Callable[[], Sequence[object]]  # gives the module and its arguments; called when the job starts
     needs: frozenset[str] = frozenset()
     ranks: int = 1
     before: Callable[[], None] = _nothing
-    after: Callable[[], None] = _nothing  # when it is complete
-    # Decide by the files that it left, where its exit code does not tell.
+    after: Callable[[], None] = _nothing  # called when the job is complete
+    # These decide by the files that the job wrote, for jobs whose exit code does not tell.
     done: Callable[[], bool] | None = None
     stopped: Callable[[], bool] | None = None
 
 
 @dataclass
 class Work:
-    """Carries jobs out and listens for a wish to stop.
+    """Carries jobs out and listens for requests to stop.
 
-    output: where logs and timings go. gpus: this machine's, as CUDA_VISIBLE_DEVICES names them; none: cores.
+    output: the folder of logs and timings. gpus: this machine's GPUs, as CUDA_VISIBLE_DEVICES names them; if there are
+    none, places share the cores.
     """
 
     output: Path
@@ -89,7 +91,7 @@ class Work:
 
     @property
     def minutes_left(self) -> float | None:
-        """Before this process should stop; None: no limit."""
+        """Minutes until this process should stop; None: no limit."""
         if not self.stop_after_minutes:
             return None
         return self.stop_after_minutes - (time.monotonic() - self._begin) / 60
@@ -112,7 +114,7 @@ class Work:
             _terminate(process)
 
     def carry_out(self, jobs: Sequence[Job]) -> None:
-        """Run all jobs. Raises Stopped, or what the first failure was when the others have saved and ended."""
+        """Run all jobs. Raises Stopped; or, once the other jobs have saved and ended, the first failure."""
         self._todo = {job.name: job.kind for job in jobs}
         self._total = len(jobs)
         waiting, running, free = list(jobs), dict[Future[None], int](), list(range(self.places))
@@ -132,7 +134,7 @@ class Work:
                         failures.append(error)
                         self._failed = self._failed or str(error)
                         self._stop_all()
-        # A failure says more than that others stopped because of it.
+        # A failure says more than the stops that it caused, so it comes first.
         failures.sort(key=lambda error: isinstance(error, Stopped))
         if failures:
             raise failures[0]
@@ -163,10 +165,10 @@ class Work:
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **self._environment(place, job.ranks), **started_by_me()},
-                    # A launcher does not pass signals on, so all its processes get them as one group.
+                    # A launcher does not pass signals on, so all its processes form one group, which is signalled.
                     start_new_session=True,
                 )
-            if self._stopping or self._failed:  # asked while it was being started
+            if self._stopping or self._failed:  # the request came while the command was being started
                 _terminate(process)
             code = process.wait()
         complete = job.done() if job.done else code == 0
@@ -192,7 +194,7 @@ class Work:
         return ["--include", f"localhost:{','.join(self.gpus[place * ranks : (place + 1) * ranks])}"]
 
     def _environment(self, place: int, ranks: int) -> dict[str, str]:
-        """What is a place's own of the machine."""
+        """The environment variables that give a place its own share of the machine."""
         if shutil.which("nvidia-smi") is None:
             changes = {"DS_ACCELERATOR": "cpu"}
             if self.places > 1 and "OMP_NUM_THREADS" not in os.environ:
@@ -203,7 +205,7 @@ class Work:
         return {"CUDA_VISIBLE_DEVICES": self.gpus[place]}
 
     def _asked_to_stop(self) -> str:
-        """Why no further command should start; training in progress looks at the same two itself."""
+        """Why no further command should start: the stop file or the clock, which training in progress checks itself."""
         stop_file = os.environ.get(STOP_FILE_VARIABLE)
         if stop_file and Path(stop_file).exists():
             return "stop file"
@@ -215,7 +217,10 @@ class Work:
             file.write(json.dumps(line) + "\n")
 
     def _eta(self) -> str:
-        """From what the same kind took, or else the same stage; nothing before the first of a stage has ended."""
+        """The time left, estimated from jobs of the same kind or else of the same stage.
+
+        The text is empty until the first job of a stage has ended.
+        """
         path = self.output / TIMINGS_FILE
         if not path.is_file() or not self._todo:
             return ""
@@ -249,7 +254,7 @@ def training_job(
     ranks: int,
     done: Callable[[], bool],
 ) -> Job:
-    """A training run in `folder`, which is told how many of the work's minutes are left when it starts."""
+    """A job for a training run in `folder`; the run is told how many of the work's minutes are left when it starts."""
     stopped = folder / "STOPPED"
 
     def command() -> list[str]:
@@ -269,7 +274,7 @@ def training_job(
 
 def _terminate(process: subprocess.Popen[bytes]) -> None:
     if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):  # it has just ended, and its thread has not yet said so
+        with contextlib.suppress(ProcessLookupError):  # it has just ended, and its thread has not yet noted it
             os.killpg(process.pid, signal.SIGTERM)
 
 
@@ -284,7 +289,7 @@ def _duration(seconds: float) -> str:
 
 
 def _timings(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of timings.jsonl, but for one that was cut off: they are for the time left alone."""
+    """The lines of timings.jsonl without a truncated one: they only serve to estimate the time left."""
     for line in path.read_bytes().splitlines():
         with contextlib.suppress(DataError):
             yield parse_record(line, _Timing, where=str(path)).model_dump()

@@ -1,7 +1,7 @@
-"""What a study is: a TOML file of backbones × methods × seeds, and the runs that come of it.
+"""A study: a TOML file of backbones × methods × seeds, and the runs that follow from it.
 
     [study]        name, output, seeds, ladder; baseline (an arm), ranks, grid, holm
-    [settings]     recipe keys laid over every run, each of which must read them: "engine.ds_config" = "…"
+    [settings]     recipe keys that override every run's recipe; every run must read them: "engine.ds_config" = "…"
     [evaluation]   sts, sts_subsets, beir, split, dtype (float32 or bfloat16), bm25, untrained, max_length (the tokens
                    at which every model's texts are cut, special ones included; 0: each model's own lengths)
     [backbones.B]  source (a folder or hub name), or recipe (made here, by a recipe of objective "masked" or "distill")
@@ -11,11 +11,11 @@
                    without a recipe nothing is trained: the backbone is evaluated as it is, once, for the first seed
     [[ablations]]  name, with, without (two arms)
 
-An **arm** is a backbone and a method, written B/M. Backbones are made once; every arm is fine-tuned once a seed.
-A teacher or a guide is the recipe's own matter, but for its order: one that the study makes, <output>/pretrain/B/model,
-is waited for.
-Recipes are named relative to the study file, all other paths to the working directory, as in recipes. Everything is
-checked before anything runs: every run's recipe is resolved here by `trainer.config`.
+A study **arm** is a backbone and a method, written B/M. Backbones are made once; every arm is fine-tuned once per seed.
+A recipe names its teacher or guide itself. If the study makes that model, <output>/pretrain/B/model, the run waits for
+it.
+Recipes are named relative to the study file. All other paths are relative to the working directory, as in recipes.
+Everything is checked before anything runs: every run's recipe is resolved here by `trainer.config`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trainer.config.schema import Recipe
 from trainer.config.sections import LEAST_LENGTH
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
-# What the study itself decides for every run.
+# Recipe keys that the study itself decides for every run.
 _OWN_KEYS = ("run.output", "run.seed", "run.resume", "model.source", "model.config", "model.ladder", "objective.size")
 
 
@@ -45,10 +45,10 @@ class EvaluationPlan:
     sts_subsets: str = ""
     beir: tuple[str, ...] = ()
     split: str = "test"
-    dtype: str = ""  # of the encoder's products; empty: float32
+    dtype: str = ""  # of the encoder's matrix products; empty: float32
     bm25: bool = False
-    untrained: bool = False  # the same architecture with fresh weights, once a backbone
-    max_length: int = 0  # every model reads so many tokens of a text; 0: as many as its own settings say
+    untrained: bool = False  # also evaluate the same architecture with fresh weights, once per backbone
+    max_length: int = 0  # tokens at which every model's texts are cut; 0: each model's own lengths
 
     @property
     def task_names(self) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ class Method:
     backbones: tuple[str, ...]
     each_size: bool
     settings: Mapping[str, Any]
-    ladder: Ladder | None = None  # None: the study's
+    ladder: Ladder | None = None  # None: the study's ladder
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Ablation:
 class Run:
     """One training run: a folder, the command that fills it, and its resolved recipe."""
 
-    name: str  # its folder below the study's
+    name: str  # its folder below the study's output folder
     module: str
     recipe_file: Path
     overrides: tuple[str, ...]
@@ -100,8 +100,8 @@ class Result:
     name: str
     arm: str
     seed: int
-    run: Run | None  # what makes the model: the arm's own run, or its backbone's; None: it is given
-    model: str  # a folder, or where it is given a hub name
+    run: Run | None  # the run that makes the model: the arm's own or its backbone's; None: the model is given
+    model: str  # a folder; a given model may also be a hub name
     folder: Path
     sizes: str  # as `trainer.evaluate sizes --sizes` takes them
     untrained: bool = False
@@ -132,7 +132,7 @@ class Study:
 
 
 def load_study(path: str | Path) -> Study:
-    """Read and check a study file. Raises ConfigError with one sentence for whatever is not right."""
+    """Read and check a study file. Raises ConfigError with one sentence about the first mistake."""
     path = Path(path)
     values = parse_toml(path, "study", hint="shipped studies are in launch/studies")
     top = _Table(values, "")
@@ -179,15 +179,15 @@ def load_study(path: str | Path) -> Study:
 
 
 def runs_of(study: Study) -> list[Run]:
-    """Every training run in an order in which each finds what it starts from. Resolves and checks all recipes."""
+    """Every training run, each after the run that it starts from. Resolves and checks all recipes."""
     made = (_pretraining(study, backbone) for backbone in _in_starting_order(study.backbones))
     runs = [*made, *(result.run for result in results_of(study))]
-    # A backbone that is evaluated as it is has one run, whoever asks for it.
+    # A backbone that is evaluated as it is occurs more than once, but has only one run.
     return list({run.name: run for run in runs if run is not None}.values())
 
 
 def results_of(study: Study) -> list[Result]:
-    """Every evaluation, in the order seeds, then arms, so that an early look at the report is a whole comparison."""
+    """Every evaluation, seed by seed and within a seed arm by arm, so that even an early report compares all arms."""
     results: list[Result] = []
     controlled: set[str] = set()
     for seed in study.seeds:
@@ -198,7 +198,8 @@ def results_of(study: Study) -> list[Result]:
             ladder = method.ladder or study.ladder
             for size in ladder if method.each_size else (None,):
                 name = f"{arm}/seed_{seed}" + (f"/{size}" if size else "")
-                # Once a backbone, with a method that has all sizes: the control does not depend on the method.
+                # The control does not depend on the method, so it is evaluated once per backbone, with a method of all
+                # sizes.
                 untrained = study.evaluation.untrained and not size and backbone not in controlled
                 if untrained:
                     controlled.add(backbone)
@@ -224,7 +225,7 @@ def results_of(study: Study) -> list[Result]:
 
 
 def _sizes(study: Study, ladder: Ladder, *, given: bool) -> str:
-    """A model that its own method did not train may have another ladder, so its sizes are named."""
+    """The sizes for --sizes. They are named for a `given` model, because its own ladder may be another."""
     if study.grid:
         return ",".join(map(str, ladder.grid))
     return ",".join(map(str, ladder)) if given else "ladder"
@@ -261,7 +262,7 @@ def _run(
     settings: Mapping[str, Any],
     own: Mapping[str, Any],
 ) -> Run:
-    """A training run of a recipe, whose objective must be of the right sort, and decides the command."""
+    """A training run of a recipe. Its objective must fit `makes_backbone`, and decides the command."""
     folder = study.output / name
     values = {**study.settings, **settings, **own, "run.output": str(folder), "run.resume": "auto"}
     overrides = tuple(f"{key}={_text(value)}" for key, value in values.items())
@@ -383,12 +384,12 @@ def _pairs(ladder: Ladder) -> list[list[int]]:
 
 
 def _text(value: Any) -> str:
-    """A value as `--section.key=` takes it."""
+    """A value as the text that `--section.key=` takes."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 class _Table:
-    """A TOML table that knows where it stands and which of its keys have been asked for."""
+    """A TOML table that knows its place in the file and which of its keys have been asked for."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.where = where

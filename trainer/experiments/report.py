@@ -1,9 +1,10 @@
-"""A study's raw results to its report: report.md, report.csv, report.tex and figures/. Nothing else is read.
+"""A study's report, made from its raw results alone: report.md, report.csv, report.tex and figures/.
 
 The tables compare every arm with the study's baseline at the same size (trainer/evaluation/results/comparison.py): †
-marks p < 0.05 above it, ‡ below it, and the p value stands beside. With Holm's correction all comparisons of one table
-are one family. What is missing is listed, and rows say how many seeds they are of. An arm that trains nothing has one
-evaluation, which meets the mean over the other's seeds, query by query: the mean of its meetings with each of them.
+marks an arm above the baseline with p < 0.05, ‡ one below it, and the p value stands beside the score. With Holm's
+correction all comparisons of one table are one family. Missing results are listed, and every row gives its number of
+seeds. An arm that trains nothing has one evaluation. It is compared, query by query, with the mean over the other arm's
+seeds, which equals the mean of the comparisons with each seed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Table = dict[str, dict[Column, Cell]]  # arm -> column -> cell
 
 
 def write_report(study: Study) -> Path:
-    """Everything under <output>/report, from <output>/results. Returns report.md."""
+    """Write everything under <output>/report, from <output>/results. Returns the path of report.md."""
     collected = collect(study)
     folder = study.output / "report"
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +57,10 @@ def write_report(study: Study) -> Path:
 
 
 def comparison_table(study: Study, collected: Collected, task: str, metric: str) -> Table:
-    """Every arm against the baseline on one task: the ladder's sizes and their average, Holm over all of them."""
+    """Every arm against the baseline on one task, at the ladder's sizes and on their average.
+
+    Holm's correction is over all comparisons of the table.
+    """
     shown: tuple[Column, ...] = (*study.ladder, AVERAGE)
     baseline = collected.samples.get((study.baseline, task, metric), {})
     table: Table = {}
@@ -78,7 +82,7 @@ def comparison_table(study: Study, collected: Collected, task: str, metric: str)
 
 
 def ablation_table(study: Study, collected: Collected) -> list[tuple[str, str, dict[Column, TestResult]]]:
-    """(ablation, task, column -> with minus without), headline metrics."""
+    """Rows (ablation, task, column -> test of with minus without) of the headline metrics."""
     rows = []
     for ablation in study.ablations:
         for task, kind in collected.kinds.items():
@@ -199,7 +203,7 @@ _CSV_COLUMNS = (
 
 
 def _csv(study: Study, collected: Collected) -> str:
-    """Every arm, task, metric and size, the grid's included, one row each; empty where there is no number."""
+    """One row per arm, task, metric and size, including the grid's sizes; a cell without a number is empty."""
     text = io.StringIO()
     writer = csv.DictWriter(text, _CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -243,7 +247,7 @@ _TEX_MARKS = {"†": r"$^{\dagger}$", "‡": r"$^{\ddagger}$"}
 
 
 def _latex(study: Study, tables: dict[str, Table], collected: Collected) -> str:
-    """One table of averages over the sizes and one a task; needs the package booktabs."""
+    """LaTeX with one table of averages over the sizes and one table per task; needs the package booktabs."""
     parts = ["% needs \\usepackage{booktabs}; made by `python -m trainer.study`"]
     columns: list[Column] = [*study.ladder, AVERAGE]
     summary = {arm: [table[arm].get(AVERAGE) for table in tables.values()] for arm in study.arms}

@@ -1,4 +1,4 @@
-"""The choice among seeds: each trained for a part of its steps, the best on held-out tasks trained to the end."""
+"""The choice among seeds: each is trained for a share of its steps, and the best on held-out tasks to the end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OWN = ("run.seed", "run.output", "run.resume", "train.stop_at_step", "evaluatio
 class Selection(Record):
     """selection.json."""
 
-    model_config = ConfigDict(allow_inf_nan=True)  # what a seed's evaluation gave
+    model_config = ConfigDict(allow_inf_nan=True)  # a seed's evaluation may have given NaN
 
     identity: dict[str, Any]
     scores: dict[str, dict[str, float]]
@@ -48,7 +48,7 @@ class Selection(Record):
 
 @dataclass(frozen=True)
 class Plan:
-    """What one command is to do. `overrides`: the user's settings. `step`: where the seeds are compared."""
+    """The work of one command. `overrides`: the user's settings. `step`: the step at which seeds are compared."""
 
     recipe_file: Path
     overrides: tuple[str, ...]
@@ -64,7 +64,7 @@ class Plan:
 
 
 def make_plan(args: argparse.Namespace, settings: Sequence[str]) -> Plan:
-    """Everything that can be wrong is found here, before anything is written."""
+    """The checked plan. Every mistake in the command is found here, before anything is written."""
     if len(set(args.seeds)) < 2 or len(set(args.seeds)) < len(args.seeds) or min(args.seeds) < 0:
         raise ConfigError(f"--seeds {args.seeds} must be two or more different numbers from 0")
     if not 0 < args.share < 1:
@@ -111,7 +111,7 @@ def make_plan(args: argparse.Namespace, settings: Sequence[str]) -> Plan:
 
 
 def carry_out(plan: Plan, work: Work) -> dict[str, Any]:
-    """Train what is not trained yet; returns what selection.json holds."""
+    """Train what is not trained yet; returns the content of selection.json."""
     saved = plan.output / SELECTION
     found: dict[str, Any] = {"identity": dict(plan.identity), "scores": {}}
     if saved.is_file():
@@ -139,7 +139,7 @@ def carry_out(plan: Plan, work: Work) -> dict[str, Any]:
 
 
 def select(scores: Mapping[str, Mapping[str, float]], step: int) -> dict[str, Any]:
-    """The seed with the highest mean, the first of equals; seeds whose scores are not numbers come last."""
+    """The seed with the highest mean score, and why. A tie goes to the first seed; a mean of NaN comes last."""
     means = {seed: sum(values.values()) / len(values) for seed, values in scores.items()}
     best = max(means, key=lambda seed: -math.inf if math.isnan(means[seed]) else means[seed])
     others = ", ".join(f"{mean:.4f} with seed {seed}" for seed, mean in means.items() if seed != best)
@@ -148,12 +148,12 @@ def select(scores: Mapping[str, Mapping[str, float]], step: int) -> dict[str, An
 
 
 def scores_at(run: Path, step: int) -> dict[str, float]:
-    """task/metric/size -> score of the run's evaluation at a step; empty where there is none."""
+    """task/metric/size -> score of the run's evaluation at a step; empty if there was none at that step."""
     path = run / "metrics.jsonl"
     found: dict[str, float] = {}
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         entry: Any = None
-        with contextlib.suppress(DataError):  # a line that was cut off
+        with contextlib.suppress(DataError):  # a truncated line
             entry = parse_json(line, where=str(path))
         if isinstance(entry, dict) and entry.get("step") == step:
             for name, value in entry.items():

@@ -1,4 +1,4 @@
-"""A study's runs and evaluations as jobs: what each needs, its command, and how it is known to be done."""
+"""A study's runs and evaluations as jobs: the jobs that each needs, its command, and how it is known to be done."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from trainer.experiments.plan import Result, Run, Study, results_of, runs_of
 
 _LATENCY_QUERIES = 100
 _WEIGHTS = ("*.safetensors", "*.bin")
-# What of a recipe may name a folder that somebody else has made.
+# The recipe keys that may name a folder made outside the study.
 GIVEN = ("model.source", "teacher.model", "teacher.store", "guide.model")
 
 
 def chosen(study: Study, arms: Sequence[str] | None) -> tuple[list[Run], list[Result]]:
-    """The runs and results of these arms, and the backbones that their runs start from; None: of all."""
+    """The runs and results of these arms, and the runs of the backbones that they start from; None: of all arms."""
     runs, results = runs_of(study), results_of(study)
     if arms is None:
         return runs, results
@@ -42,19 +42,19 @@ def chosen(study: Study, arms: Sequence[str] | None) -> tuple[list[Run], list[Re
 
 
 def by_model(runs: Sequence[Run]) -> dict[str, Run]:
-    """Runs by the model that they make, as other runs' recipes name it."""
+    """Runs by the model folder that they write, as the recipes of other runs name it."""
     return {str(run.folder / "model"): run for run in runs}
 
 
 def read_by(run: Run, makers: Mapping[str, Run]) -> list[Run]:
-    """The runs whose models this one reads: what it starts from, its teacher and its guide."""
+    """The runs whose models this run reads: its start, its teacher and its guide."""
     recipe = run.recipe
     named = dict.fromkeys((recipe.model.source, recipe.teacher.model, recipe.guide.model))
     return [makers[name] for name in named if name in makers]
 
 
 def jobs_of(study: Study, runs: Sequence[Run], results: Sequence[Result], work: Work) -> list[Job]:
-    """What is left to do, in order: each run before its evaluation, a backbone before what starts from it."""
+    """The jobs left to do, in order: each run before its evaluation, a backbone before the runs that start from it."""
     makers = by_model(runs)
     given = [result for result in results if result.run is None]
     jobs = [_evaluation(study, result) for result in given if not is_evaluated(study, result)]
@@ -71,7 +71,7 @@ def jobs_of(study: Study, runs: Sequence[Run], results: Sequence[Result], work: 
         command = ["trainer.evaluate", "latency", "--model", whole.model, "--sizes", sizes, "--json", latency]
         texts = ["--sts", study.evaluation.sts[0]] if study.evaluation.sts else ["--beir", study.evaluation.beir[0]]
         command += [*texts, "--split", study.evaluation.split, "--queries", str(_LATENCY_QUERIES)]
-        # Last and alone, so that nothing else disturbs the clock.
+        # Latency is measured last and alone, so that no other job disturbs the timing.
         jobs.append(Job("latency", "latency", lambda: command, frozenset(job.name for job in jobs)))
     return jobs
 
@@ -85,7 +85,7 @@ def finished_steps(run: Run) -> int:
 
 
 def is_evaluated(study: Study, result: Result) -> bool:
-    """Whether the raw results there are of this model, and of the command that would make them now."""
+    """Whether the raw results exist, and come from this model and from the command that would be run now."""
     receipt = receipt_of(result)
     if result.run is not None and not is_done(result.run):
         return False
@@ -122,7 +122,7 @@ def _training(study: Study, run: Run, work: Work, *, needs: frozenset[str]) -> J
     return dataclasses.replace(
         job,
         needs=needs,
-        # Only a stopped run needs them again.
+        # Checkpoints are needed only to resume a run.
         after=lambda: shutil.rmtree(run.folder / "checkpoints", ignore_errors=True),
     )
 
@@ -146,7 +146,10 @@ def receipt_of(result: Result) -> Path:
 
 
 def receipt_content(study: Study, result: Result) -> dict[str, object]:
-    """The command, and a digest of the model's weights, in its folder or below it; of a hub name, of no weights."""
+    """The completion marker's content: the command, and a digest of the weights in the model's folder or below it.
+
+    For a hub name the digest covers no weights.
+    """
     digest = hashlib.sha256()
     for path in sorted(path for kind in _WEIGHTS for path in Path(result.model).rglob(kind)):
         digest.update(bytes.fromhex(sha256_of(path)))
@@ -154,7 +157,7 @@ def receipt_content(study: Study, result: Result) -> dict[str, object]:
 
 
 def kind_of(run: Run) -> str:
-    """Runs of one kind take about the same time: all but the seed are the same."""
+    """The kind of a run: its name without the seed. Runs of one kind take about the same time."""
     return "/".join(part for part in run.name.split("/") if not part.startswith("seed_"))
 
 
