@@ -1,1 +1,1 @@
-"""The parts of `trainer.export`: the folders of sizes, their ONNX files, their cards, and the record of an export."""
+"""The parts of `trainer.export`: the folders of sizes, their ONNX files, their cards, and the record of the export."""

@@ -1,7 +1,7 @@
-"""README.md of each folder of an export: the hub's front matter, what the size is, how to use it, and what is known.
+"""README.md of each folder of an export: the hub's front matter, the size, how to use it, its training and results.
 
 The front matter has the fields by which the hub finds a model and shows its scores: library, task, tags, base model,
-and the results as `model-index`, under the names that sentence-transformers' own cards give them.
+and the results as `model-index`, under the names that sentence-transformers' own cards use.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def size_card(
     checks: Mapping[str, Check],
     weights: str,
 ) -> str:
-    """Of one size of an encoder with layers."""
+    """The card of one size of an encoder with layers."""
     size, settings = cut.size, cut.settings
     layers = f"{size.layers} layers" if size.layers > 1 else "layer"
     family = cut.backbone.config.model_type
@@ -86,7 +86,7 @@ def static_card(
     base_model: str | None,
     scores: Sequence[Score],
 ) -> str:
-    """Of one width of a token table."""
+    """The card of one width of a token table."""
     rows = [
         ("embedding dimensions", f"{size.dim} ({_kind(settings)})"),
         ("tokens in the table", tokens),
@@ -109,7 +109,7 @@ def router_card(
     checks: Mapping[str, Mapping[str, Check]],
     weights: str,
 ) -> str:
-    """Of a folder that encodes queries at one size and documents at another. checks: by route and precision."""
+    """The card of a folder with one size for queries and one for documents. checks: route -> precision -> check."""
     settings = query.settings
     rows = [
         ("queries", f"{query.size}, at most {settings.query_max_length} tokens, {query.parameters:,} parameters"),
@@ -256,7 +256,7 @@ inputs = {{name: texts[name] for name in ("input_ids", "attention_mask")}}
 
 
 def _backend(checks: Mapping[str, Check]) -> str:
-    """How sentence-transformers takes the files; it asks for the package optimum-onnx."""
+    """How to load the files with sentence-transformers, which needs the package optimum-onnx for them."""
     files = [check.file for check in checks.values()]
     calls = [f'SentenceTransformer(folder, backend="onnx", model_kwargs={{"file_name": "{file}"}})' for file in files]
     return "\nOr, where optimum-onnx is installed:\n\n```python\n" + "\n".join(calls) + "\n```\n"

@@ -1,25 +1,25 @@
-"""The folders of sizes, in sentence-transformers' long-standing layout: all its versions and other servers read it.
+"""The folders of sizes, in sentence-transformers' long-standing layout, which all its versions and other servers read.
 
-A size is Transformer, Pooling, then Dense where its depth has a head or its dimensions are cut, then Normalize where
-similarity is cosine.
+The modules of a size are Transformer, Pooling, Dense if its depth has a head or its dimensions are cut, and Normalize
+if similarity is cosine.
 - Layers are cut out of the checkpoint and out of its config: a config that keeps the old count reloads RANDOM layers.
-- A head (models/heads.py) becomes a Dense of its first d rows, with its bias. Without one, width is cut by a Dense of
-  the selection matrix [d, D] (ones on the diagonal, no bias, identity activation): `truncate_dim` would act behind
-  Normalize and leave vectors that are not of unit length.
-- Families with a pooler (BERT, RoBERTa) get one of zeros: it takes no part in the embedding, and a checkpoint without
-  it makes every loader report newly initialised weights.
+- A head (models/heads.py) becomes a Dense with its first d rows and its bias. Without a head, the width is cut by a
+  Dense with the selection matrix [d, D] (ones on the diagonal, no bias, identity activation): `truncate_dim` would act
+  after Normalize and give vectors that are not of unit length.
+- Families with a pooler (BERT, RoBERTa) get a pooler of zeros. It takes no part in the embedding, but without it in the
+  checkpoint every loader reports newly initialised weights.
 - `is_matryoshka` and `matryoshka_dimensions` in config.json name the ladder's widths up to the size's own. vLLM
-  refuses a request's `dimensions` where both are missing, and those that the list has not; the prefix of a size's
-  vector is that of the smaller width at the same depth, since the Dense is what was cut.
-- Weights in float16 are files of half the size, whose config.json says float32: what loads them computes in float32,
-  which is several times as fast on a CPU, unless it is asked for another type.
-A Router holds two sizes of one width, for `encode_query` and `encode_document`. Each of its routes is the whole list of
-a size's modules, and cuts texts at the length that queries or documents were trained with; in a folder of one size
-a single length has to serve both, and is the longer.
+  refuses a request's `dimensions` if both keys are missing or the list lacks the value. A prefix of a size's vector is
+  the vector of the smaller width at the same depth, because only the Dense was cut.
+- Weights in float16 halve the files, but config.json still says float32. So a loader computes in float32, which is
+  several times as fast on a CPU, unless it is asked for another type.
+A Router holds two sizes of one width, for `encode_query` and `encode_document`. Each of its routes has all modules of a
+size, and cuts texts at the length that queries or documents were trained with. A folder of one size has a single length
+for both: the longer one.
 A static encoder (models/static_embedding.py) becomes a StaticEmbedding: its files stand in the root, its width is cut
-in the table itself, and its tokenizer adds no special tokens and cuts texts by itself. An int8 table is codes and a
-scale a token, which sentence-transformers multiplies out when it loads them. It does so for StaticEmbedding alone:
-a Transformer's int8 table would need a package of its own to load, so it belongs to the ONNX files.
+in the table itself, and its tokenizer adds no special tokens and cuts texts by itself. An int8 table consists of codes
+and one scale per token, which sentence-transformers multiplies when it loads them. It does so only for StaticEmbedding:
+a Transformer's int8 table would need a package of its own to load, so int8 for Transformers is left to the ONNX files.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ _ROUTER_FILE = "router_config.json"
 
 @dataclass(frozen=True)
 class Cut:
-    """One size of an encoder: its layers alone, and what maps pooled states [batch, hidden] to its embedding.
+    """One size of an encoder: its layers, and the projection from pooled states [batch, hidden] to its embedding.
 
-    projection: None where the pooled states are the embedding. widths: the dimensions to which the embedding may be
-    cut, its own included. parameters: of its layers and its head; the backbone itself is cut further for the next size.
+    projection: None if the pooled states are the embedding. widths: the dimensions to which the embedding may be cut,
+    its own included. parameters: their number in the size's layers and head; it is kept because the backbone itself is
+    cut further for the next size.
     """
 
     size: Size
@@ -65,13 +66,13 @@ class Cut:
 
     @property
     def modules(self) -> list[str]:
-        """The kinds of its modules, in their order."""
+        """The kinds of the size's modules, in order."""
         dense = ["Dense"] if self.projection is not None else []
         return ["Transformer", "Pooling", *dense, *_normalize(self.settings)]
 
 
 def cut_to(encoder: Encoder, size: Size, settings: EmbeddingSettings) -> Cut:
-    """Cut the encoder's backbone to the size's layers, in place: so the deepest size comes first."""
+    """Cut the encoder's backbone to the size's layers, in place; call it for deeper sizes first."""
     backbone = truncate_layers(encoder.backbone, size.layers)
     widths = tuple(sorted({size.dim, *(each.dim for each in settings.sizes if each.dim < size.dim)}))
     for key, value in (("is_matryoshka", True), ("matryoshka_dimensions", list(widths))):
@@ -112,7 +113,7 @@ def with_idle_pooler(backbone: PreTrainedModel) -> PreTrainedModel:
 
 
 def write_size(cut: Cut, tokenizer: PreTrainedTokenizerFast, folder: Path, *, weights: str = "float32") -> Path:
-    """A folder that `SentenceTransformer(folder)` loads; returns that of its Transformer. weights: one of WEIGHTS."""
+    """Write a folder for `SentenceTransformer(folder)`; returns its Transformer's folder. weights: one of WEIGHTS."""
     paths = [f"{i}_{kind}" if i else "" for i, kind in enumerate(cut.modules)]
     for kind, path in zip(cut.modules, paths, strict=True):
         _write_module(cut, kind, tokenizer, folder / path, weights=weights)
@@ -123,14 +124,14 @@ def write_size(cut: Cut, tokenizer: PreTrainedTokenizerFast, folder: Path, *, we
 def write_route(
     cut: Cut, tokenizer: PreTrainedTokenizerFast, folder: Path, route: str, *, weights: str = "float32"
 ) -> Path:
-    """One route's modules of a Router; returns the folder of its Transformer."""
+    """Write the modules of one route of a Router; returns the folder of its Transformer."""
     for path, kind in _route(cut, route).items():
         _write_module(cut, kind, tokenizer, folder / path, weights=weights)
     return folder / next(iter(_route(cut, route)))
 
 
 def write_router(cuts: Mapping[str, Cut], folder: Path) -> dict[str, Path]:
-    """What binds routes, which are written already, to a folder that `SentenceTransformer(folder)` loads.
+    """Join routes that are already written into a folder that `SentenceTransformer(folder)` loads.
 
     Returns the folder of each route's Transformer.
     """
@@ -146,7 +147,7 @@ def write_router(cuts: Mapping[str, Cut], folder: Path) -> dict[str, Path]:
 
 
 def _route(cut: Cut, route: str) -> dict[str, str]:
-    """Folder of a module in its Router -> kind."""
+    """Folder of each module of a route, relative to the Router's -> kind."""
     return {f"{route}_{i}_{kind}": kind for i, kind in enumerate(cut.modules)}
 
 
@@ -182,7 +183,7 @@ def _write_module(cut: Cut, kind: str, tokenizer: PreTrainedTokenizerFast, folde
 def save_checkpoint(
     backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path, *, weights: str = "float32"
 ) -> None:
-    """The Hugging Face files of an encoder and of its tokenizer."""
+    """Write the Hugging Face files of an encoder and of its tokenizer."""
     tensors = None
     if weights == "float16":
         state = backbone.state_dict()
@@ -194,12 +195,12 @@ def save_checkpoint(
 
 
 def weights_megabytes(folder: Path) -> float:
-    """Of all safetensors files in a folder and below it."""
+    """Megabytes of all safetensors files in a folder and below it."""
     return sum(path.stat().st_size for path in folder.rglob("*.safetensors")) / 1e6
 
 
 def table_tensors(table: Tensor, *, in_int8: bool) -> dict[str, Tensor]:
-    """A token table [V, D] under the names that StaticEmbedding looks for. One scale a row serves every width of it."""
+    """A token table [V, D] under the names that StaticEmbedding looks for; one scale per row serves every width."""
     if not in_int8:
         return {"embedding.weight": table}
     codes, scales = int8_table(table)
@@ -213,7 +214,7 @@ def write_static(
     size: Size,
     folder: Path,
 ) -> None:
-    """One width of a token table. A StaticEmbedding has no maximal length: the tokenizer's file has."""
+    """Write one width of a token table. The tokenizer's file cuts texts: a StaticEmbedding has no length limit."""
     folder.mkdir(parents=True)
     _save_tensors({key: each[:, : size.dim] if each.ndim == 2 else each for key, each in tensors.items()}, folder)
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -224,15 +225,15 @@ def write_static(
 
 
 def _normalize(settings: EmbeddingSettings) -> list[str]:
-    """Unit vectors where similarity is cosine."""
+    """The module that makes unit vectors if similarity is cosine, else none."""
     return ["Normalize"] if settings.similarity == "cosine" else []
 
 
 def _write_modules(folder: Path, modules: Mapping[str, str], settings: EmbeddingSettings) -> None:
-    """modules.json, of folders of modules and their kinds, and the settings beside it."""
+    """Write modules.json, and the settings beside it. modules: folder of a module -> kind."""
     listed = []
     for i, (path, kind) in enumerate(modules.items()):
-        (folder / path).mkdir(exist_ok=True)  # that of a module without files
+        (folder / path).mkdir(exist_ok=True)  # a module without files needs its folder too
         listed.append({"idx": i, "name": str(i), "path": path, "type": f"{_MODULES}.{kind}"})
     _write_json(folder / "modules.json", listed)
     _write_json(

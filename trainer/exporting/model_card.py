@@ -1,7 +1,7 @@
-"""What a model card tells of the run behind a model: data, recipe, commit, compute, energy, results, limits.
+"""A model card's account of the run behind a model: data, recipe, commit, compute, energy, results, limits.
 
-Everything is read from the run folder (<run>/model's parent: recipe.toml, environment.json, metrics.jsonl) and, where
-they are given, an evaluation's results.json. What is not known there is said to be unknown, never guessed.
+Everything is read from the run folder (<run>/model's parent: recipe.toml, environment.json, metrics.jsonl) and, if
+given, an evaluation's results.json. Whatever these files do not tell is called unknown, never guessed.
 Energy is an estimate: hours of training steps × ranks × an assumed power of one rank, which the card names.
 """
 
@@ -24,14 +24,14 @@ from trainer.evaluation.results.report import METRIC_LABELS, markdown_table
 
 log = logging.getLogger(__name__)
 
-# One rank's share of a machine under load: a data-centre GPU with its host, or half of a small CPU server.
+# The power of one rank's share of a machine under load: a data-centre GPU with its host, or half a small CPU server.
 WATTS_PER_RANK = {"cuda": 500.0, "cpu": 50.0}
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SHOWN_METRICS = ("spearman", "ndcg_cut_10", "recip_rank_10", "recall_100")
 
 
 class Environment(Record):
-    """Of environment.json what a card tells."""
+    """The part of environment.json that a card tells."""
 
     commit: str | None = None
     versions: dict[str, str] = pydantic.Field(default_factory=dict)
@@ -40,7 +40,7 @@ class Environment(Record):
 
 
 class _Step(Record):
-    """Of a line of metrics.jsonl what a card adds up; lines of other kinds have none of it."""
+    """The numbers in a line of metrics.jsonl that a card adds up; lines of other kinds have none of them."""
 
     step: int | None = pydantic.Field(default=None, ge=0)
     seconds: float | None = pydantic.Field(default=None, ge=0)
@@ -48,7 +48,7 @@ class _Step(Record):
 
 
 class Score(Record):
-    """Of a record of results.json what a card shows."""
+    """The part of a record of results.json that a card shows."""
 
     method: str
     task: str
@@ -60,7 +60,7 @@ class Score(Record):
 
 
 class _Results(Record):
-    """Of results.json what a card shows."""
+    """The part of results.json that a card shows."""
 
     format: Literal[1]
     records: tuple[Score, ...]
@@ -70,7 +70,7 @@ class _Results(Record):
 class Compute:
     steps: int
     samples: int
-    hours: float  # of the logged steps, their waiting for data included; not start-up, evaluation and saving
+    hours: float  # of the logged steps, including waiting for data, without start-up, evaluation and saving
     ranks: int
     device: str
     watts_per_rank: float
@@ -81,7 +81,7 @@ class Compute:
 
 
 def training_section(model_folder: Path, *, watts_per_rank: float | None = None) -> str:
-    """Markdown about the run that made a model; says so where the folder is not a run's."""
+    """Markdown about the run that made a model; if the folder is not inside a run's, the text says so."""
     run = model_folder.resolve().parent
     if not (run / "recipe.toml").is_file():
         return "## Training\n\nUnknown: the model folder is not inside the folder of a run.\n"
@@ -117,7 +117,7 @@ def training_section(model_folder: Path, *, watts_per_rank: float | None = None)
 
 
 def read_compute(run: Path, environment: Environment, *, watts_per_rank: float | None = None) -> Compute | None:
-    """From the metrics of a run: `seconds` is the mean of a step over the steps since the record before."""
+    """The compute of a run, from its metrics. `seconds` of a record is the mean per step since the record before."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         return None
@@ -134,7 +134,7 @@ def read_compute(run: Path, environment: Environment, *, watts_per_rank: float |
             seconds += record.seconds * (record.step - step)
             step, samples = record.step, samples if record.samples is None else record.samples
     device = environment.device or "unknown CPU"
-    # The name of a CUDA device; the CPU's is that of platform.processor().
+    # The environment has the name of the CUDA device; on a CPU it has the name from platform.processor().
     kind = "cuda" if any(word in device for word in ("NVIDIA", "Tesla", "GeForce", "AMD Instinct")) else "cpu"
     return Compute(
         step, samples, seconds / 3600, environment.world_size, device,
@@ -144,14 +144,14 @@ def read_compute(run: Path, environment: Environment, *, watts_per_rank: float |
 
 @dataclass(frozen=True)
 class Results:
-    """The shown scores of a trained model, of all sizes. name: the file's, None where none was given."""
+    """The scores of a trained model that a card shows, at all sizes. name: the file's; None if none was given."""
 
     name: str | None = None
     scores: tuple[Score, ...] = ()
 
     @classmethod
     def read(cls, path: Path | None) -> Results:
-        """From the results.json of `trainer.evaluate sizes`."""
+        """The scores in a results.json of `trainer.evaluate sizes`."""
         if path is None:
             return cls()
         hint = "give the results.json of `trainer.evaluate sizes`"
@@ -164,7 +164,7 @@ class Results:
 
 
 def results_section(results: Results, size: Size) -> str:
-    """Markdown: the scores of one size, beside those of the largest."""
+    """Markdown: the scores of one size beside the scores of the largest size."""
     if results.name is None:
         return "## Results\n\nNone given; `python -m trainer.export --results results.json` puts them here.\n"
     mine = results.of(size)
@@ -179,7 +179,7 @@ def results_section(results: Results, size: Size) -> str:
 
 
 def base_model_of(model_folder: Path) -> str | None:
-    """The hub's name of the model at which the chain of runs behind a model folder began; None where none is known."""
+    """The hub name of the model with which the chain of runs behind a model folder began; None if it is unknown."""
     seen = set()
     while (run := model_folder.resolve().parent) not in seen and (run / "recipe.toml").is_file():
         seen.add(run)

@@ -1,4 +1,4 @@
-"""What a finished run leaves: <run>/model, an ordinary Hugging Face folder with barista.json, and DONE."""
+"""The output of a finished run: <run>/model, an ordinary Hugging Face folder with barista.json, and DONE."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 
 
 def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:
-    """Write <run>/model and DONE, and <run>/adapter where adapters were trained; <run>/model then holds both merged.
+    """Write <run>/model and DONE. If an adapter was trained, write <run>/adapter too and merge it into <run>/model.
 
-    All ranks call it: partitioned parameters are gathered one by one. Raises Refused, on all, where the disk is full or
-    cannot be written; what was there before is then untouched.
+    All ranks must call this: partitioned parameters are gathered one by one. If the disk is full or cannot be written,
+    every rank raises Refused, and an earlier model is untouched.
     """
     model = parts.saved
     full: dict[int, torch.Tensor] = {}
@@ -69,7 +69,7 @@ def _write(full: dict[int, torch.Tensor], parts: ModelParts, recipe: Recipe) -> 
             tensors = merged_tensors(model, tensors)
         new["model"] = tmp = _empty(output / "tmp-model")
         model.save_pretrained(tmp, state_dict=tensors)
-        # It has just been set to the engine's precision, in which others would load these float32 weights.
+        # Saving has set the config to the engine's precision, in which others would load these float32 weights.
         model.config.dtype = torch.float32
         model.config.save_pretrained(tmp)
         heads = {name: full[id(p)] for name, p in parts.encoder.heads.named_parameters()}
@@ -89,7 +89,7 @@ def _write(full: dict[int, torch.Tensor], parts: ModelParts, recipe: Recipe) -> 
 def write_model_folder(
     folder: Path, backbone: PreTrainedModel, tokenizer: Any, settings: EmbeddingSettings, heads: nn.ModuleDict
 ) -> None:
-    """A model that no run trained, in the layout of one that did, whole or not at all."""
+    """Write a model that no run trained, in the layout of a run's model, whole or not at all."""
     with written_whole(folder) as partial:
         backbone.save_pretrained(partial)
         of_heads = {name: each.detach().float() for name, each in heads.named_parameters()}
@@ -97,7 +97,7 @@ def write_model_folder(
 
 
 def _write_beside(folder: Path, tokenizer: Any, settings: EmbeddingSettings, heads: Mapping[str, torch.Tensor]) -> None:
-    """What a model folder holds beside the Hugging Face model: heads, tokenizer, and settings that name it."""
+    """Write the rest of a model folder: heads, tokenizer, and settings with the tokenizer's fingerprint."""
     save_heads(heads, folder)
     tokenizer.save_pretrained(folder)
     dataclasses.replace(settings, tokenizer=tokenizer_fingerprint(tokenizer)).save(folder)
@@ -109,12 +109,12 @@ def _empty(folder: Path) -> Path:
 
 
 def _is_the_disks(error: Exception) -> bool:
-    """Libraries in Rust say so in the text of exceptions of their own."""
+    """Whether the disk caused an error; libraries in Rust say so only in the text of their own exceptions."""
     return isinstance(error, OSError) or "(os error" in str(error)
 
 
 def embedding_settings(recipe: Recipe) -> EmbeddingSettings:
-    """What goes into barista.json. A size trained on its own is a ladder of one."""
+    """The settings for barista.json. A size that was trained on its own has a ladder of one size."""
     ladder = recipe.ladder if recipe.single_size is None else Ladder((recipe.single_size,))
     alike = recipe.reads_documents  # queries and passages are cut alike
     query_prompts, passage_prompts = recipe.prompts
@@ -131,5 +131,5 @@ def embedding_settings(recipe: Recipe) -> EmbeddingSettings:
 
 
 def _common(prompts: Sequence[str]) -> str:
-    """The prompt that all folders share, or none."""
+    """The prompt that all folders share, or an empty text."""
     return prompts[0] if len(set(prompts)) == 1 else ""

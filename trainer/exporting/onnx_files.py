@@ -1,20 +1,20 @@
 """ONNX files of a size: one graph from token ids to the finished embedding, checked and timed as it is written.
 
-The graph takes `input_ids` and `attention_mask` and has two outputs, since it is served in two ways. Plain onnxruntime
-asks for `sentence_embedding`: pooled, mapped by the head or cut, of unit length where similarity is cosine, so that
-nothing of the folder but its tokenizer is needed. sentence-transformers' `backend="onnx"` looks for onnx/model.onnx,
-reads `last_hidden_state`, which comes first, and applies the folder's own Pooling, Dense and Normalize to it.
+The graph takes `input_ids` and `attention_mask` and has two outputs, because it is served in two ways. Plain
+onnxruntime asks for `sentence_embedding`: pooled, mapped by the head or cut, and of unit length if similarity is
+cosine, so it needs nothing of the folder but the tokenizer. sentence-transformers' `backend="onnx"` looks for
+onnx/model.onnx, reads the first output, `last_hidden_state`, and applies the folder's own Pooling, Dense and Normalize.
 
-The graph is written by torch's own exporter, which is kept with torch and takes the modules as transformers has them.
-`optimum` (2.1, optimum-onnx 0.1) asks for transformers below 4.58 and exports through TorchScript, which torch gives
-up. sentence-transformers' backend needs it, and loads what is written here in an environment that has it (tried with
-sentence-transformers 5.7, transformers 4.57 and optimum-onnx 0.1).
+The graph is written by torch's own exporter, which is maintained with torch and takes transformers' modules as they
+are. `optimum` (2.1, optimum-onnx 0.1) requires transformers below 4.58 and exports through TorchScript, which torch
+gives up. sentence-transformers' backend needs optimum, and in an environment that has it loads the files written here
+(tried with sentence-transformers 5.7, transformers 4.57 and optimum-onnx 0.1).
 
-int8 is onnxruntime's dynamic quantisation of the matrices of weights (MatMul, a scale a column) and of the tables of
-words and positions (Gather, a scale a table). The matrices have seven bits, because sums of products of eight overflow
-on processors without VNNI. Measured on all-MiniLM-L6-v2 (STS-B's test set, Spearman): .8203 in float32, .8190 so, .8174
-with eight bits, .8163 with one scale a matrix, whose vectors have a mean cosine of .957 with those of float32 in place
-of .991. A scale a word (.8196) was not worth a step of our own.
+int8 is onnxruntime's dynamic quantisation of the weight matrices (MatMul, one scale per column) and of the word and
+position tables (Gather, one scale per table). The matrices have seven bits, because sums of eight-bit products overflow
+on processors without VNNI. Measured on all-MiniLM-L6-v2 (STS-B's test set, Spearman): .8203 in float32, .8190 with this
+quantisation, .8174 with eight bits, and .8163 with one scale per matrix. The vectors have a mean cosine with float32's
+of .991, and of .957 with one scale per matrix. One scale per word (.8196) was not worth a step of our own.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from trainer.exporting.folders import Cut
 PRECISIONS = ("float32", "int8")
 FOLDER = "onnx"
 FILES = {"float32": "model.onnx", "int8": "model_int8.onnx"}
-# Of a vector's length: what float32's rounding may make of another order of the same sums, with room.
+# Relative to a vector's length: float32 rounding changes the sums when their order changes; this leaves some room.
 TOLERANCE = 1e-5
 OPSET = 18
 INPUTS, OUTPUTS = ("input_ids", "attention_mask"), ("last_hidden_state", "sentence_embedding")
-_LARGEST_FILE = 1 << 31  # a protobuf's bytes; larger weights stand in a file of their own
+_LARGEST_FILE = 1 << 31  # the limit of a protobuf in bytes; larger weights go into a file of their own
 _QUERY = "how do I clean the steam wand of an espresso machine?"
-# Of one token, of a sentence, and longer than most models read.
+# Texts of one token, of one sentence, and longer than most models read.
 _TEXTS = (
     "coffee",
     _QUERY,
@@ -61,10 +61,10 @@ _WARM_UP, _REPEATS = 5, 30
 
 @dataclass(frozen=True)
 class Check:
-    """What was measured of one ONNX file, against the folder's weights in torch.
+    """Measurements of one ONNX file, compared with the folder's weights in torch.
 
-    largest_difference: of any number of any vector; least_cosine: of the vectors of any text. The milliseconds are of
-    one query on one thread, from its token ids to its vector.
+    largest_difference: over all numbers of all vectors. least_cosine: between a text's two vectors, over all texts.
+    The milliseconds are the time of one query on one thread, from its token ids to its vector.
     """
 
     file: str
@@ -100,7 +100,7 @@ class Graph(nn.Module):
 
 
 def check_onnx() -> None:
-    """Refuse where a package is missing, in one sentence, before anything is computed."""
+    """Raise an error in one sentence if a package is missing, before anything is computed."""
     try:
         import onnx
         import onnxruntime
@@ -116,7 +116,7 @@ def check_onnx() -> None:
 def write_onnx(
     cut: Cut, tokenizer: PreTrainedTokenizerFast, folder: Path, precisions: tuple[str, ...]
 ) -> dict[str, Check]:
-    """The ONNX files of a size, precision -> check, from the folder of its Transformer, which is written already.
+    """Write a size's ONNX files from its Transformer's folder, which must exist; returns precision -> check.
 
     Raises:
         ModelError: the float32 graph gives other vectors than the folder, or the model cannot be expressed.
@@ -139,7 +139,7 @@ def write_onnx(
             _quantize(float32, place / FILES["int8"])
             checks["int8"] = _check(graph, tokenizer, place / FILES["int8"], batch)
     if "float32" not in precisions:
-        for path in place.glob(f"{FILES['float32']}*"):  # with the weights that may stand beside it
+        for path in place.glob(f"{FILES['float32']}*"):  # the weights may be in a file beside it
             path.unlink()
     return {precision: checks[precision] for precision in precisions}
 
@@ -172,7 +172,7 @@ def _quantize(source: Path, target: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     model = onnx.load(source)
-    # The exporter notes the shape of a transposed matrix as it was before, which shape inference then refuses.
+    # The exporter records the shape of a transposed matrix before its transposition, which shape inference refuses.
     del model.graph.value_info[:]
     quantize_dynamic(model, target, weight_type=QuantType.QInt8, per_channel=True, reduce_range=True)
 
@@ -182,7 +182,7 @@ def _check(graph: Graph, tokenizer: PreTrainedTokenizerFast, path: Path, batch: 
     run = onnx_runner(path)
     one = _tokenized(tokenizer, [_QUERY])
     differences, cosines = [], []
-    # Together, so that most are padded, and one by one.
+    # The texts are checked in one batch, where most are padded, and one by one.
     for inputs in (batch, *(_tokenized(tokenizer, [text]) for text in _TEXTS)):
         ours, theirs = graph(**inputs)[1], torch.from_numpy(run(inputs))
         differences.append((ours - theirs).abs().max().item())
@@ -216,7 +216,7 @@ def onnx_runner(path: Path) -> Callable[[dict[str, Tensor]], np.ndarray]:
 
 
 def _milliseconds(*ways: Callable[[], Any]) -> list[float]:
-    """The median of each, taken in turn, so that a busy machine slows them alike."""
+    """The median time of each function. They are timed in turn, so that a busy machine slows them alike."""
     seconds: list[list[float]] = [[] for _ in ways]
     for _ in range(_WARM_UP + _REPEATS):
         for way, taken in zip(ways, seconds):
@@ -228,7 +228,7 @@ def _milliseconds(*ways: Callable[[], Any]) -> list[float]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """torch on one thread, as a server answers one of many queries."""
+    """torch on one thread, as on a server that answers many queries at once."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -239,7 +239,7 @@ def one_thread() -> Iterator[None]:
 
 def _tokenized(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> dict[str, Tensor]:
     encoded = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
-    # A call leaves its settings in the tokenizer, and so in the file that is written of it.
+    # A call leaves its settings in the tokenizer, and so in the tokenizer's file.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return {name: encoded[name] for name in INPUTS}
@@ -252,7 +252,7 @@ def _longest(graph: Graph, batch: dict[str, Tensor]) -> float:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the packages' notes on what they lack or will change, which a user can do nothing about."""
+    """Silence the packages' warnings about missing parts and future changes, about which a user can do nothing."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

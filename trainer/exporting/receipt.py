@@ -1,4 +1,4 @@
-"""export.json: what an export wrote, so that a later one replaces that and nothing of a user's."""
+"""export.json: the files that an export wrote, so that a later export replaces them and never a user's files."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ RECEIPT_FILE = "export.json"
 
 
 class Receipt(Record):
-    """export.json: the sizes by name, and the bytes of every file but itself, by its path in the export.
+    """export.json: the sizes by name, and the size in bytes of every other file by its path in the export.
 
-    A further key tells what was measured of the ONNX files (trainer/exporting/onnx_files.py); nothing here reads it.
+    A further key holds the measurements of the ONNX files (trainer/exporting/onnx_files.py); nothing here reads it.
     """
 
     format: Literal[1] = 1
     sizes: dict[str, tuple[int, int]]
-    # Exports of earlier versions have none; nothing says which of their files are a user's.
+    # Exports of earlier versions have no list, so their files cannot be told from a user's.
     files: dict[str, int] | None = None
 
 
 def write_receipt(export: Path, content: Mapping[str, Any]) -> None:
-    """`content`: what stands in it beside its format and the files, which are all that lie in the folder now."""
+    """Write export.json: its format, `content`, and a list of all files that are now in the folder."""
     record = {"format": 1, **content, "files": _files_in(export)}
     write_atomically(export / RECEIPT_FILE, json.dumps(record, indent=2) + "\n")
 
 
 def check_output(output: Path) -> None:
-    """Refuse to touch what no export wrote, and places where none can be written."""
+    """Refuse a folder with files that no export wrote, or in which no export can be written."""
     check_place(output)
     if not output.exists():
         return

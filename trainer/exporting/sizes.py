@@ -1,4 +1,4 @@
-"""Export of chosen sizes: a sentence-transformers folder each, with its card, its ONNX files and a receipt of all."""
+"""Export of chosen sizes: a sentence-transformers folder per size, with card and ONNX files, and export.json."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from trainer.exporting.receipt import check_output, write_receipt
 
 log = logging.getLogger(__name__)
 ENCODER_FOLDER = "encoder"
-Checks = dict[str, Check]  # precision -> what was measured of that ONNX file
+Checks = dict[str, Check]  # precision -> measurements of that ONNX file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Router:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """In what numbers files are written. table: of a static encoder's tokens. onnx: precisions of ONNX files."""
+    """The precisions of the files: of weights, of a static encoder's token table, and of each ONNX file."""
 
     weights: str = "float32"
     table: str = "float32"
@@ -86,7 +86,7 @@ class Form:
             check_onnx()
 
     def check_against(self, encoder: Encoder, source: Path) -> None:
-        """Refuse what this kind of encoder has not."""
+        """Refuse forms that this kind of encoder cannot have."""
         if not encoder.is_static:
             if self.table != "float32":
                 raise ConfigError(
@@ -111,12 +111,12 @@ def export_sizes(
     watts_per_rank: float | None = None,
     base_model: str | None = None,
 ) -> dict[str, Path]:
-    """Write a folder per size and router and `encoder/` into `output`; returns name -> folder.
+    """Write a folder per size and router, and `encoder/`, into `output`; returns name -> folder.
 
     `model_folder`: a trained folder (Hugging Face files and barista.json). `sizes`: names of its ladder, or any
     LAYERSxDIM; None: the whole ladder. `routers`: QUERY_SIZE:DOCUMENT_SIZE. `output` appears whole or not at all; an
-    earlier export there is replaced, anything else refused. `weights`: float32 or float16, of encoders with layers.
-    `table`: float32 or int8, how a static encoder's token table is written. `onnx`: float32, int8 or both. `results`,
+    earlier export there is replaced, anything else is refused. `weights`: float32 or float16, for encoders with layers.
+    `table`: float32 or int8, for a static encoder's token table. `onnx`: float32, int8 or both. `results`,
     `watts_per_rank`, `base_model`: for the model cards (trainer/exporting/model_card.py).
     """
     model_folder, output = Path(model_folder), Path(output)
@@ -165,21 +165,21 @@ def export_sizes(
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """What a card tells beside the size itself."""
+    """The facts in a card that do not depend on its folder."""
 
     results: Results
     training: str
     base_model: str | None
 
     def sections(self, size: Size | None) -> str:
-        """`size`: None for a folder of two, which results.json knows nothing of."""
+        """The card's sections. `size` is None for a router, because results.json has no scores of routers."""
         scores = [] if size is None else [results_section(self.results, size)]
         return "\n" + "\n".join([self.training, *scores, LIMITS])
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """One cut that is written: a size's own folder, or a route of a router's."""
+    """One cut to write: a size's own folder, or one route of a router."""
 
     size: Size
     name: str
@@ -197,13 +197,13 @@ def _write_sizes(
     facts: _Facts,
     output: Path,
 ) -> dict[str, Checks]:
-    """The folders of an encoder with layers. Returns a Transformer's folder -> what was measured of its ONNX files."""
+    """Write the folders of an encoder with layers. Returns a Transformer's folder -> checks of its ONNX files."""
     lengths = {"query": settings.query_max_length, "document": settings.passage_max_length}
     routes: dict[Router, dict[str, Cut]] = {pair: {} for pair in pairs}
     checks: dict[str, Checks] = {}
     jobs = [_Job(size, name) for name, size in chosen.items()]
     jobs += [_Job(size, pair.name, pair, route) for pair in pairs for route, size in pair.routes.items()]
-    # From the deepest size on, so that one copy in memory can be cut step by step.
+    # Sizes are written from the deepest on, so that one copy in memory can be cut step by step.
     for job in sorted(jobs, key=lambda job: job.size, reverse=True):
         cut, folder, own = cut_to(encoder, job.size, settings), output / job.name, tokenizer
         if job.router is None:
@@ -273,10 +273,10 @@ def _told(form: Form, folder: Path) -> str:
 
 
 def _of_length(tokenizer: PreTrainedTokenizerFast, length: int) -> PreTrainedTokenizerFast:
-    """A copy that cuts texts at so many tokens when it is asked to cut."""
+    """A copy of the tokenizer that cuts texts at `length` tokens when it is asked to cut."""
     own = copy.deepcopy(tokenizer)
     own.model_max_length = length
-    # A padded or truncated call leaves its settings in the tokenizer's file, where other programs obey them.
+    # A call with padding or truncation leaves its settings in the tokenizer's file, where other programs obey them.
     own.backend_tokenizer.no_truncation()
     own.backend_tokenizer.no_padding()
     return own
