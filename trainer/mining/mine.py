@@ -1,4 +1,4 @@
-"""Mining, block of queries by block, so that it can be stopped and gone on with; and the files that it leaves."""
+"""Mining of hard negatives, one block of queries at a time so that it can be stopped and resumed; and its files."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _TABLES = ("counts", "positives", "negatives", "dropped")  # in a part's .npz
 _DIGITS = 5  # of the scores that are written
 _WAIT_SECONDS = 5.0
 StopWanted = Callable[[], str | None]
-# Takes texts, and whether they are queries; returns float32 vectors [n, dim] for each size.
+# Takes texts and whether they are queries; returns float32 vectors [n, dim] for each size.
 EncodeSide = Callable[[Sequence[str], bool], Mapping[Size, np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Miner:
-    """A model at the size that searches and the one that decides, which may be the same."""
+    """A model with two sizes: the small one searches, the large one decides. They may be the same."""
 
     encode: EncodeSide
     small: Size
@@ -74,9 +74,9 @@ def mine(
     keep_negatives: bool = False,
     stop_wanted: StopWanted = lambda: None,
 ) -> None:
-    """Everything from the inputs to `output`/tuples.jsonl and report.json; what is there already is not made again.
+    """Mine from the inputs to `output`/tuples.jsonl and report.json; partial results in `output` are used.
 
-    `plan` gives the units to read, with an empty folder to keep their index in.
+    `plan` gives the units to read; its argument is an empty folder to keep their index in.
     """
     work = output / WORK
     if (output / REPORT).is_file():
@@ -122,7 +122,7 @@ def mine(
 def _encode_passages(
     passages: Passages, work: Path, miner: Miner, per_block: int, check: Callable[[str], None]
 ) -> None:
-    """Append blocks of vectors to a file a size; `encoded` counts the passages whose vectors are whole."""
+    """Append blocks of vectors to one file per size; the file `encoded` counts the passages that are complete."""
     counter = work / "encoded"
     done = _encoded(counter, passages.num_passages)
     files = {size: _vectors_file(work, size) for size in miner.sizes}
@@ -133,7 +133,7 @@ def _encode_passages(
                 f"{path} has {there} bytes, and {counter} says that {expected} were written; {_remove(work)}"
             )
         path.touch()
-        os.truncate(path, expected)  # what a kill left of a block
+        os.truncate(path, expected)  # drop a block that a kill left incomplete
     with _bar("encoding", passages.num_passages, initial=done, unit="text") as bar:
         while done < passages.num_passages:
             check("encoding")
@@ -149,7 +149,7 @@ def _encode_passages(
 
 
 def _encoded(counter: Path, num_passages: int) -> int:
-    """How many passages' vectors are whole."""
+    """The number of passages whose vectors are complete."""
     if not counter.is_file():
         return 0
     done = whole_number(read_text(counter, what="counter").strip(), most=num_passages)
@@ -172,7 +172,7 @@ def _mine_block(
     keep_negatives: bool,
     part: Path,
 ) -> None:
-    """Search, score and choose for a block of rows; write its tuples, and before them what the report needs."""
+    """Search, score and choose for a block of rows; write the numbers for the report, and then the block's tuples."""
     queries = passages.queries(rows)
     vectors = miner.encode(queries, True)
     barred = [passages.excluded(row) for row in rows]
@@ -226,21 +226,21 @@ def _mine_block(
 def _search(
     queries: np.ndarray, num_passages: int, work: Path, miner: Miner, depth: int, per_block: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The exact best `depth` of all passages: scores float32 and ids int64, both [n, min(depth, passages)]."""
+    """The best `depth` of all passages by exact search: scores float32 and ids int64, [n, min(depth, passages)]."""
     found = TopK(len(queries), depth, device=miner.device)
     on_device = torch.from_numpy(queries).to(miner.device)
     dim = miner.small.dim
     with _vectors_file(work, miner.small).open("rb") as file:
         for start in range(0, num_passages, per_block):
             count = min(per_block, num_passages - start)
-            # Read, not mapped: mapped pages would count as this process' memory.
+            # The file is read and not memory-mapped, because mapped pages would count as this process' memory.
             block = np.fromfile(file, np.float32, count * dim).reshape(count, dim)
             found.add_block(on_device, torch.from_numpy(block), start=start)
     return found.result()
 
 
 def _reranked(queries: np.ndarray, ids: np.ndarray, large: _Vectors) -> tuple[np.ndarray, np.ndarray]:
-    """The same matches in the order of the larger size; ties go to the lower id."""
+    """The same matches, ranked by the large size's scores; ties go to the lower id."""
     owners = np.repeat(np.arange(len(ids)), ids.shape[1])
     scores = large.scores(queries, owners, ids.reshape(-1)).reshape(ids.shape)
     order = np.lexsort((ids, -scores), axis=1)
@@ -248,7 +248,7 @@ def _reranked(queries: np.ndarray, ids: np.ndarray, large: _Vectors) -> tuple[np
 
 
 class _Vectors:
-    """Passages' vectors by id, from the file."""
+    """The passages' vectors by id, memory-mapped from their file."""
 
     def __init__(self, work: Path, size: Size, num_passages: int) -> None:
         self._table = np.memmap(_vectors_file(work, size), np.float32, "r", shape=(num_passages, size.dim))
@@ -304,7 +304,7 @@ def _distribution(scores: np.ndarray) -> dict[str, float | None]:
 
 
 class _Distribution(Record):
-    """Of scores; None where there are none."""
+    """The distribution of scores; every value is None if there are no scores."""
 
     mean: float | None
     std: float | None
@@ -316,7 +316,7 @@ class _Distribution(Record):
 
 
 class Report(Record):
-    """report.json: how many tuples have how many negatives, what rules dropped, and how scores are distributed."""
+    """report.json: tuples by their number of negatives, matches dropped by each rule, and distributions of scores."""
 
     tuples: int
     passages: int
@@ -327,7 +327,7 @@ class Report(Record):
 
 
 def report_text(report: Report) -> str:
-    """The report as people read it."""
+    """The report as text for people."""
     columns = [each.model_dump(by_alias=True) for each in report.scores.values()]
     lines = [f"{report.negatives:,} negatives for {report.tuples:,} tuples among {report.passages:,} passages", ""]
     lines += ["negatives of a tuple   tuples"]
@@ -341,7 +341,7 @@ def report_text(report: Report) -> str:
 
 
 def claim(output: Path, identity: Mapping[str, Any], stack: ExitStack) -> None:
-    """Hold the folder until `stack` closes; refuse what is not of this command."""
+    """Lock the output folder until `stack` closes; refuse a folder that belongs to another command."""
     content = json.dumps(identity, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
     path = output / IDENTITY
     if output.is_dir() and not path.is_file() and {each.name for each in output.iterdir()} - {LOCK, f"{IDENTITY}.tmp"}:

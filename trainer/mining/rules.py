@@ -1,9 +1,9 @@
 """Which of a query's best matches become its hard negatives: pure functions of scores and rules.
 
-The rules and their names are those of sentence-transformers' `mine_hard_negatives`, whose choice this makes: matches
-are ranked by score without the query's own positives, cut at `range_max`; those that a rule on scores refuses are
-dropped; of the rest the first `range_min` are skipped, and `num_negatives` are taken from the top or at random. With
-several positives, margins are from the one that scores lowest, to be on the safe side.
+The rules, their names and the choice are the same as in sentence-transformers' `mine_hard_negatives`. Matches without
+the query's own positives are ranked by score and cut at `range_max`. Matches that a rule on scores refuses are dropped.
+Of the rest the first `range_min` are skipped, and `num_negatives` are taken from the top or at random. With several
+positives, margins count from the lowest-scoring one, which is the strictest choice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from data.ground.errors import ConfigError
 from data.masking import Purpose, draws, purpose_keys, sample_keys
 
 DROPPED = ("absolute_margin", "relative_margin", "max_score", "min_score")
-_WIDE = 10  # matches looked at for each negative that is wanted
+_WIDE = 10  # matches considered for each negative that is wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +62,9 @@ class Rules:
 
 @dataclass(frozen=True)
 class Chosen:
-    ids: np.ndarray  # int64 [n, num_negatives], best first; -1: no more
+    ids: np.ndarray  # int64 [n, num_negatives], best first; -1 after the last
     scores: np.ndarray  # float32 [n, num_negatives]
-    dropped: dict[str, int]  # matches that each rule on scores refused, in the order of DROPPED
+    dropped: dict[str, int]  # rule -> number of matches that it refused; rules apply in the order of DROPPED
 
 
 def choose(
@@ -72,9 +72,9 @@ def choose(
 ) -> Chosen:
     """The negatives of n queries.
 
-    scores float32, ids int64, excluded bool: [n, k], best first, k large enough to hold `rules.last_rank` that are not
-    excluded, if there are so many. positives: float32 [n], the lowest score of a known positive. rows: int64 [n], the
-    queries' numbers, which with the seed decide what is drawn.
+    scores float32, ids int64, excluded bool: [n, k], best first; k must be large enough for `rules.last_rank` matches
+    that are not excluded, if there are so many. positives: float32 [n], the lowest score of each query's positives.
+    rows: int64 [n], the queries' numbers, which together with the seed decide the random choice.
     """
     left = ~excluded
     left &= np.cumsum(left, axis=1) <= rules.last_rank
@@ -94,7 +94,7 @@ def choose(
     left &= np.cumsum(left, axis=1) > rules.range_min
     if rules.sampling == "random":
         keys = sample_keys(rules.seed, epochs=np.zeros_like(rows), sources=np.zeros_like(rows), samples=rows)
-        bits = draws(purpose_keys(keys, Purpose.NEGATIVES)[:, None], ids)  # [n, k], by the passage: ties move nothing
+        bits = draws(purpose_keys(keys, Purpose.NEGATIVES)[:, None], ids)  # [n, k], by passage: tie order has no effect
         order = np.lexsort((bits, ~left), axis=1)[:, : rules.num_negatives]
         drawn = np.zeros_like(left)
         np.put_along_axis(drawn, order, True, axis=1)
