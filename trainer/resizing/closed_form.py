@@ -1,11 +1,12 @@
-"""Heads without training: each depth's pooled states mapped into the teacher's space by ridge regression.
+"""Heads without training: each depth's pooled states are mapped into the teacher's space by ridge regression.
 
-The shallow layers of a finished model know much of what the whole one says; a linear map makes them say it. For a depth
-with standardised pooled states Z [n, h], a column of ones beside them, and the teacher's unit vectors Y [n, D]:
+The shallow layers of a finished model contain much of what the whole model's embedding says, and a linear map can
+extract it. For a depth with standardised pooled states Z [n, h], with a column of ones added, and the teacher's unit
+vectors Y [n, D]:
     W = (ZᵀZ + λ I)⁻¹ ZᵀY
-λ is chosen among RIDGES by the mean cosine on texts held out. Every prefix of dimensions shares one W, because the
-columns of Y are fitted one by one. It costs one pass over some thousand texts, no labels and no gradient, and is the
-baseline that training has to beat, and its start.
+λ is chosen among RIDGES by the mean cosine on held-out texts. Every prefix of dimensions shares one W, because the
+columns of Y are fitted one by one. The fit takes one pass over some thousand texts, without labels or gradients. It is
+the baseline that training must beat, and the start of training.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FITTED_TEXTS, HELD_OUT_TEXTS = 6_500, 1_000
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """A head and how it was found: λ, and the mean cosine to the teacher on the texts held out."""
+    """A head, its λ, and its mean cosine to the teacher on the held-out texts."""
 
     head: nn.Linear
     ridge: float
@@ -38,7 +39,7 @@ class ClosedForm:
 def fit_heads(states: Mapping[int, Tensor], targets: Tensor, *, held_out: int) -> dict[int, ClosedForm]:
     """Depth -> its head.
 
-    states: depth -> float32 [n, h]; targets: unit vectors [n, D]. The last `held_out` texts choose λ.
+    states: depth -> float32 [n, h]. targets: unit vectors [n, D]. λ is chosen on the last `held_out` texts.
     """
     return {depth: _fit(each, targets, held_out=held_out) for depth, each in states.items()}
 
@@ -48,7 +49,7 @@ def _fit(states: Tensor, targets: Tensor, *, held_out: int) -> ClosedForm:
     assert count > 0 < held_out, "texts to fit and texts to choose by"
     fitted, wanted = states[:count].double(), targets[:count].double()
     mean, deviation = fitted.mean(0), fitted.std(0, correction=0).clamp(min=1e-8)
-    # Where Z has mean 0, the column of ones takes the mean of Y; it is not shrunk.
+    # Z has mean 0, so the coefficient of the column of ones is the mean of Y; it is not shrunk.
     scaled, middle = (fitted - mean) / deviation, wanted.mean(0)
     values, vectors = torch.linalg.eigh(scaled.T @ scaled)
     rotated = vectors.T @ (scaled.T @ (wanted - middle))  # [h, D]
@@ -76,7 +77,7 @@ def depth_states(
     prompt: str,
     device: torch.device,
 ) -> dict[int, Tensor]:
-    """Depth -> float32 [n, h]: the pooled states of texts, before any head."""
+    """Depth -> pooled states of the texts before any head, float32 [n, h]."""
     bare = Encoder(encoder.backbone, encoder.pooling)
     sizes = [Size(depth, encoder.hidden_size) for depth in depths]
     found = encoding_of(bare, tokenizer, sizes, device=device)(

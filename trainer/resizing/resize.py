@@ -1,4 +1,4 @@
-"""The steps of `trainer.resize`: each leaves a folder that says it is done, so that a killed command goes on."""
+"""The steps of `trainer.resize`. Each writes a folder that shows it is done, so that a killed command can go on."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ from trainer.teacher_vectors import store_vectors
 
 log = logging.getLogger(__name__)
 
-# Folders of a RUN, beside closed_form/.
+# Folders in the output folder, beside closed_form/.
 START, SHARDS, TRAINING, EVALUATION, EXPORT = "start", "shards", "training", "evaluation", "export"
 TEACHER, PAIR_SHARDS, PAIR_TRAINING, PAIR_TEACHER = "teacher", "pair_shards", "pair_training", "pair_teacher"
 AGREEMENT = "agreement"  # the task that needs no labels
-# Texts that are left out of training and compared with each other: a tenth, up to so many.
+# A tenth of the texts, up to this number, is held out of training and used for the task above.
 _HELD_OUT = 1_000
 _HELD_OUT_SHARE = 10
 _TIMED_TEXTS = 50
-_DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"  # for whoever works in another folder
+_DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"  # absolute, so that any working directory will do
 _SHARES = (1 / 12, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 1)  # of the width, for each of six sizes
 
 
 @dataclass(frozen=True)
 class Resize:
-    """What was asked for."""
+    """The arguments of the command."""
 
     model: str
     texts: tuple[str, ...]
@@ -86,14 +86,14 @@ class Resize:
 
     @cached_property
     def held_out(self) -> list[str]:
-        """The first texts of the first file, a tenth of it at most; training does not see them."""
+        """The first texts of the first file, at most a tenth of it unless it is tiny; training does not see them."""
         most = _HELD_OUT_SHARE * _HELD_OUT
         first = list(itertools.islice(_texts_of(self._plan()[0]), min(most, self.limit or most)))
         return first[: max(2, len(first) // _HELD_OUT_SHARE)]
 
     @cached_property
     def units(self) -> list[InputSplit]:
-        """The texts that are trained on: those of the shards."""
+        """The texts of the shards, on which the model is trained."""
         return self._plan(skip=len(self.held_out), limit=self.limit)
 
     def _plan(self, *, skip: int = 0, limit: int | None = None) -> list[InputSplit]:
@@ -108,7 +108,7 @@ class Resize:
 
 
 def propose_ladder(num_layers: int, width: int) -> Ladder:
-    """Up to six sizes: depths at even steps, widths of 1/12 to the whole; the paper's for 12 layers of 768."""
+    """Up to six sizes, depths at even steps and widths from 1/12 to all; for 12 layers of 768 the paper's ladder."""
     if (num_layers, width) == (STARBUCKS_LADDER.full.layers, STARBUCKS_LADDER.full.dim):
         return STARBUCKS_LADDER
     steps = min(len(_SHARES), num_layers)
@@ -122,9 +122,10 @@ def propose_ladder(num_layers: int, width: int) -> Ladder:
 
 
 def resize(asked: Resize, *, prepare_only: bool = False) -> str:
-    """Run what is not done yet; the table as Markdown. Every rank calls it; rank 0 does what is not training.
+    """Run the steps that are not done yet; returns the table as Markdown.
 
-    prepare_only: ends before training, with nothing to tell.
+    Every rank must call this. Only rank 0 does the steps other than training and returns the table; the other ranks
+    return an empty text. `prepare_only` ends before training, with an empty text.
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -133,7 +134,7 @@ def resize(asked: Resize, *, prepare_only: bool = False) -> str:
     if world.is_main:
         _begin(asked)
         _write_start(asked)
-        # Overrides are refused before the minutes that follow.
+        # Wrong overrides must be refused before the steps that take minutes.
         _write_recipes(asked, asked.output / START, ranks=world.size)
         load_recipe(asked.output / f"{TRAINING}.toml", asked.overrides)
         _write_shards(asked)
@@ -158,7 +159,7 @@ def resize(asked: Resize, *, prepare_only: bool = False) -> str:
 
 
 def _begin(asked: Resize) -> None:
-    """Refuse the folder of another command; what decides the result is kept beside it."""
+    """Refuse the output folder of another command; the arguments that decide the result are kept in command.json."""
     check_place(asked.output)
     known = {key: value for key, value in dataclasses.asdict(asked).items() if key not in ("output", "processes")}
     text = json.dumps(known, indent=2) + "\n"
@@ -172,7 +173,7 @@ def _begin(asked: Resize) -> None:
 
 
 def _write_start(asked: Resize) -> None:
-    """start/: the model as it is, with the ladder that was asked for or proposed."""
+    """Write start/: the unchanged model, with the ladder that was asked for or proposed."""
     folder = asked.output / START
     if folder.exists():
         return
@@ -192,7 +193,7 @@ def _write_start(asked: Resize) -> None:
 
 
 def _cut_at(tokens: int, encoder: Encoder, tokenizer: Any, settings: EmbeddingSettings) -> EmbeddingSettings:
-    """Of every text no more tokens are read, here and wherever the result is used."""
+    """Settings that cut every text at `tokens` tokens, here and wherever the resized model is used."""
     least, most = tokenizer.num_special_tokens_to_add() + 1, longest_input(encoder.backbone)
     if tokens < least or (most is not None and tokens > most):
         room = f"{least} to {most} tokens" if most is not None else f"at least {least} tokens"
@@ -201,7 +202,7 @@ def _cut_at(tokens: int, encoder: Encoder, tokenizer: Any, settings: EmbeddingSe
 
 
 def _ladder(asked: Resize, full: Size) -> Ladder:
-    """The sizes that were asked for, or proposed; they end with the whole model."""
+    """The ladder that was asked for or proposed; its last size is the whole model."""
     ladder = propose_ladder(full.layers, full.dim)
     if asked.sizes:
         ladder = Ladder(tuple(Size.parse(each) for each in asked.sizes.split(",")))
@@ -214,7 +215,7 @@ def _texts_of(unit: InputSplit) -> Iterator[str]:
 
 
 def _write_shards(asked: Resize) -> None:
-    """The texts but those held out, and the pairs. Finished shards are left as they are."""
+    """Write shards of the texts that are not held out, and of the pairs. Finished shards are left as they are."""
     folder, pairs = asked.output / SHARDS, asked.output / PAIR_SHARDS
     tokenizer = ["--tokenizer", str(asked.output / START)]
     if asked.pairs and not (pairs / MANIFEST).is_file():
@@ -232,14 +233,14 @@ def _write_shards(asked: Resize) -> None:
 
 
 def _sampled(asked: Resize, number: int) -> list[str]:
-    """About so many of the texts that are trained on, of all units alike."""
+    """At most `number` of the texts that are trained on, about equally many from each unit."""
     share = -(-number // len(asked.units))
     found = [text for unit in asked.units for text in itertools.islice(_texts_of(unit), share)]
     return found[:number]
 
 
 def _write_closed_form(asked: Resize) -> None:
-    """closed_form/: the same weights with a linear map for each depth but the last."""
+    """Write closed_form/: the same weights with a linear map for each depth but the last."""
     folder = asked.output / CLOSED_FORM
     if folder.exists():
         return
@@ -286,9 +287,9 @@ def _whole_vectors(
 
 
 def _write_recipes(asked: Resize, source: Path, *, ranks: int) -> None:
-    """training.toml and, where there are pairs, pair_training.toml: what the two stages train, for people too.
+    """Write the recipes of the two stages: training.toml and, if there are pairs, pair_training.toml.
 
-    source: the model folder that training starts from.
+    Users may read them too. source: the model folder that training starts from.
     """
     settings = EmbeddingSettings.load(source)
     assert settings is not None
@@ -350,14 +351,15 @@ def _device() -> torch.device:
 
 
 def _read_tasks(asked: Resize) -> tuple[list[STSTask], list[RetrievalData]]:
-    """Before anything is computed, so that a wrong path is told at once."""
+    """The evaluation tasks, read before anything is computed, so that a wrong path fails at once."""
     return [read_sts(path) for path in asked.sts], [load_beir(path) for path in asked.beir]
 
 
 def agreement(encoder: Encoder, tokenizer: Any, settings: EmbeddingSettings, texts: Sequence[str]) -> STSTask:
-    """Texts held out, paired with their nearest neighbour and with another; the score is the whole model's cosine.
+    """A task of held-out texts, each paired with its nearest neighbour and with another text.
 
-    What a size scores on it is how well it orders pairs as the whole model does, without any label.
+    The gold scores are the whole model's cosines. So a size's score on it tells, without any labels, how well the size
+    orders pairs as the whole model does.
     """
     vectors = _whole_vectors(encoder, tokenizer, settings, texts, prompt=settings.query_prompt)
     similarities = vectors @ vectors.T
@@ -370,7 +372,7 @@ def agreement(encoder: Encoder, tokenizer: Any, settings: EmbeddingSettings, tex
 
 
 def _report(asked: Resize, tasks: tuple[list[STSTask], list[RetrievalData]]) -> str:
-    """Evaluate, export, and print the table; once it is there, it is only printed."""
+    """The table as Markdown. It is measured and the sizes are exported only if resize.json does not exist yet."""
     path = asked.output / "resize.json"
     if not path.exists():
         write_atomically(path, _measured(asked, *tasks).model_dump_json(indent=2) + "\n")
@@ -380,7 +382,7 @@ def _report(asked: Resize, tasks: tuple[list[STSTask], list[RetrievalData]]) -> 
 
 
 def _measured(asked: Resize, sts: Sequence[STSTask], beir: Sequence[RetrievalData]) -> Table:
-    """A row a task and size."""
+    """Evaluate all models, export the sizes, and measure their costs: one row per task and size."""
     trained = asked.output / (PAIR_TRAINING if asked.pairs else TRAINING) / "model"
     folders = {AS_IT_IS: asked.output / START, RESIZED: trained}
     if asked.heads:
@@ -418,7 +420,7 @@ def _measured(asked: Resize, sts: Sequence[STSTask], beir: Sequence[RetrievalDat
 
 
 def _evaluate(folder: Path, sts: Sequence[STSTask], beir: Sequence[RetrievalData]) -> list[Record]:
-    """Every size against itself, and its queries against documents of the whole model, cut to the query's width."""
+    """Scores of every size alone, and of its queries against the whole model's documents, cut to the query's width."""
     encoder, tokenizer, settings = _load(folder)
     sizes = list(settings.sizes)
     searched: list[Searched] = [*sizes, *(SizePair(size, Size(sizes[-1].layers, size.dim)) for size in sizes[:-1])]
@@ -435,7 +437,7 @@ def _evaluate(folder: Path, sts: Sequence[STSTask], beir: Sequence[RetrievalData
 
 
 def _write_results(asked: Resize, model: Path, records: Sequence[Record]) -> None:
-    """results.json, from which the exported model cards take their scores."""
+    """Write results.json, from which the exported model cards take their scores."""
     settings = EmbeddingSettings.load(model)
     assert settings is not None
     own = [record for record in records if record.document_layers == 0]

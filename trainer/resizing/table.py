@@ -1,4 +1,4 @@
-"""What `trainer.resize` found, as numbers (resize.json) and as a table for people (table.md)."""
+"""The results of `trainer.resize`, as numbers (resize.json) and as a table for people (table.md)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Literal
 from data.ground.records import Record
 from trainer.evaluation.results.report import markdown_table
 
-# Methods, each a column.
+# Methods; each is a column of the table.
 AS_IT_IS, CLOSED_FORM, RESIZED = "as_it_is", "closed_form", "resized"
-TO_WHOLE = "_to_whole"  # ends a column of queries at the size and documents of the whole model
+TO_WHOLE = "_to_whole"  # suffix of a column that scores queries of the size against documents of the whole model
 
 
 class Row(Record):
-    """What a size scores on a task by each method, what it costs and what it weighs. None: that was not done."""
+    """A size's scores on a task by each method, its latency, and the size of its files. None: not evaluated."""
 
     task: str
     layers: int
@@ -26,7 +26,7 @@ class Row(Record):
     closed_form_to_whole: float | None
     resized: float | None
     resized_to_whole: float | None
-    milliseconds: float  # a query
+    milliseconds: float  # per query
     megabytes: float
 
 
@@ -38,7 +38,7 @@ class Table(Record):
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """A table a task."""
+    """One table per task, in Markdown."""
     headings = {
         "as it is": AS_IT_IS,
         "closed form": CLOSED_FORM,
