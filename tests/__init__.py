@@ -1,4 +1,4 @@
-"""The tests mirror the packages; what several of them share stands here and in launcher, reference and run_folder."""
+"""The tests mirror the packages. Modules of this folder, such as launcher, reference and run_folder, are shared."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Retrieval tasks made for a test, as BEIR folders."""
+"""Small retrieval tasks for tests, written as BEIR folders."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def write_beir(
     split: str = "test",
     judged: int | None = None,
 ) -> Path:
-    """A BEIR folder: documents d0, d1, ... (texts, or rows without an id or with one), and queries q0, q1, ...
+    """Write a BEIR folder: documents d0, d1, ... (texts, or rows with or without an id), and queries q0, q1, ...
 
-    Of the first `judged` queries (all), query i has the one relevant document i.
+    Each of the first `judged` queries (default: all) has one relevant document: document i for query i.
     """
     (folder / "qrels").mkdir(parents=True)
     bodies = [{"text": each} if isinstance(each, str) else each for each in documents]

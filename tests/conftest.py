@@ -1,7 +1,7 @@
-"""Shared fixtures: real English that every installation holds, a small tokenizer trained on it, and shared test data.
+"""Shared fixtures: English texts that every installation has, a small tokenizer trained on them, and test data.
 
-The environment is set before anything imports torch: one thread a process, since tests start ranks and workers of their
-own, no accelerator, and no network. Which lane a test runs in (tests/lanes.py) is set here.
+The environment is set before anything imports torch: no accelerator, no network, and one thread per process, because
+tests start ranks and workers of their own. Each test's lane (tests/lanes.py) is also set here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 GUARD = Guard()
 NUM_DOCSTRINGS = 3000
-# Not documentation: what the package brings to test itself.
+# The package's own tests are no documentation.
 SKIPPED_FOLDERS = {"test", "tests", "testing"}
 LARGEST_SOURCE = 30_000  # bytes; longer modules take longer to parse than their docstrings are worth
 
@@ -45,12 +45,12 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "long: of a file that takes minutes, which begins before the others")
     GUARD.install()
-    # A shell that starts the tests in its background has them ignore Ctrl-C, and so all that they start.
+    # Tests that a shell starts in its background ignore Ctrl-C, and so does every process that they start.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m selects by the marks
+@pytest.hookimpl(tryfirst=True)  # the marks must be set before -m selects by them
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark each test with the lane that follows from what it declares."""
     config.stash[COLLECTED] = list(items)
@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"{item.nodeid} {error}") from None
         if lane not in marks:
             item.add_marker(lane)
-    # The longest files first: one that is left to the end keeps one worker busy while the other waits.
+    # The longest files come first: a long file at the end keeps one worker busy while the other waits.
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
@@ -80,12 +80,12 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.fixture(scope="session")
 def processes() -> None:
-    """Declares that the test or the fixture that asks for it starts processes (tests/lanes.py)."""
+    """Declares that the test or fixture that uses it starts processes (tests/lanes.py)."""
 
 
 @pytest.fixture(scope="session")
 def launcher() -> None:
-    """Declares that the test or the fixture that asks for it starts the real launcher, a Slurm cluster, or hosts."""
+    """Declares that the test or fixture that uses it starts the real launcher, a Slurm cluster, or hosts."""
 
 
 @pytest.fixture(scope="session")
@@ -110,9 +110,9 @@ def minilm() -> Path:
 def docstrings() -> list[str]:
     """Three thousand texts of torch's documentation, in a fixed order. No two begin with the same words.
 
-    torch is pinned, so every machine has the same texts; the standard library's differ from one Python to the next.
+    torch is pinned, so every machine has the same texts; the standard library's texts differ between Python versions.
     """
-    texts: dict[str, str] = {}  # by their first words
+    texts: dict[str, str] = {}  # first words -> text
     package = Path(sysconfig.get_paths()["purelib"]) / "torch"
     for path in sorted(package.rglob("*.py")):
         if SKIPPED_FOLDERS & set(path.relative_to(package).parts) or path.stat().st_size > LARGEST_SOURCE:

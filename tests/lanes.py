@@ -1,12 +1,12 @@
-"""The lanes of the tests: which test runs in which, and what keeps processes out of the tests that declare none.
+"""The lanes of the tests, and the guard that fails a test which starts a process without declaring it.
 
     fast     starts no process
     launch   starts processes of its own, or is the one real launch of its kind
-    full     the products: under the real launcher, or too long to wait for
+    full     the full products of cases: under the real launcher, or too long to wait for
 
-A test declares what it starts by a fixture, its own or one that its fixtures use, or by the mark of the same name:
-`processes`, or `launcher` for the real launchers of several ranks. Its lane follows from that.
-`@pytest.mark.launch` and `@pytest.mark.full` move a test to another lane, but none can be marked `fast`.
+A test declares what it starts by a fixture or by the mark of the same name: `processes`, or `launcher` for the real
+launchers of several ranks. A fixture that one of its fixtures uses counts too. The lane follows from the declarations.
+`@pytest.mark.launch` and `@pytest.mark.full` move a test to another lane, but no test can be marked `fast`.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ LANES = {
     "launch": "starts processes, or is the one real launch of its kind",
     "full": "the products: under the real launcher, or too long to wait for",
 }
-# What a test may declare that it starts: fixtures of these names, and marks.
+# The names of the fixtures and marks by which a test declares what it starts.
 DECLARATIONS = {
     "processes": "starts processes of its own",
     "launcher": "starts the real launcher of several ranks, a Slurm cluster, or hosts",
 }
-# Not those of Slurm: its commands are stand-ins in most tests, and a real cluster is a fixture that declares itself.
+# Slurm's commands are left out: most tests use stand-ins, and the fixture of a real cluster declares itself.
 LAUNCHERS = {"deepspeed", "torchrun"}
-# What Python tells its audit hooks when it starts a process. multiprocessing's spawn alone tells nothing.
+# The audit events that Python raises when it starts a process. Only multiprocessing's spawn raises none.
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"}
 
 
 def crossed(**factors: Sequence[Any]) -> tuple[list[str], list[Any]]:
     """Names and cases of a product, for parametrize: `@pytest.mark.parametrize(*crossed(size=[1, 2], way=["a", "b"]))`.
 
-    The case of all first values, and those that differ from it in one factor or two, stay in the test's own lane; where
-    three factors must meet, which is rarely what breaks, is left to the lane `full`. So the values that reach most of
-    the code come first.
+    The case of all first values stays in the test's own lane, with the cases that differ from it in one or two factors.
+    Cases that differ in three or more factors go to the lane `full`, because a mistake rarely needs so many at once. So
+    give the values that reach most of the code first.
     """
     cases = []
     for values in product(*factors.values()):
@@ -53,12 +53,12 @@ def crossed(**factors: Sequence[Any]) -> tuple[list[str], list[Any]]:
     return list(factors), cases
 
 
-# Every test that was collected, the deselected ones too.
+# Every test that was collected, including the deselected ones.
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
 
 
 def declared_by(item: pytest.Item) -> set[str]:
-    """What a test declares that it starts."""
+    """The declarations of a test, by its fixtures and marks."""
     names = {*getattr(item, "fixturenames", ()), *(mark.name for mark in item.iter_markers())}
     return names & DECLARATIONS.keys()
 
@@ -68,7 +68,7 @@ class LaneError(ValueError):
 
 
 def lane_of(declared: Collection[str], marks: Collection[str]) -> str:
-    """The one lane of a test that declares this and has these marks."""
+    """The one lane of a test with these declarations and marks."""
     by_hand = sorted(LANES.keys() & set(marks))
     if "fast" in by_hand:
         raise LaneError("is marked fast by hand: a test is in that lane when it declares no process")
@@ -80,14 +80,14 @@ def lane_of(declared: Collection[str], marks: Collection[str]) -> str:
 
 
 class Guard:
-    """Fails the test that starts what it does not declare, wherever it starts it."""
+    """Fails a test that starts a process which it does not declare, wherever in the code it is started."""
 
     def __init__(self) -> None:
         self._declared: frozenset[str] | None = None
         self._refused: str | None = None
 
     def install(self) -> None:
-        """For the rest of this process: an audit hook cannot be taken back."""
+        """Watch for the rest of this process: an audit hook cannot be removed."""
         sys.addaudithook(self._on_event)
         spawn = util.spawnv_passfds
 
@@ -99,7 +99,7 @@ class Guard:
 
     @contextmanager
     def watching(self, declared: Collection[str]) -> Iterator[None]:
-        """While it lasts, what is not declared fails, even where the failure itself is swallowed."""
+        """While it lasts, starting what is not declared fails the test, even if the test catches the error itself."""
         self._declared, self._refused = frozenset(declared), None
         try:
             yield

@@ -14,7 +14,7 @@ from trainer.distributed import free_port
 
 
 def environment_of_ranks() -> dict[str, str]:
-    """This process's environment for programs that train: the venv's programs, CPU, no network, one thread a rank."""
+    """The environment for programs that train: the venv's programs, CPU, no network, one thread per rank."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -39,7 +39,7 @@ def launch(
     expect: int | None = 0,
     before: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module under the real `deepspeed` launcher on `ranks` ranks; the whole group ends with a timeout.
+    """Run a module under the real `deepspeed` launcher on `ranks` ranks; a timeout ends the whole process group.
 
     before: a command that runs the launcher, such as `env NAME=VALUE`.
     """
@@ -72,9 +72,9 @@ def run_process(
 
 
 def step_clock(stat: str, seconds: float) -> None:
-    """Move `btime` in a file that stands for /proc/stat, as setting the wall clock moves it."""
+    """Move `btime` in a stand-in for /proc/stat by `seconds`, as setting the wall clock would."""
     lines = Path(stat).read_text().splitlines()
     moved = [f"btime {int(line.split()[1]) + int(seconds)}" if line.startswith("btime") else line for line in lines]
-    with Path(stat).open("r+") as file:  # the same file, which is bound
+    with Path(stat).open("r+") as file:  # rewritten in place, because this very file is bind-mounted
         file.write("\n".join(moved) + "\n")
         file.truncate()

@@ -1,8 +1,8 @@
-"""Many cases in one launch, since a launch costs ten seconds, and no more of them than the selected tests need.
+"""Many cases in one launch, because a launch takes ten seconds, but only the cases that the selected tests need.
 
-A test names its cases, and its parameters may stand in the names: `@pytest.mark.needs("{name}-zero{stage}")`. The
-module's fixture that launches asks `needed` which those are; a fixture of each test gives it `own` alone, so that
-a case that is not named is missed at once, and not only when the test runs by itself.
+A test names its cases, and the names may contain its parameters: `@pytest.mark.needs("{name}-zero{stage}")`. The
+module's fixture that launches asks `needed` for the cases of all selected tests. Each test gets only its `own` cases
+from a fixture, so that a case which it forgot to name is missing always, not only when the test runs by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def needs_of(item: pytest.Item) -> set[str]:
 
 
 def needed(request: pytest.FixtureRequest) -> set[str]:
-    """What those of the selected tests need that use the module's fixture that asks."""
+    """The cases of all selected tests that use the fixture which asks."""
     users = (
         item
         for item in request.session.items
@@ -33,7 +33,7 @@ def needed(request: pytest.FixtureRequest) -> set[str]:
 
 
 def own(request: pytest.FixtureRequest, cases: Mapping[str, Value]) -> dict[str, Value]:
-    """Of all cases, those of the test that asks."""
+    """The cases that the test which asks has named."""
     return {name: cases[name] for name in needs_of(request.node)}
 
 

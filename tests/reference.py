@@ -1,6 +1,6 @@
-"""The papers' formulas restated in plain PyTorch: what every topology, ZeRO stage and micro-batch size must equal.
+"""The papers' formulas restated in plain PyTorch; every topology, ZeRO stage and micro-batch size must equal them.
 
-One process, the whole batch, full score matrices and full logits, autograd and torch's own AdamW.
+The restatement has one process, the whole batch, full score matrices and full logits, autograd and torch's own AdamW.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainer.objectives.backward import micro_batches
 
 
 def first_parameters(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What training starts from."""
+    """The parameters before the first step, by name."""
     recipe = recipe_of(values)
     module = build_model(recipe, open_shards(recipe)).module
     return {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -37,10 +37,10 @@ def first_parameters(values: Mapping[str, Any]) -> dict[str, Tensor]:
 def train_naively(
     values: Mapping[str, Any], *, steps: int, world_size: int = 1, module: nn.Module | None = None
 ) -> list[dict[str, Any]]:
-    """What `steps` steps must give: a dict a step with loss, norm (before clipping) and parameters (after the step).
+    """The expected results of `steps` steps: per step a dict of loss, norm (before clipping) and parameters (after it).
 
-    `world_size` only matters with dropout, whose draws are keyed by rank and micro-batch. `module`: in place of the
-    recipe's own, where a part of it is restated too.
+    `world_size` only matters with dropout, whose draws are keyed by rank and micro-batch. `module` replaces the
+    recipe's own module in tests that restate a part of the module too.
     """
     recipe = recipe_of(values)
     sources = open_shards(recipe)
@@ -75,7 +75,7 @@ def plan_of(recipe: Recipe, step: int) -> tuple[list[Size], list[float], list[fl
     if kind == "one":
         return [Size.parse(recipe.objective.size)], [1.0], [0.0]
     if kind == "two_d":
-        # The draw itself is the schedule's; its statistics are tested elsewhere.
+        # The schedule itself makes the draw; its statistics are tested elsewhere.
         from trainer.objectives.size_schedules import two_dimensional
 
         drawn = two_dimensional(recipe.ladder, seed=recipe.run.seed)(step).sizes[0]
@@ -130,7 +130,7 @@ def _naive_masked(module: Any, batches: Sequence[MaskedBatch], recipe: Recipe, s
     if batch.visibility_keys is not None:
         share = 1.0 - recipe.objective.decoder_mask_ratio
         seen = torch.zeros(*attention.shape, attention.shape[1], dtype=torch.bool)
-        seen[:, :, 0] = True  # rows that predict nothing need something to attend to
+        seen[:, :, 0] = True  # rows that predict nothing must still attend to something
         columns = naive_visibility(batch.visibility_keys.tolist(), batch.offsets.diff().tolist(), share)
         for text, rows_of_text in enumerate(columns):
             for row, visible in enumerate(rows_of_text):
@@ -172,7 +172,7 @@ def _naive_masked(module: Any, batches: Sequence[MaskedBatch], recipe: Recipe, s
 
 
 def _naive_symmetric(vectors: Sequence[Tensor], pairs: PairBatch, recipe: Recipe, weights: Sequence[float]) -> Tensor:
-    """A span against its partner and all spans of other texts, each once: vectors K of [2n, d_k]."""
+    """The loss of each span, once, against its partner and all spans of other texts. vectors: K of [2n, d_k]."""
     texts = torch.cat([pairs.query_hashes, pairs.passage_hashes]).tolist()
     partner = [(i + len(texts) // 2) % len(texts) for i in range(len(texts))]
     total = vectors[0].new_zeros(())
@@ -198,9 +198,9 @@ def _pooled(states: Tensor, attention: Tensor, recipe: Recipe) -> Tensor:
 
 
 def _naive_decoder(decoder: Any, asking: Tensor, states: Tensor, seen: Tensor) -> Tensor:
-    """One post-norm transformer layer over whole sequences [B, L, D], full score matrices.
+    """One post-norm transformer layer over whole sequences [B, L, D], with full score matrices.
 
-    asking: the queries' states; seen: bool [B, L or 1, L], what each of them may attend to.
+    asking: the states of the attention's queries; seen: bool [B, L or 1, L], the positions that each may attend to.
     """
     batch, length, hidden = states.shape
 
@@ -273,14 +273,14 @@ def _texts_of(batch: TextBatch | PairBatch) -> list[Tensor]:
 
 @torch.no_grad()
 def naive_teacher(texts: Sequence[Tensor], recipe: Recipe) -> Tensor:
-    """Unit vectors of the recipe's teacher, text by text: mean pooling of its last layer."""
+    """Unit vectors of the recipe's teacher, computed text by text: mean pooling of its last layer."""
     backbone = AutoModel.from_pretrained(recipe.teacher.model).eval()
     vectors = torch.stack([backbone(text[None].long()).last_hidden_state[0].mean(0) for text in texts])
     return F.normalize(vectors, dim=1)
 
 
 def naive_teaching(vectors: Sequence[Tensor], teacher: Tensor, recipe: Recipe, weights: Sequence[float]) -> Tensor:
-    """Every term of trainer/losses/distillation.py as its formula says it, over all texts at once."""
+    """Every term of trainer/losses/distillation.py as its formula reads, over all texts at once."""
     chosen, total, rows = recipe.teacher, torch.zeros(()), range(len(teacher))
     taught = teacher @ teacher.T
     for size, weight in zip(vectors, weights):
@@ -308,7 +308,7 @@ def naive_teaching(vectors: Sequence[Tensor], teacher: Tensor, recipe: Recipe, w
 
 @torch.no_grad()
 def naive_guide(batches: Sequence[PairBatch], recipe: Recipe) -> dict[str, Any]:
-    """Its similarities, text by text, each cut to the guide's own lengths, and its temperature."""
+    """The guide's similarities and temperature; texts are encoded one by one, cut to the guide's own lengths."""
     folder = Path(recipe.guide.model)
     settings, backbone = json.loads((folder / "barista.json").read_text()), AutoModel.from_pretrained(folder).eval()
     layers, dim = settings["ladder"][-1]
@@ -338,7 +338,7 @@ def naive_guide(batches: Sequence[PairBatch], recipe: Recipe) -> dict[str, Any]:
 
 
 def naive_false_negatives(batches: Sequence[PairBatch], targets: Tensor) -> Tensor:
-    """bool [n, m] over the batches together: a query's own text and its known positives are no negatives."""
+    """bool [n, m] over all batches: the passages that equal a query's text or a known positive, so no negatives."""
     known: dict[int, set[int]] = {}
     queries, passages = [], []
     for batch in batches:
@@ -361,11 +361,11 @@ def naive_false_negatives(batches: Sequence[PairBatch], targets: Tensor) -> Tens
 def _embed_naively(
     module: Any, batch: PairBatch, recipe: Recipe, sizes: Sequence[Size], *, step: int, rank: int
 ) -> list[Tensor]:
-    """K of [queries + passages, d]: without dropout one forward of everything, with dropout by the keyed chunks."""
+    """K of [queries + passages, d]: one forward pass for all texts, or with dropout one per keyed chunk."""
     texts = [batch.queries.tokens[a:b] for a, b in zip(batch.queries.offsets, batch.queries.offsets[1:])]
     texts += [batch.passages.tokens[a:b] for a, b in zip(batch.passages.offsets, batch.passages.offsets[1:])]
     if recipe.model.config.get("model_type") == "static":
-        # Every text has its two special tokens at its ends, which do not count.
+        # The two special tokens at the ends of a text do not count.
         table = module.backbone.embedding.weight
         whole = torch.stack([table[text[1:-1].long()].mean(0) for text in texts])
         return [whole[:, : size.dim] for size in sizes]
@@ -406,9 +406,9 @@ def naive_contrastive_loss(
     guide_temperature: float = 1.0,
     passage_query: Tensor | None = None,
 ) -> Tensor:
-    """The SRL losses with whole matrices; `queries`, `passages`: K of [n, d_k], [m, d_k], the last the full size.
+    """The SRL losses with whole matrices. `queries`, `passages`: K of [n, d_k] and [m, d_k]; the last is the full size.
 
-    excluded: bool [n, m]. guide: [n, m], its similarities. passage_query: int64 [m], whose each passage is.
+    excluded: bool [n, m]. guide: the guide's similarities [n, m]. passage_query: int64 [m], each passage's query.
     """
 
     def scores(q: Tensor, p: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Every test is in one lane, and none starts what it does not declare, whichever way it starts it."""
+"""Every test is in one lane, and no test starts a process that it does not declare, in whatever way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.launcher import launcher_command, run_process
 
 
 def test_every_test_is_in_one_lane(request: pytest.FixtureRequest) -> None:
-    """All that were collected, the deselected too."""
+    """This covers all tests that were collected, including the deselected ones."""
     items = request.config.stash[COLLECTED]
     assert request.node in items
     for item in items:
@@ -144,7 +144,7 @@ DECLARED = {*(f"test_by_mark[{way}]" for way in WAYS), "test_by_fixture", "test_
 
 @pytest.fixture
 def folder(processes: None, tmp_path: Path) -> Path:
-    """The planted tests, and a program that is a launcher by its name alone."""
+    """A folder with the planted tests and with a program that has only the name of a launcher."""
     (tmp_path / "test_planted.py").write_text(PLANTED)
     (tmp_path / "deepspeed").write_text("#!/bin/sh\n")
     (tmp_path / "deepspeed").chmod(0o755)
@@ -152,7 +152,7 @@ def folder(processes: None, tmp_path: Path) -> Path:
 
 
 def outcomes(folder: Path, *options: str) -> dict[str, str]:
-    """How the planted tests end in a pytest of their own."""
+    """The outcomes of the planted tests, run by a pytest of their own."""
     words = [sys.executable, "-m", "pytest", "--rootdir", str(folder), "-c", os.devnull, "-p", "no:cacheprovider"]
     words += ["--junitxml", str(folder / "report.xml"), *options, str(folder / "test_planted.py")]
     done = run_process(words, expect=None)
@@ -170,7 +170,7 @@ def test_what_is_not_declared_fails(folder: Path) -> None:
         "test_one_of_its_kind",
         "test_threads_are_no_processes",
     }
-    # Negative control: without our hooks and with fixtures that do nothing, all of them start and pass.
+    # Negative control: without our hooks, and with fixtures that do nothing, all planted tests start and pass.
     (folder / "conftest.py").write_text(
         "import pytest\n@pytest.fixture(scope='module')\ndef processes(): ...\nlauncher = processes"
     )
@@ -179,7 +179,7 @@ def test_what_is_not_declared_fails(folder: Path) -> None:
 
 
 def test_the_planted_tests_have_their_lanes(folder: Path) -> None:
-    """Also shows that `-m` sees the marks that the hook sets."""
+    """This also shows that `-m` sees the marks that the hook sets."""
     lanes = {
         "fast": {*UNDECLARED, "test_threads_are_no_processes"},
         "launch": {*DECLARED, "test_launcher_declared_as_a_process", "test_one_of_its_kind"},

@@ -1,4 +1,4 @@
-"""The direction of imports: trainer knows data and models, launch the torch-free parts."""
+"""The direction of imports: trainer may import data and models; launch may import only torch-free parts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ OURS = ("data", "models", "trainer", "launch", "tests")
 GROUND = "data.ground"
 ALLOWED = {
     "data": {"data"},
-    # Where a transformer lies in its folder, for its weights as for its tokenizer.
+    # data.model_folders knows a transformer's place in its folder, which weights and tokenizer share.
     "models": {"models", "data.model_folders", GROUND},
     "trainer": {"data", "models", "trainer"},
-    # All torch-free; the costs, so that a plan and a run's metrics cannot disagree about operations.
+    # All of these are torch-free. The costs are shared so that a plan and a run's metrics count the same operations.
     "launch": {
         "launch",
         "trainer.config",
@@ -33,12 +33,12 @@ ALLOWED = {
         GROUND,
     },
 }
-# More modules than this in one folder, and nobody finds anything there.
+# Nobody finds anything in a folder with more modules than this.
 MOST_MODULES = 26
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Absolute names of the modules of ours that a file imports."""
+    """Absolute names of our own modules that a file imports."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
@@ -60,7 +60,7 @@ def test_imports_run_in_one_direction(package):
 
 
 def rooms_and_arrows(folder: Path) -> dict[str, set[str]]:
-    """The rooms of a checkout and which others each imports from.
+    """Room -> the other rooms that it imports from, for all rooms of a checkout.
 
     A room is a folder below a package; a module at a package's own level is a room by itself.
     """
@@ -85,7 +85,7 @@ def rooms_and_arrows(folder: Path) -> dict[str, set[str]]:
 
 
 def circle_in(arrows: dict[str, set[str]]) -> list[str]:
-    """Rooms that import each other in a circle, or none."""
+    """The rooms that import each other in a circle; empty if there is no circle."""
     left = {room: set(others) for room, others in arrows.items()}
     while ends := [room for room, others in left.items() if not others & left.keys()]:
         for room in ends:
@@ -109,7 +109,7 @@ def test_a_circle_is_noticed(tmp_path):
 
 
 def test_no_import_of_ours_is_hidden():
-    """Imports stand at the top of a file, where arrows are seen; `if TYPE_CHECKING` and functions hide them."""
+    """Imports stand at the top of a file, where everybody sees them; `if TYPE_CHECKING` and functions hide them."""
     # mteb takes seconds to import, and most installations lack it.
     allowed = {("trainer/evaluate.py", "trainer.evaluation.mteb_model")}
     hidden = set()
@@ -146,7 +146,7 @@ ON_LOGIN_NODES = {
 
 
 def run_without_heavy_modules(code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a Python of its own, which fails if it imports what only compute nodes have."""
+    """Run code in a new Python process, which fails if the code imports modules that only compute nodes have."""
     asked = (
         f"import sys\n{code}\nheavy = set({HEAVY!r}) & set(sys.modules)\nsys.exit(f'imports {{heavy}}' if heavy else 0)"
     )

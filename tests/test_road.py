@@ -1,5 +1,5 @@
-"""The README's road in small, each step by its real command on two ranks: pre-train, be killed, resume, fine-tune,
-evaluate, export. What each of them must be in every case is tested beside its module; here they work together.
+"""The README's steps in small, each by its real command on two ranks: pre-train, be killed, resume, fine-tune,
+evaluate, export. Tests beside each module cover its cases; this module tests that the steps work together.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(launcher: None, folder: Path) -> tuple[Path, Trial]:
-    """A pre-training whose rank 1 is killed after step 5 of 18, and which is resumed; compared with an undisturbed."""
+    """A pre-training run whose rank 1 is killed after step 5 of 18, then resumed; compared with an undisturbed run."""
     whole = undisturbed(folder, folder, STAGE)
     moment = Moment(kind="step", step=5, share=0.0, target="rank 1", at_once=False)
     run = folder / "killed"
@@ -57,7 +57,7 @@ def killed(launcher: None, folder: Path) -> tuple[Path, Trial]:
 
 @pytest.fixture(scope="module")
 def tuned(launcher: None, folder: Path, killed: tuple[Path, Trial]) -> Path:
-    """A fine-tuning of what the killed run came to; a query is the first half of its passage."""
+    """A fine-tuning run from the model of the killed and resumed run; a query is the first half of its passage."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "shards" / "tokenizer")
     with SplitWriter(folder / "tuples", 0, kind="tuples", vocabulary_size=len(tokenizer)) as writer:
         for text in made_up_texts(64):

@@ -1,6 +1,6 @@
-"""What a run left behind against what the undisturbed run did, to the last digit.
+"""Comparison of a run's folder with the undisturbed run's, to the last digit.
 
-Numbers are compared as the texts they were written as. A step's samples are compared by rank and in order.
+Numbers are compared as the texts in the files. A step's samples are compared by rank and in order.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 from tests.run_folder import CLOCKED
 
 Document = tuple[int, int]  # (source, index within it)
-Facts = dict[int, str]  # by step
+Facts = dict[int, str]  # step -> fact
 
 
 @dataclass(frozen=True)
 class Differences:
-    """Nothing but zeros where a run is the undisturbed one."""
+    """All zeros if a run equals the undisturbed run."""
 
-    mismatched_steps: int  # whose record or samples differ, are missing, or came more than once
-    mismatched_weights: int  # 1 where the final weights differ in a bit
-    repeated_documents: int  # sightings beyond a document's first, and of what is no document
+    mismatched_steps: int  # steps whose record or samples differ, are missing, or came more than once
+    mismatched_weights: int  # 1 if the final weights differ in any bit
+    repeated_documents: int  # samples beyond a document's first, and samples that are no document of the epoch
     missed_documents: int
 
     def __add__(self, other: Differences) -> Differences:
@@ -36,9 +36,9 @@ NO_DIFFERENCES = Differences(0, 0, 0, 0)
 
 
 def step_records(run: Path) -> list[tuple[int, str]]:
-    """(step, its record without what a clock says) for each line of a step in metrics.jsonl, in the file's order.
+    """(step, its record without measured values) for each line of a step in metrics.jsonl, in the file's order.
 
-    A last line that was cut off is left out.
+    A truncated last line is left out.
     """
     try:
         text = (run / "metrics.jsonl").read_text(encoding="utf-8")
@@ -52,7 +52,7 @@ def step_records(run: Path) -> list[tuple[int, str]]:
 def compare(
     run: Path, undisturbed: Path, *, documents: Iterable[Document], before: Iterable[tuple[int, str]] = ()
 ) -> Differences:
-    """`documents`: those of the epoch. `before`: records that the run had at moments before its end."""
+    """The differences of two runs. `documents`: of the epoch. `before`: records that `run` had before its end."""
     wanted, wanted_samples = dict(step_records(undisturbed)), _samples_by_step(undisturbed)
     assert wanted and set(wanted) == set(wanted_samples), f"{undisturbed} lacks records"
     got = step_records(run)
@@ -76,11 +76,11 @@ def _text_of(record: dict[str, Any]) -> str:
 
 
 def _samples(run: Path) -> list[tuple[int, str, list[list[int]]]]:
-    """(step, rank's file, its samples) of each line of the sample logs."""
+    """(step, the rank's file, the samples) of each line of the sample logs."""
     found = []
     for path in sorted((run / "samples").glob("rank_*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # a line that was cut off: its documents are missed
+            with contextlib.suppress(json.JSONDecodeError):  # a truncated line; its documents count as missed
                 record = json.loads(line)
                 found.append((record["step"], path.name, record["samples"]))
     return found

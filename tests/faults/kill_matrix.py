@@ -62,7 +62,7 @@ MAX_STARTS = 8
 ENDING_SECONDS = 120.0
 RUN_SECONDS = 900.0
 SECOND_KILL_SHARE = 0.4
-# How often a launcher's death is followed by a start at once.
+# The share of launchers' deaths after which the next start comes at once.
 AT_ONCE_SHARE = 0.5
 MOMENTS = {"save": 0.6, "step": 0.2, "start": 0.1, "end": 0.1}
 _LOOK_SECONDS = 0.001
@@ -72,7 +72,7 @@ MUST_BE_0 = ("lost", *vars(NO_DIFFERENCES), "failed_starts", "unended", "orphans
 
 @dataclass(frozen=True)
 class Pace:
-    """How long the parts of an undisturbed run took, in seconds; random moments are drawn within them."""
+    """Seconds that the parts of an undisturbed run took; random moments are drawn within them."""
 
     start: float
     step: float
@@ -88,9 +88,9 @@ class Reference:
 
 @dataclass(frozen=True)
 class Moment:
-    kind: str  # of MOMENTS
-    step: int  # whose save, or whose end, it comes after
-    share: float  # of that part's time in the undisturbed run
+    kind: str  # a key of MOMENTS
+    step: int  # the moment comes after this step's end, or after the start of its save
+    share: float  # how far into that part, as a share of its time in the undisturbed run
     target: str
     at_once: bool  # the next start does not wait
 
@@ -129,7 +129,7 @@ def undisturbed(inputs: Path, folder: Path, stage: int) -> Reference:
 
 
 def draw_moment(rng: random.Random, *, saved_step: int) -> Moment:
-    """A moment of a start that goes on from `saved_step`."""
+    """Draw a moment in a start that resumes from `saved_step`."""
     saves = range(saved_step + SAVE_EVERY_STEPS - saved_step % SAVE_EVERY_STEPS, STEPS + 1, SAVE_EVERY_STEPS)
     possible = dict(MOMENTS) if saves else {kind: MOMENTS[kind] for kind in ("start", "end")}
     kind = rng.choices(list(possible), list(possible.values()))[0]
@@ -145,7 +145,10 @@ def draw_moment(rng: random.Random, *, saved_step: int) -> Moment:
 
 
 def kill_at(moment: Moment, started: Start, run: Path, pace: Pace) -> str | None:
-    """Kill the moment's target, or what there is above it; what was killed, or None where the start ended before."""
+    """Kill the moment's target or, if it is not there, a process above it.
+
+    Returns the name of the killed process, or None if the start ended before the moment.
+    """
     came = _sign(moment, started, run)
     victim: psutil.Process | None = None
     found_at = 0.0
@@ -170,7 +173,7 @@ def kill_at(moment: Moment, started: Start, run: Path, pace: Pace) -> str | None
 
 
 def _sign(moment: Moment, started: Start, run: Path) -> Callable[[], bool]:
-    """Whether the part that the moment lies in has begun; what a former start left does not count."""
+    """A function that tells whether the moment's part has begun; files of an earlier start do not count."""
 
     def is_new(path: Path) -> bool:
         try:
@@ -206,7 +209,10 @@ def run_trial(
     first: Moment | None = None,
     tamper: Callable[[Path], None] | None = None,
 ) -> Trial:
-    """Start, kill and resume until DONE. `first`: in place of a drawn moment. `tamper`: done once, after a kill."""
+    """Start, kill and resume a run until DONE.
+
+    `first`: the moment of the first kill, in place of a drawn one. `tamper`: called once, after a kill.
+    """
     trial = Trial(stage)
     began = time.monotonic()
     records: list[tuple[int, str]] = []
@@ -249,7 +255,7 @@ def run_trial(
 
 
 def _is_half_saved(run: Path, *, since: float) -> bool:
-    with contextlib.suppress(FileNotFoundError):  # ranks that are left behind go on with it
+    with contextlib.suppress(FileNotFoundError):  # orphaned ranks may still be finishing the save
         return any(path.stat().st_mtime >= since for path in (run / "checkpoints").glob("tmp-step_*"))
     return True
 
@@ -260,7 +266,7 @@ def _saved_step(run: Path) -> int:
 
 
 def _wait_for_the_end(started: Start, run: Path, trial: Trial) -> float:
-    """Seconds until nothing of the start lives, which is made so after ENDING_SECONDS."""
+    """Seconds until all processes of the start have ended; after ENDING_SECONDS they are killed."""
     began = time.monotonic()
     trial.unended += bool(_end_all(run, within_seconds=ENDING_SECONDS))
     started.process.wait()
@@ -268,7 +274,7 @@ def _wait_for_the_end(started: Start, run: Path, trial: Trial) -> float:
 
 
 def _end_all(run: Path, *, within_seconds: float) -> int:
-    """How many processes of the run had to be killed for not having ended by then."""
+    """The number of the run's processes that had not ended within `within_seconds` and had to be killed."""
     deadline = time.monotonic() + within_seconds
     while (left := list(processes(str(run)))) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -281,7 +287,7 @@ def _end_all(run: Path, *, within_seconds: float) -> int:
 
 
 def one_batch_back(run: Path) -> None:
-    """Negative control: the newest checkpoint says that the stream stands a batch before where it stood."""
+    """Negative control: change the newest checkpoint so that its stream position is one batch too early."""
     newest = Checkpointer(run / "checkpoints", keep=1).complete()[0]
     manifest = read_manifest(newest)
     manifest.pop("sha256")
@@ -323,7 +329,7 @@ def run_matrix(
     max_minutes: float = float("inf"),
     json_file: Path | None = None,
 ) -> dict[str, Any]:
-    """All trials, at the ZeRO stages in turn, and the control; the figures are written after each."""
+    """Run all trials, at the ZeRO stages in turn, and the control; the figures are written after each of them."""
     inputs = folder / "inputs"
     inputs.mkdir(parents=True)
     write_inputs(inputs)
@@ -350,7 +356,7 @@ def run_matrix(
         rng = random.Random(f"{seed}/{number}")
         trial = run_trial(run, inputs, references[stage], stage=stage, rng=rng)
         while not trial.kills and is_exact(figures([trial], control)):
-            # It was done before the moment came, which says nothing: once more, with another draw.
+            # The run was done before the moment came, which tests nothing, so the trial is repeated with another draw.
             run = run.with_name(f"{run.name}_again")
             trial = run_trial(run, inputs, references[stage], stage=stage, rng=rng)
         done.append(trial)
@@ -389,7 +395,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.folder and args.folder.exists():
         parser.error(f"--folder {args.folder} exists; name a new one")
-    # Ended, it ends what it has started.
+    # On SIGTERM the command exits normally, so that it ends the processes that it has started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as temporary:
         result = run_matrix(

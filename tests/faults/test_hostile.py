@@ -1,4 +1,4 @@
-"""The short form of the hostile cases, one a cause: nothing but sentences, results and clean folders."""
+"""The short form of the hostile cases, one per cause: commands end in a sentence or a result, with clean folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""That the harness notices: made-up commands that do each of the things which it looks for, and blameless ones."""
+"""The harness notices every fault that it looks for, shown by made-up commands with one fault each or with none."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Try = Callable[..., Result]
 
 @pytest.fixture
 def judged(tmp_path: Path) -> Try:
-    """What becomes of a command with this body and these expectations."""
+    """A function that runs a command with the given body and expectations, and returns its result."""
 
     def judge(
         body: str, *expect: Check, seconds: float = 20.0, variables: Mapping[str, str] = NO_BYTECODE, **fields: Any
@@ -84,7 +84,7 @@ def test_what_is_as_expected_is_ok(body: str, expect: Check, judged: Try) -> Non
 
 
 NOTICED = [
-    # the command's body, what was expected, verdict, what is said
+    # the command's body, the expectation, the verdict, words of the finding
     ("raise KeyError('x')", refused(), "traceback", 'fake.py", line 3'),
     ("raise KeyError('x')", done(), "traceback", "KeyError: 'x'"),
     ("import traceback\ntry: 1 / 0\nexcept ZeroDivisionError: traceback.print_exc()", done(), "traceback", "Zero"),
@@ -157,7 +157,7 @@ def test_a_process_that_lives_on_is_noticed_and_ended(session: bool, judged: Try
 
 
 def test_a_process_that_ends_a_little_later_is_nothing(judged: Try) -> None:
-    """It waits for the pipe that its parent's end closes, as multiprocessing's helpers do."""
+    """The process waits for a pipe that closes when its parent ends, as multiprocessing's helpers do."""
     waiting = "[sys.executable, '-c', 'import sys; sys.stdin.read()'], stdin=subprocess.PIPE"
     assert judged(f"subprocess.Popen({waiting})", done()).verdict == "ok"
 
@@ -212,7 +212,7 @@ def full(folder: Path, assets: object) -> Command:
 
 @pytest.mark.parametrize(("build", "said"), [(unreadable, "PermissionError"), (full, "No space left")])
 def test_rights_and_room_that_are_taken(build: Build, said: str, tmp_path: Path) -> None:
-    """A case can take rights and disk space from its command, where the machine permits that."""
+    """A case can take rights and disk space from its command, if the machine permits that."""
     (result,) = run_cases([Case(f"fake/{build.__name__}", build, (done(),))], None, tmp_path / "c")
     if result.verdict == "skipped":
         pytest.skip(result.said)

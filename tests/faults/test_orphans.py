@@ -1,8 +1,8 @@
-"""Ranks whose launcher was killed before they could look for it: they stop all the same.
+"""Ranks stop even if their launcher was killed before they could look for it.
 
-Processes stand in for the launchers, under whose names `StopRequests` knows them; the rank is a real one's listener.
-Only once the death has left its mark, another parent, does the rank begin to listen. Negative control: launchers that
-live, whatever is above them, ask for nothing.
+Processes stand in for the launchers and have the names by which `StopRequests` knows them; the rank runs the listener
+of a real rank. It begins to listen only after the launcher's death has given it another parent. Negative control: live
+launchers ask for nothing, whatever is above them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests import ROOT
 
 pytestmark = pytest.mark.processes
 
-# Waits for its stdin, which the test's end closes.
+# It waits for its stdin, which closes when the test ends.
 RANK = """
 import os, sys, time, psutil
 from trainer.resilience.stopping import StopRequests
@@ -31,7 +31,7 @@ with StopRequests() as stops:
     while stops.wanted() is None and time.monotonic() < deadline: time.sleep(0.05)
     print(stops.wanted(), flush=True)
 """
-# Starts what follows; the first line of a `deepspeed` tells the test whom to kill.
+# It prints its name and process id, so that the test can kill it, and starts the code in its further arguments.
 PARENT = """
 import os, subprocess, sys
 name, rest = sys.argv[1], sys.argv[2:]
@@ -41,7 +41,7 @@ subprocess.run([sys.executable, "-c", *rest])
 
 
 def listen(kill: str | None, *, parents: list[str], local_rank: bool = True, patience_seconds: float = 1.5) -> str:
-    """What a rank below `parents` is asked when the one named `kill` was killed before it listened."""
+    """The request that a rank below `parents` gets if the parent named `kill` was killed before the rank listened."""
     rank = RANK.format(orphaned=kill is not None, patience_seconds=patience_seconds)
     command = [sys.executable, "-c"]
     for name in parents:
@@ -73,7 +73,7 @@ def test_a_launcher_that_died_before_the_rank_listened_is_gone(killed: str) -> N
     [
         (["bin/deepspeed", LAUNCH], True),
         (["wrapper", LAUNCH], True),  # as over ssh
-        ([LAUNCH], True),  # the first of its session
+        ([LAUNCH], True),  # the launcher is the first process of its session
         (["bin/deepspeed", LAUNCH, "wrapper"], True),
         (["srun"], False),
     ],
@@ -83,7 +83,7 @@ def test_launchers_that_live_ask_for_nothing(parents: list[str], local_rank: boo
 
 
 def test_a_shell_that_goes_is_no_launcher() -> None:
-    """As after nohup, where ranks were started by hand."""
+    """A shell goes after nohup, when ranks were started by hand."""
     assert listen("shell", parents=["shell"], local_rank=False) == "None"
 
 
@@ -98,7 +98,7 @@ subprocess.run([sys.executable, "-c", {rank!r}], env=os.environ | started_by_me(
 
 @pytest.mark.parametrize("killed", [True, False])
 def test_training_ends_with_the_study_that_started_it(killed: bool) -> None:
-    """Without RANK, so that no launcher is looked for. Negative control: one that lives asks for nothing."""
+    """RANK is unset, so that the run looks for no launcher. Negative control: a study that lives asks for nothing."""
     rank = RANK.format(orphaned=killed, patience_seconds=60 if killed else 1.5)
     rank = rank.replace('os.environ["RANK"] = "0"', "")
     code = STARTED.format(rank=rank)

@@ -1,8 +1,8 @@
 """The run that is killed: a tiny masked model over one epoch of made-up documents, and one start of it on two ranks.
 
-One epoch exactly, with a short last batch, so that every document must be seen exactly once; dropout on, a loader
-worker a rank, a checkpoint every few steps. A start is the real `deepspeed` command in a session of its own. Every
-process below it carries MARK in its environment, whoever its parent has become, so none can hide.
+The run has exactly one epoch with a short last batch, so that every document must be seen exactly once. It has dropout,
+one loader worker per rank, and a checkpoint every few steps. A start is the real `deepspeed` command in a session of
+its own. Every process below it has MARK in its environment, so orphans can be found as well.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ STEPS = 18
 DOCUMENTS = GLOBAL_BATCH_SIZE * STEPS - 5
 SAVE_EVERY_STEPS = 3
 MARK = "BARISTA_KILL_MATRIX"
-# What may be killed.
+# The processes that may be killed.
 TARGETS = ("deepspeed", "launch", *(f"rank {rank}" for rank in range(RANKS)))
 
 
 def write_inputs(folder: Path) -> None:
-    """Shards, and a recipe and a ds_config a stage."""
+    """Write shards, and a recipe and a ds_config for each ZeRO stage."""
     from transformers import BertTokenizerFast
 
     shards = folder / "shards"
@@ -68,7 +68,7 @@ def write_inputs(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """One `deepspeed` command and what it started."""
+    """One `deepspeed` command and the processes that it started."""
 
     process: subprocess.Popen[bytes]
     mark: str
@@ -76,7 +76,7 @@ class Start:
     began: float  # seconds since the epoch
 
     def found(self, target: str) -> psutil.Process | None:
-        """The living process of that name in TARGETS, if there is one."""
+        """The living process of `target`, a name in TARGETS; None if there is none."""
         try:
             deepspeed = psutil.Process(self.process.pid)
             if target == "deepspeed":
@@ -93,7 +93,7 @@ class Start:
 
 
 def start(inputs: Path, run: Path, stage: int, *, mark: str) -> Start:
-    """Start a run of that stage in `run`, or go on with it; what it prints goes into a file beside the folder."""
+    """Start or resume a run of the ZeRO stage `stage` in `run`; its output goes into a file beside the folder."""
     recipe = ["--config", str(inputs / f"zero{stage}.toml"), f"--run.output={run}", "--resume", "auto"]
     command = launcher_command("trainer.pretrain", *recipe, ranks=RANKS)
     environment = {**environment_of_ranks(), MARK: mark}
@@ -105,7 +105,7 @@ def start(inputs: Path, run: Path, stage: int, *, mark: str) -> Start:
 
 
 def processes(mark: str) -> Iterator[psutil.Process]:
-    """All that live of a run's starts: launchers, ranks, loader workers, orphans."""
+    """All living processes of a run's starts: launchers, ranks, loader workers, orphans."""
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:

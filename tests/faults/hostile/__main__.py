@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-# Everything that is read when libraries are imported; a case's own environment is set in its fork.
+# These variables are read when libraries are imported; a case's own environment is set in its fork.
 os.environ.update(
     OMP_NUM_THREADS="1",
     DS_ACCELERATOR="cpu",
@@ -30,7 +30,7 @@ from tests.faults.hostile.case import Case, load_cases
 from tests.faults.hostile.rights import adopt_orphans
 from tests.faults.hostile.runner import MUST_BE_0, Result, figures, remove, run_cases
 
-# The commands that cases run, and what they import only when they need it.
+# The commands that cases run, and the modules that they import only when they need them.
 _WARM = (
     "data.prepare",
     "trainer.pretrain",
@@ -67,7 +67,7 @@ _WARM = (
 
 
 def warm_up() -> None:
-    """Import once what every case would: libraries start no thread by that, so that the process can be forked."""
+    """Import once what every case would import. The imports start no thread, so the process can be forked."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     for module in _WARM:
@@ -77,7 +77,7 @@ def warm_up() -> None:
     torch.set_num_threads(1)
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads run after the imports; a fork would lose all but one"
-    # What is there now never changes: collections in forks need not copy its pages.
+    # These objects never change, and freezing them keeps garbage collections in forks from copying their pages.
     gc.collect()
     gc.freeze()
 
@@ -101,7 +101,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     adopt_orphans()
     folder = Path(tempfile.mkdtemp(prefix="hostile-"))
-    # Libraries read it when they are imported, so that it is one for all cases.
+    # Libraries read HF_HOME when they are imported, so all cases share one.
     os.environ["HF_HOME"] = str(folder / "hf")
     parent = os.getpid()
     try:

@@ -1,4 +1,4 @@
-"""What all cases share, made once an invocation by the project's own commands: everything tiny."""
+"""The tiny assets that all cases share, made once per invocation by the project's own commands."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Assets:
-    """Read only: what a case changes, it copies first."""
+    """Read-only assets: a case must copy what it wants to change."""
 
     root: Path
 
     @property
     def tokenizer(self) -> Path:
-        """A WordPiece of 192 tokens: every lower-case word has pieces in it."""
+        """A WordPiece tokenizer of 192 tokens, with pieces for every lower-case word."""
         return self.root / "tokenizer"
 
     @property
@@ -64,7 +64,7 @@ class Assets:
 
     @property
     def bert(self) -> Path:
-        """A Hugging Face folder of 2 layers of 32, for model.source: weights, config and tokenizer."""
+        """A Hugging Face folder for model.source, 2 layers of width 32: weights, config and tokenizer."""
         return self.root / "bert"
 
     @property
@@ -88,7 +88,7 @@ class Assets:
         return self.finetuned_run / "model"
 
     def copy(self, asset: Path, to: Path) -> Path:
-        """The asset, for the case's own use."""
+        """Copy an asset for the case's own use; returns the copy's path."""
         if asset.is_dir():
             shutil.copytree(asset, to)
         else:
@@ -97,7 +97,7 @@ class Assets:
 
 
 def make_assets(root: Path) -> Assets:
-    """In a fork, so that the process that cases are forked from only ever imports."""
+    """Make all assets, in a fork: the process from which cases are forked must do nothing but import."""
     root.mkdir(parents=True)
     child = os.fork()
     if child == 0:
@@ -146,7 +146,7 @@ def _make(assets: Assets) -> None:
 
 
 def _run(folder: Path, command: Command, code: int = 0) -> None:
-    """With `folder` as its working folder."""
+    """Run a command with `folder` as its working folder."""
     keeper = Keeper(folder / "place", _SECONDS)
     keeper.make_folders()
     keeper.work.rmdir()

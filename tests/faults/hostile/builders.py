@@ -1,4 +1,4 @@
-"""What cases are built of: files of every format, recipes, commands, small disks, servers, and earlier commands.
+"""The parts of cases: files of every format, recipes, commands, small disks, servers, and earlier commands.
 
 The functions that need the case's own place (`ran`, `small_disk`, `serve`) know it from `keep`.
 """
@@ -48,7 +48,7 @@ _keeper: Keeper | None = None
 
 
 def keep(keeper: Keeper) -> None:
-    """Called once in the process that keeps a case."""
+    """Set the keeper for the functions below; called once in the process that keeps a case."""
     global _keeper
     _keeper = keeper
 
@@ -62,7 +62,7 @@ def _kept() -> Keeper:
 
 
 def write(path: Path, content: str | bytes) -> Path:
-    """The file, with the folders above it."""
+    """Write a file, and make the folders above it; returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
@@ -73,7 +73,7 @@ def jsonl(rows: Iterable[Any]) -> str:
 
 
 def lines(number: int, *, prefix: str = "the cat saw the dog") -> str:
-    """So many documents, each another."""
+    """JSON lines of `number` different documents."""
     return jsonl({"text": f"{prefix} {index}"} for index in range(number))
 
 
@@ -86,12 +86,12 @@ def gz(content: str | bytes) -> bytes:
 
 
 def deep(levels: int = 100_000) -> str:
-    """JSON that is nested beyond every reader's recursion."""
+    """JSON that is nested deeper than any reader's recursion limit."""
     return "[" * levels + "]" * levels
 
 
 def change_json(path: Path, change: Callable[[Any], Any]) -> None:
-    """`change` mutates the value, or returns another one."""
+    """Change the value in a JSON file; `change` mutates it, or returns another value."""
     value = json.loads(path.read_bytes())
     changed = change(value)
     path.write_text(json.dumps(value if changed is None else changed))
@@ -105,7 +105,7 @@ def beir(
     qrels: str | bytes | None = None,
     split: str = "test",
 ) -> Path:
-    """A BEIR folder of three queries and six documents, of which any file may be given."""
+    """A BEIR folder of three queries and six documents; the content of any of its files may be given."""
     documents = [{"_id": f"d{i}", "title": "", "text": f"{word} and milk"} for i, word in enumerate(_WORDS)]
     asked = [{"_id": f"q{i}", "text": f"what is {word}"} for i, word in enumerate(_WORDS[:3])]
     judged = "query-id\tcorpus-id\tscore\n" + "".join(f"q{i}\td{i}\t1\n" for i in range(3))
@@ -119,7 +119,7 @@ _WORDS = ("coffee", "water", "bread", "house", "river", "stone")
 
 
 def change_tensors(file: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
-    """The tensors of a safetensors file (torch's), mutated or replaced by what `change` returns."""
+    """Change the torch tensors of a safetensors file; `change` mutates them, or returns others."""
     from safetensors.torch import load_file, save_file
 
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
@@ -127,7 +127,7 @@ def change_tensors(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]
 
 
 def safetensors_header(size: int) -> bytes:
-    """The first bytes of a safetensors file whose header is said to be so long."""
+    """The first bytes of a safetensors file, which say that its header has `size` bytes."""
     return struct.pack("<Q", size)
 
 
@@ -135,7 +135,7 @@ def safetensors_header(size: int) -> bytes:
 
 
 def prepare(assets: Assets, kind: str, *arguments: str, output: str = "out", processes: int = 1) -> Command:
-    """data.prepare of inputs, with further options among them."""
+    """A data.prepare command. `arguments`: inputs and further options."""
     words = (kind, *arguments, "--output", output, "--tokenizer", str(assets.tokenizer), "--processes", str(processes))
     return Command("data.prepare", words, outputs=(output,))
 
@@ -144,14 +144,14 @@ TUPLE_LENGTHS = {"query_max_length": 16, "passage_max_length": 32, "num_negative
 
 
 def recipe_values(shards: Path | str, task: str = "masked", **sections: Mapping[str, Any]) -> Values:
-    """A tiny recipe as nested tables, into the run folder `run`; `sections` are laid over it key by key."""
+    """A tiny recipe as nested tables, with the run folder `run`; the keys in `sections` override it one by one."""
     values: Values = {
         "run": {"seed": 7, "output": "run"},
         "model": {"config": dict(MODEL), "ladder": LADDER},
         "data": {
             "shards": [str(shards)],
             "num_workers": 0,
-            # A key that the objective does not read would be refused.
+            # The lengths depend on the task, because a key that the objective does not read is refused.
             **({"max_length": 32} if task == "masked" else TUPLE_LENGTHS),
         },
         "objective": {"name": task},
@@ -167,16 +167,16 @@ def recipe_values(shards: Path | str, task: str = "masked", **sections: Mapping[
 
 
 def train(folder: Path, values: Values, *overrides: str, name: str = "recipe.toml") -> Command:
-    """Writes the recipe and trains by it; `overrides`: --section.key=value, --resume auto."""
+    """Write the recipe, and return the command that trains by it. `overrides`: --section.key=value, --resume auto."""
     write(folder / name, tomli_w.dumps(values))
     module = "trainer.pretrain" if values["objective"]["name"] == "masked" else "trainer.finetune"
     return Command(module, ("--config", name, *overrides), outputs=(str(values["run"]["output"]),))
 
 
 def ranks(command: Command, *others: Command, world_size: int = 2, one_host: bool = False) -> list[Command]:
-    """The command as ranks of one job: rank 0, and `others` or the same again for the rest.
+    """The commands of one job's ranks: `command` is rank 0, `others` are the next ranks, and the last is repeated.
 
-    one_host: they are local ranks 0, 1, …; otherwise every one is the only rank of a host.
+    one_host: they are local ranks 0, 1, …; otherwise each is the only rank of its host.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -197,7 +197,7 @@ def ranks(command: Command, *others: Command, world_size: int = 2, one_host: boo
 
 
 def evaluate(model: Path | str, *arguments: str, outputs: Sequence[str] = ()) -> Command:
-    """trainer.evaluate sizes of one model."""
+    """A command `trainer.evaluate sizes` for one model."""
     return Command("trainer.evaluate", ("sizes", "--model", str(model), *arguments), outputs=tuple(outputs))
 
 
@@ -219,7 +219,7 @@ def mine(model: Path | str, *arguments: str, output: str = "mined") -> Command:
 
 
 def ran(command: Command, *others: Command, code: int | None = 0) -> Ended:
-    """Run an earlier command of the story; its end, which must be `code` (None: any)."""
+    """Run an earlier command of the case, which must end with `code` (None: any); returns how it ended."""
     ended, survivors = run_commands(_kept(), [command, *others])
     assert code is None or ended[0].code == code, f"{command.module} ended with {ended[0].code}: {ended[0].err[-600:]}"
     assert not survivors, f"{command.module} left {survivors}"
@@ -227,7 +227,7 @@ def ran(command: Command, *others: Command, code: int | None = 0) -> Ended:
 
 
 def small_disk(path: Path, kib: int) -> SmallDisk:
-    """A file system of so few KiB at the folder, until the case ends; or Skip."""
+    """Mount a file system of `kib` KiB at the folder until the case ends. Raises Skip if the machine cannot."""
     return mount_small_disk(path, kib)
 
 
@@ -235,9 +235,9 @@ Answer = Callable[[http.server.BaseHTTPRequestHandler], bool]
 
 
 def serve(folder: Path, answer: Answer | None = None) -> str:
-    """An HTTP server of the folder's files, until the case ends; its address.
+    """Start an HTTP server of the folder's files that runs until the case ends; returns its address.
 
-    answer: asked first at every GET; it answers itself and returns True, or returns False.
+    answer: called first at every GET; it either answers and returns True, or returns False.
     """
 
     class Handler(http.server.SimpleHTTPRequestHandler):
@@ -268,7 +268,7 @@ def serve(folder: Path, answer: Answer | None = None) -> str:
 
 
 def answer_with(handler: http.server.BaseHTTPRequestHandler, code: int, body: bytes = b"", **headers: str) -> bool:
-    """A whole answer of a server; True, as an Answer returns."""
+    """Send a whole answer from a server; returns True, as an Answer must."""
     handler.send_response(code)
     for name, value in {"Content-Length": str(len(body)), **headers}.items():
         handler.send_header(name.replace("_", "-"), value)
@@ -278,7 +278,7 @@ def answer_with(handler: http.server.BaseHTTPRequestHandler, code: int, body: by
 
 
 def wait_for(happened: Callable[[], bool], *, seconds: float = 60.0) -> None:
-    """For `meanwhile`: until a file is there, a line is logged."""
+    """Wait, in `meanwhile`, until for example a file exists or a line is logged."""
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline, f"it did not happen within {seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""What a case is, and how cases are registered: by `case` and `family`, in modules named cases_*."""
+"""Cases, and their registration by `case` and `family` in modules named cases_*."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _NAME = re.compile(r"[a-z]+(/[a-z0-9][a-z0-9.=+-]*)+")
 
 @dataclass(frozen=True)
 class Command:
-    """One process: a module as `python -m` runs it, or with `module=""` any program."""
+    """One process: a module as `python -m` runs it, or any program if `module` is empty."""
 
     module: str
     arguments: tuple[str, ...] = ()
-    # What it may write, below the working folder; all else must stay as it was.
+    # The paths below the working folder that it may write; everything else must stay as it was.
     outputs: tuple[str, ...] = ()
-    environment: Mapping[str, str | None] = field(default_factory=dict)  # over the case's; None: without it
+    environment: Mapping[str, str | None] = field(default_factory=dict)  # over the case's; None removes
     stdin: bytes = b""
-    # As a user who may not read and write everything; root otherwise could.
+    # Run it like an ordinary user, who may not read and write everything, as root could.
     without_rights: bool = False
     limits: Mapping[int, int] = field(default_factory=dict)  # resource.RLIMIT_… -> its value
     own_process: bool = False
     meanwhile: Callable[[int], None] | None = None
 
     def but(self, *more: str, **changes: Any) -> Command:
-        """The same with more arguments or other fields."""
+        """The same command with more arguments or other fields."""
         return replace(self, arguments=(*self.arguments, *more), **changes)
 
 
@@ -52,7 +52,7 @@ class Case:
     quick: bool = False
     secrets: tuple[str, ...] = ()
     may_leave: tuple[str, ...] = ()  # patterns of paths below the working folder
-    seconds: float = 60.0  # the limit of its commands
+    seconds: float = 60.0  # the time limit of its commands
 
     def __post_init__(self) -> None:
         assert _NAME.fullmatch(self.name), f"{self.name!r}: use lower-case words with hyphens, such as area/what-is-odd"
@@ -70,7 +70,7 @@ CASES: dict[str, Case] = {}
 
 
 def case(name: str, *expect: Check, **fields: Any) -> Callable[[Build], Build]:
-    """Register the decorated `build(folder, assets)` as a case; `fields`: those of Case."""
+    """Register the decorated `build(folder, assets)` as a case. `fields`: further fields of Case."""
 
     def register(build: Build) -> Build:
         _add(Case(name, build, expect, **fields))
@@ -80,12 +80,12 @@ def case(name: str, *expect: Check, **fields: Any) -> Callable[[Build], Build]:
 
 
 def row(name: str, *given: Any, **changes: Any) -> Row:
-    """One member of a family: its name, what `build` is given, and where it differs (expect=, cause=, quick=, …)."""
+    """One member of a family: its name, the arguments for `build`, and the fields that differ (expect=, cause=, …)."""
     return Row(name, given, changes)
 
 
 def family(prefix: str, rows: Iterable[Row], *expect: Check, **fields: Any) -> Callable[[Build], Build]:
-    """Register `build(folder, assets, *given)` once a row, as PREFIX/ROW; a row's own fields win."""
+    """Register `build(folder, assets, *given)` once per row, as PREFIX/ROW; a row's own fields override `fields`."""
 
     def register(build: Build) -> Build:
         for each in rows:

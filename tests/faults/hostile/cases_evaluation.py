@@ -1,4 +1,4 @@
-"""Evaluation: inputs that are damaged or ambiguous, outputs, stored vectors, results of others."""
+"""Evaluation: damaged or ambiguous inputs, outputs, stored vectors, and results of other evaluations."""
 
 from __future__ import annotations
 
@@ -334,9 +334,9 @@ def _(folder: Path, assets: Assets, damage: Callable[[bytes], bytes]) -> Command
     done(),
 )
 def _(folder: Path, assets: Assets, content: str) -> Command:
-    """What an ended evaluation left, and cannot be read, is made again."""
+    """Partial results of an interrupted evaluation that cannot be read are made again."""
     write(folder / "o" / "parts" / "trained_beir.json", content)
-    # Figures: matplotlib keeps a cache of fonts.
+    # The figures are drawn with matplotlib, which writes a cache of fonts.
     fonts = {"MPLCONFIGDIR": "fonts", "XDG_CACHE_HOME": "fonts"}
     command = evaluate(assets.model, "--beir", str(assets.beir), "--output", "o", outputs=("o", "fonts"))
     return command.but(environment=fonts)

@@ -1,4 +1,4 @@
-"""launch.submit, status, node, doctor, plan: odd names, run folders that are damaged, environments, secrets."""
+"""launch.submit, status, node, doctor and plan: odd names, damaged run folders, environments, secrets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.faults.hostile.case import Command, Row, case, family, row
 from tests.faults.hostile.verdict import Outcome, check, done, done_and_said, either, misused, refused
 
 SECRET = "ownKeyOfTheJob"
-# A stand-in for Slurm, which runs the script that it is given up to where training would begin.
+# A stand-in for Slurm, which runs its script up to the line where training would begin.
 SBATCH = """#!/bin/bash
 for last; do :; done
 sed '/^run=/,$d' "$last" > head.sbatch
@@ -31,7 +31,7 @@ echo 4242
 
 
 def slurm(folder: Path, command: Command, *, squeue: str = "exit 1") -> Command:
-    """The command with stand-ins for Slurm's own."""
+    """The command, with stand-ins for Slurm's commands on its PATH."""
     for name, text in {"sbatch": SBATCH, "squeue": f"#!/bin/sh\n{squeue}\n", "scancel": "#!/bin/sh\n"}.items():
         write(folder / "bin" / name, text).chmod(0o755)
     return command.but(environment={**command.environment, "PATH": f"{folder / 'bin'}:/usr/bin:/bin"})
@@ -230,7 +230,7 @@ def _(folder: Path, assets: Assets, record: str) -> Command:
     cause=15,
 )
 def _(folder: Path, assets: Assets, words: tuple[str, ...]) -> Command:
-    """By stand-ins for Slurm; the secret must be in nothing that others can read."""
+    """Submit through stand-ins for Slurm; the secret must be in no file that others can read."""
     return slurm(folder, submit(folder, assets, *words, dry_run=False).but(environment={"KEY_OF_MINE": SECRET}))
 
 
@@ -260,7 +260,7 @@ def _(folder: Path, assets: Assets, address: str) -> Command:
 
 
 def private(outcome: Outcome, folder: str) -> str | None:
-    """Which of a folder's files others may read; None: none."""
+    """The name and mode of a file in the folder that others may read; None if there is none."""
     for path in (outcome.folder / folder).iterdir():
         if path.is_file() and stat.S_IMODE(path.stat().st_mode) != 0o600:
             return f"{path.name} is of mode {stat.S_IMODE(path.stat().st_mode):o}"
@@ -287,7 +287,7 @@ def address_of(folder: Path, assets: Assets) -> str:
     cause=15,
 )
 def _(folder: Path, assets: Assets, named: bool) -> Command:
-    """It trains, is exported and goes on, and the password is in no file and no line."""
+    """The run trains, is exported and goes on; the password is in no file and in no printed line."""
     address = address_of(folder, assets)
     environment = {"BARISTA_KEY": SECRET}
     values = recipe_values(address.replace(SECRET, "${BARISTA_KEY}") if named else address)

@@ -1,4 +1,4 @@
-"""Model folders that are damaged or forged, before every command that reads one."""
+"""Damaged or forged model folders, given to every command that reads one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Damage = Callable[[Path], object]
 
 
 def command_on(which: str, folder: Path, assets: Assets) -> Command:
-    """One of the commands, reading the model at `model`."""
+    """The command named `which`, reading the model in the folder `model`."""
     if which == "finetune":
         values = recipe_values(assets.tuples, "contrastive", train={"steps": 2})
         values["model"] |= {"config": {}, "source": "model"}
@@ -52,7 +52,7 @@ ALL = ("finetune", "evaluate", "export", "mine")
 
 
 def for_each_command(name: str, damage: Damage, *, commands: tuple[str, ...] = ALL, **fields: Any) -> Iterator[Row]:
-    """A row a command; the short form has the first alone."""
+    """One row per command; only the first command is in the short form."""
     for which in commands:
         quick = fields.get("quick", False) and which == commands[0]
         yield row(f"{name}-{which}", which, damage, **{**fields, "quick": quick})
@@ -89,7 +89,7 @@ def set_settings(**changes: object) -> Damage:
 
 
 def scaled(tensor: str, change: Callable[[Any], Any]) -> Damage:
-    """One tensor of the weights, by a part of its name, changed."""
+    """Damage that changes one tensor of the weights, found by a part of its name."""
 
     def damage(model: Path) -> None:
         def change_one(tensors: dict) -> None:
@@ -102,7 +102,7 @@ def scaled(tensor: str, change: Callable[[Any], Any]) -> Damage:
 
 
 def without(tensor: str) -> Damage:
-    """One tensor alone is gone."""
+    """Damage that removes the tensors with `tensor` in their name."""
 
     def damage(model: Path) -> None:
         change_tensors(model / WEIGHTS, lambda tensors: {n: each for n, each in tensors.items() if tensor not in n})
@@ -111,7 +111,7 @@ def without(tensor: str) -> Damage:
 
 
 def with_more(model: Path) -> None:
-    """A layer that the configuration does not have."""
+    """Add a layer to the weights that the configuration does not have."""
 
     def change(tensors: dict) -> None:
         for name in [name for name in tensors if "layer.1." in name]:
@@ -121,7 +121,7 @@ def with_more(model: Path) -> None:
 
 
 class Touch:
-    """Pickled, it makes a file when it is read."""
+    """An object whose pickle makes a file when it is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -131,7 +131,7 @@ class Touch:
 
 
 def bomb(name: str, *, zipped: bool = False) -> Damage:
-    """Code in place of weights, which makes the file `ran` beside the model."""
+    """Damage that puts code in place of weights; if it runs, it makes the file `ran` beside the model."""
 
     def damage(model: Path) -> None:
         import torch
@@ -200,14 +200,14 @@ def no_tokenizer(model: Path) -> None:
 
 
 def other_tokenizer(change: Callable[[dict[str, int]], dict[str, int]]) -> Damage:
-    """The vocabulary of the tokenizer, changed."""
+    """Damage that changes the tokenizer's vocabulary."""
     return lambda model: change_json(
         model / "tokenizer.json", lambda value: value["model"].update(vocab=change(value["model"]["vocab"]))
     )
 
 
 def shuffled(vocabulary: dict[str, int]) -> dict[str, int]:
-    """Of the same size, with other ids for words."""
+    """A vocabulary of the same size, with other ids for words."""
     words = sorted(vocabulary, key=vocabulary.__getitem__)
     return {word: index for index, word in enumerate([*words[:5], *reversed(words[5:])])}
 
@@ -222,7 +222,7 @@ def smaller(vocabulary: dict[str, int]) -> dict[str, int]:
 
 REFUSED: Check = refused("model")
 THREE = ("finetune", "evaluate", "export")
-READERS = ("evaluate", "export", "mine")  # of barista.json and of the tokenizer beside it
+READERS = ("evaluate", "export", "mine")  # commands that read barista.json and the tokenizer beside it
 DEEP = deep()
 
 
@@ -333,7 +333,7 @@ def _(folder: Path, assets: Assets, which: str, damage: Damage) -> Command:
     cause=10,
 )
 def _(folder: Path, assets: Assets, which: str, damage: Damage) -> Command:
-    """Without a fingerprint its size alone can tell."""
+    """Without a fingerprint, only its size shows that a tokenizer is a wrong one."""
     model = assets.copy(assets.model, folder / "model")
     set_settings(tokenizer=None)(model)
     other_tokenizer(larger)(model)
@@ -462,7 +462,7 @@ def _(folder: Path, assets: Assets, other: str) -> Command:
 
 @case("models/soup-beside-a-link", done(), absent("soup/secret.json"), absent("soup/notes"))
 def _(folder: Path, assets: Assets) -> Command:
-    """What lies beside the first model's files is not copied."""
+    """Other files in the first model's folder are not copied."""
     assets.copy(assets.model, folder / "a")
     assets.copy(assets.model, folder / "b")
     (folder / "a" / "secret.json").symlink_to("/etc/passwd")

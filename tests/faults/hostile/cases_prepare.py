@@ -1,4 +1,4 @@
-"""data.prepare: files, columns, compression, ids, names, options, outputs, tokenizers, and the same command again."""
+"""data.prepare: files, columns, compression, ids, names, options, outputs, tokenizers, and repeated commands."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read(samples: int) -> tuple[Check, ...]:
 
 
 def nothing_left(*naming: str) -> tuple[Check, ...]:
-    """Refused, and the output is as if the command had never been."""
+    """The command is refused, and the output is as if it had never run."""
     return refused(*naming), absent("out")
 
 
@@ -52,7 +52,7 @@ def long_frames(content: str) -> bytes:
 
 
 def flushed(content: str) -> bytes:
-    """Blocks that end with a line, so that a cut between two leaves whole lines."""
+    """Compressed blocks of one line each, so that a cut between two blocks leaves whole lines."""
     compressor = zstandard.ZstdCompressor().compressobj()
     parts = []
     for line in content.splitlines(keepends=True):
@@ -169,7 +169,7 @@ def _(folder: Path, assets: Assets, name: str, content: str | bytes) -> Command:
     return prepare(assets, "documents", name)
 
 
-# What other files gave may stay in the output, so that the same command goes on with it.
+# Results from the other files may stay in the output, so that the same command can go on with them.
 @case("prepare/zst-one-of-three-cut-by-three-bytes", refused("2.jsonl.zst", "missing"), cause=1, quick=True)
 def _(folder: Path, assets: Assets) -> Command:
     for number in (1, 2, 3):
@@ -187,7 +187,7 @@ def _(folder: Path, assets: Assets) -> Command:
     seconds=120.0,
 )
 def _(folder: Path, assets: Assets, ending: str, mib: str) -> Command:
-    """Three megabytes of gzip: what stands for it must never be in memory whole."""
+    """A file of about a megabyte that decompresses to a gigabyte, which must never be in memory whole."""
     if ending == "gz":
         member = gz(b"x" * 2**24)
         write(folder / "a.txt.gz", b"".join([member] * 65))
@@ -296,7 +296,7 @@ def _(folder: Path, assets: Assets, positive: Any) -> Command:
 
 
 def passages(*expected: int) -> Check:
-    """The numbers of passages of the samples, sorted."""
+    """A check of the samples' numbers of passages, in sorted order."""
 
     def look(outcome: Any) -> bool | str:
         from data.shards.reader import ShardFolder

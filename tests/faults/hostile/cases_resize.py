@@ -1,4 +1,4 @@
-"""Models made to work at every size: folders, texts and pairs that are not what `trainer.resize` needs."""
+"""trainer.resize: model folders, texts and pairs that it cannot use."""
 
 from __future__ import annotations
 

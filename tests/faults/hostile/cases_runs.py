@@ -1,4 +1,4 @@
-"""Training runs: ranks that disagree, checkpoints, resuming, run folders that are full or odd, recipes, ds_config."""
+"""Training runs: ranks that disagree, checkpoints, resuming, full or odd run folders, recipes, ds_config."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def resume(folder: Path, assets: Assets, *overrides: str, how: str = "auto") -> 
 
 
 def stopped(folder: Path, assets: Assets) -> Path:
-    """A run stopped at step 4, at `run`; its newest checkpoint."""
+    """Copy a run that stopped at step 4 to `run`; returns its newest checkpoint."""
     return assets.copy(assets.stopped_run, folder / "run") / "checkpoints" / "step_00000004"
 
 
@@ -128,7 +128,7 @@ def _(folder: Path, assets: Assets) -> Command:
 
 @family("runs/clock-stepped", [row(f"by{seconds:+d}", seconds) for seconds in (1, -3600)], done(), cause=12)
 def _(folder: Path, assets: Assets, seconds: int) -> Command:
-    """By another btime in /proc/stat, below a launcher: the keeper of this case."""
+    """The clock is set by another btime in /proc/stat; the keeper of this case stands in for a launcher."""
     stat = write(folder / "stat", Path("/proc/stat").read_text())
     mount_over(stat, Path("/proc/stat"))
 
@@ -150,7 +150,7 @@ def _(folder: Path, assets: Assets) -> Command:
             os.kill(child.pid, signal.SIGSTOP)
 
     values = recipe_values(assets.documents, data={"num_workers": 1}, train={"steps": 10_000, "hang_seconds": 2.0})
-    # A process that ends at once leaves the temporary folder of multiprocessing.
+    # A process that ends abruptly leaves multiprocessing's temporary folder behind.
     (folder / "temporary").mkdir()
     outputs, place = ("run", "temporary"), {"TMPDIR": str(folder / "temporary")}
     return train(folder, values).but(meanwhile=stop, outputs=outputs, environment=place)
@@ -187,7 +187,7 @@ def manifest_of(content: bytes) -> Callable[[Path], object]:
 
 
 def forged(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """A manifest that agrees with itself."""
+    """Damage that changes a manifest and renews its checksum, so that the manifest agrees with itself."""
 
     def forge(checkpoint: Path) -> None:
         path = checkpoint / "manifest.json"

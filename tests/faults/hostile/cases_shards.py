@@ -29,7 +29,7 @@ SECRET = "s3cr3tOfTheServer"
 
 
 def _with_hole(path: Path, text: str) -> None:
-    """JSON text in the place of a value, for what Python's own json module does not write."""
+    """Put JSON text in the place of the value "HOLE", for texts that Python's json module does not write."""
     path.write_text(path.read_text().replace('"HOLE"', text))
 
 
@@ -58,7 +58,7 @@ def _with_hole(path: Path, text: str) -> None:
     cause=25,
 )
 def _(folder: Path, assets: Assets, key: str, value: str) -> Command:
-    """The first shard's record, with a value as its JSON text."""
+    """Change one value in the first shard's record; `value` is its JSON text."""
     manifest = assets.copy(assets.documents, folder / "sh") / "manifest.json"
     change_json(manifest, lambda content: content["shards"][0].update({key: "HOLE"}))
     _with_hole(manifest, value)
@@ -226,7 +226,7 @@ def _(folder: Path, assets: Assets) -> Command:
     ],
 )
 def _(folder: Path, assets: Assets, make: Any) -> Command:
-    """In a temporary folder of the case's own."""
+    """The odd default cache is in a temporary folder of the case's own."""
     (folder / "t").mkdir(mode=0o700)
     make(folder / "t" / f"barista-{os.getuid()}")
     command = train(folder, recipe_values(serve(assets.documents)))
@@ -289,7 +289,7 @@ def _(folder: Path, assets: Assets, address: str) -> Command:
 
 
 def _own(assets: Assets, part: str, code: int, body: bytes = b"", **headers: str) -> str:
-    """A server that answers for one path by itself."""
+    """Start a server of the documents' shards that gives this answer for paths ending in `part`."""
 
     def answer(handler: http.server.BaseHTTPRequestHandler) -> bool:
         return handler.path.endswith(part) and answer_with(handler, code, body, **headers)

@@ -1,6 +1,7 @@
 """Commands as processes: forks of a warm one that run a module as `python -m` does, or programs of their own.
 
-Who runs them is their keeper: one process a case, which adopts what they leave behind and so can see and end it.
+Each case has a keeper process that runs its commands. It adopts the processes that they leave behind, and so can see
+and end them.
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ from tests.faults.hostile.rights import Skip, drop_rights
 from tests.faults.hostile.verdict import Ended
 
 ROOT = Path(__file__).resolve().parents[3]
-# What a process may take to end after its command: helpers that see a closed pipe, workers that are told to go.
+# The time that processes may take to end after their command, such as helpers that wait for a pipe to close.
 ENDING_SECONDS = 5.0
 _LOOK_SECONDS = 0.005
 _SKIP_FILE = "skip"
-# Every case has these in its environment, as a user's shell may, and they must come up nowhere.
+# Every case has these in its environment, as a user's shell may have them. They must appear nowhere.
 AMBIENT_SECRETS = {
     "HF_TOKEN": "hf_ambientSecretOfTheShell",
     "WANDB_API_KEY": "ambientKeyOfTheDashboard",
     "AWS_SECRET_ACCESS_KEY": "ambientKeyOfTheBucket",
 }
-# Of the harness' own environment, what a case sees.
+# The variables of the harness' own environment that a case sees.
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 
 
 @dataclass
 class Keeper:
-    """The place of one case, and the processes that are no commands of it (servers)."""
+    """The place of one case, and its helper processes that are no commands, such as servers."""
 
     place: Path
     seconds: float = 60.0
@@ -64,7 +65,7 @@ class Keeper:
             (self.place / name).mkdir(parents=True, exist_ok=True)
 
     def environment(self) -> dict[str, str]:
-        """Without the caller's ranks, tokens and caches."""
+        """The environment of the case's commands, without the caller's ranks, tokens and caches."""
         return {
             **{name: os.environ[name] for name in _PASSED_ON if name in os.environ},
             **AMBIENT_SECRETS,
@@ -79,7 +80,10 @@ class Keeper:
 
 
 def run_commands(keeper: Keeper, commands: Sequence[Command]) -> tuple[list[Ended], tuple[str, ...]]:
-    """Run them at the same time to their end, or to the limit; what they printed, and what of theirs lived on."""
+    """Run commands at the same time, until they end or reach the time limit.
+
+    Returns how each ended, with its output, and the processes that they left behind.
+    """
     began = time.monotonic()
     first = keeper.started
     children = {}
@@ -117,7 +121,7 @@ def _streams(keeper: Keeper, number: int) -> tuple[str, str]:
 
 
 def _collect(children: dict[int, int], codes: dict[int, tuple[int, float]], began: float) -> bool:
-    """Take one process that has ended from the kernel; whether there was one."""
+    """Reap one child process that has ended; returns whether there was one."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -146,7 +150,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _wait_for_the_last(keeper: Keeper) -> tuple[str, ...]:
-    """What lives on after it had time to end."""
+    """The processes that still live after they had time to end."""
     deadline = time.monotonic() + ENDING_SECONDS
     while (living := _below(keeper)) and time.monotonic() < deadline:
         _collect({}, {}, 0.0)
@@ -161,7 +165,7 @@ def _wait_for_the_last(keeper: Keeper) -> tuple[str, ...]:
 
 
 def _end_all(keeper: Keeper) -> bool:
-    """Whether there was still something to end, or to be taken from the kernel."""
+    """Kill all remaining processes; returns whether there are children that still have to be reaped."""
     for process in _below(keeper):
         try:
             process.kill()
@@ -229,7 +233,7 @@ def _become(keeper: Keeper, command: Command, environment: dict[str, str]) -> No
 
 
 def _run_module(command: Command) -> NoReturn:
-    """As `python -m` would, from its arguments to its exit code."""
+    """Run a module as `python -m` would, from its arguments to its exit code."""
     tempfile.tempdir = None
     sys.argv = [command.module, *command.arguments]
     sys.path[:] = [str(Path.cwd()), str(ROOT), *(each for each in sys.path if each not in ("", str(ROOT)))]
@@ -238,7 +242,7 @@ def _run_module(command: Command) -> NoReturn:
     sys.stderr = sys.__stderr__ = _stream(2, "backslashreplace")  # type: ignore[misc]
     logging.root.handlers.clear()
     logging.root.setLevel(logging.WARNING)
-    # Imported by the warm process, and about to be run.
+    # The warm process has imported the module, which is now run anew.
     sys.modules.pop(command.module, None)
     _forget_exit_functions()
     code = 0
@@ -251,7 +255,7 @@ def _run_module(command: Command) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         code = 1
-    # What the interpreter does at its end.
+    # The interpreter does the same when it ends.
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -264,7 +268,7 @@ def _run_module(command: Command) -> NoReturn:
 
 
 def _forget_exit_functions() -> None:
-    """Those of the warm process are not the command's; the libraries' own are registered anew."""
+    """Drop the exit functions of the warm process, which are not the command's; register the libraries' own anew."""
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     atexit._clear()
     atexit.register(logging.shutdown)

@@ -1,4 +1,4 @@
-"""What the kernel can take from a process: root's right to all files, room on a disk, and its place in the tree."""
+"""Kernel calls that take root's right to all files or disk space from processes, or adopt their orphans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Skip(Exception):
 
 
 def adopt_orphans() -> None:
-    """Processes below this one whose parents die become its children, whatever session they are in."""
+    """Make processes below this one its children when their parents die, whatever session they are in."""
     _call(_libc.prctl, _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -36,13 +36,13 @@ class _Data(ctypes.Structure):
 
 
 def drop_rights(probe: Path) -> None:
-    """Be bound by the modes of files, as every user but root is. `probe`: a folder for a file that shows it."""
+    """Make file modes bind this process, as they bind every user but root. `probe`: a folder for a file to test it."""
     if os.geteuid() == 0:
         header, data = _Header(_CAPABILITY_VERSION_3, 0), (_Data * 2)()
         try:
             _call(_libc.capget, ctypes.byref(header), ctypes.byref(data))
             for capability in (_CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH):
-                # Out of the bounding set, so that programs that it starts have it no more.
+                # Without it in the bounding set, programs that this process starts lose the capability too.
                 _call(_libc.prctl, _PR_CAPBSET_DROP, capability, 0, 0, 0)
                 for sets in ("effective", "permitted", "inheritable"):
                     setattr(data[0], sets, getattr(data[0], sets) & ~(1 << capability))
@@ -62,7 +62,7 @@ def drop_rights(probe: Path) -> None:
 
 @dataclass(frozen=True)
 class SmallDisk:
-    """A file system of a few KiB, seen by this process and those below it alone."""
+    """A file system of a few KiB that only this process and its descendants see."""
 
     path: Path
 
@@ -72,7 +72,7 @@ class SmallDisk:
 
 
 def mount_small_disk(path: Path, kib: int) -> SmallDisk:
-    """At a new or empty folder. It is gone when the last process of this namespace is."""
+    """Mount a small file system at a new or empty folder. It is gone when the last process of this namespace ends."""
     path.mkdir(parents=True, exist_ok=True)
     try:
         _own_mounts()
@@ -83,7 +83,7 @@ def mount_small_disk(path: Path, kib: int) -> SmallDisk:
 
 
 def mount_over(file: Path, target: Path) -> None:
-    """Have this process and those below it see `file` at `target`, such as another /proc/stat."""
+    """Make this process and its descendants see `file` at `target`, for example another /proc/stat."""
     try:
         _own_mounts()
         _call(_libc.mount, os.fsencode(file), os.fsencode(target), None, ctypes.c_ulong(_MS_BIND), None)
@@ -100,7 +100,7 @@ def _own_mounts() -> None:
         if sys.platform != "linux":
             raise Skip("mount namespaces are Linux's")
         _call(_libc.unshare, _CLONE_NEWNS)
-        # Else the mounts would be everybody's all the same.
+        # Without this, the mounts would still be visible to all processes.
         _call(_libc.mount, None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
         _mounts_are_own = True
 

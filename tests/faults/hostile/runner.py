@@ -1,4 +1,4 @@
-"""Cases one after another, a few at a time, each kept by a fork of this process; and the figures."""
+"""Runs the cases, a few at a time, each in a fork of this process that keeps it; and counts the figures."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _RESULT_FILE = "result.json"
 class Result:
     name: str
     cause: int | str
-    code: int | None  # the first command's; None where none ran
+    code: int | None  # the first command's exit code; None if none ran
     seconds: float
     verdict: str
-    kinds: tuple[str, ...]  # all that was found, such as a traceback and a process that lives on
+    kinds: tuple[str, ...]  # the verdicts of all findings, such as a traceback and a process that lives on
     said: str
 
     def line(self) -> str:
@@ -55,7 +55,7 @@ def run_cases(
     keep_folders: bool = False,
     report: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
-    """In the order of the cases. `folder`: theirs are made here and removed, but with keep_folders."""
+    """The results, in the order of the cases. Their folders are made in `folder`, and removed without keep_folders."""
     waiting = list(enumerate(cases))
     waiting.reverse()
     running: dict[int, tuple[int, Path, float]] = {}
@@ -92,7 +92,7 @@ def _has_ended(pid: int, began: float, case: Case) -> bool:
 
 
 def end_with_children(pid: int) -> None:
-    """Of a child of this process."""
+    """Kill a child of this process, with all its descendants."""
     with contextlib.suppress(psutil.NoSuchProcess):
         below = psutil.Process(pid).children(recursive=True)
         for process in [psutil.Process(pid), *below]:
@@ -182,7 +182,7 @@ def snapshot_of(place: Path) -> dict[str, Any]:
 
 
 def remove(folder: Path) -> None:
-    """With all that a case made hard to remove."""
+    """Remove a folder, even if a case took its permissions away."""
     for path in [folder, *folder.rglob("*")]:
         if path.is_dir() and not path.is_symlink():
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""How a case is judged: what its commands left, and the named checks that look at it."""
+"""The judgement of a case: the outcome of its commands, and the named checks that look at it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 
 from tests.faults.comparison import step_records
 
-# From the most serious on: a case's verdict is the first that was found.
+# Ordered from the most serious on; a case's verdict is the first of these that was found.
 VERDICTS = ("leaked", "traceback", "silent", "wrong", "left_behind", "skipped", "ok")
 _ROOT = Path(__file__).resolve().parents[3]
 _TRACEBACK = "Traceback (most recent call last)"
-# Names that stand for unfinished work.
+# Names of unfinished work.
 _TEMPORARY = ("*.partial", "*.tmp", "*.old", "tmp-*", ".plan")
-# In the temporary folder, for the next command: documented marks of verified shards and fetched ones (data.cache_dir),
-# and the folder that torch makes when its optimizers are imported.
+# Caches in the temporary folder that may stay for the next command: the documented marks of verified shards, fetched
+# shards (data.cache_dir), and the folder that torch makes when its optimizers are imported.
 _CACHES = ("tmp/barista-*", "tmp/torchinductor_*")
-# The label of a node where several write into one log.
+# The label of a node in a log that several nodes write.
 _NODE = r"(\[node [\d?]+\] )?"
 
 
@@ -113,7 +113,7 @@ class Outcome:
 
     @property
     def changed(self) -> list[str]:
-        """Files and links that are others now, or were replaced; of folders their mode alone counts."""
+        """Files and links that changed or were replaced, and folders whose mode changed."""
         return [path for path, entry in self.after.items() if path in self.before and self.before[path] != entry]
 
     def is_output(self, path: str) -> bool:
@@ -122,14 +122,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Check:
-    """A named expectation: nothing is found where it is met."""
+    """A named expectation. `look` finds nothing if the expectation is met."""
 
     name: str
     look: Callable[[Outcome], Iterable[Finding]]
 
 
 def check(name: str, holds: Callable[[Outcome], bool | str | None]) -> Check:
-    """Of a function: True or None where all is well, False or what was seen instead."""
+    """A check by a function, which returns True or None if all is well, else False or what was seen instead."""
 
     def look(outcome: Outcome) -> Iterator[Finding]:
         seen = holds(outcome)
@@ -140,7 +140,7 @@ def check(name: str, holds: Callable[[Outcome], bool | str | None]) -> Check:
 
 
 def _unmet(outcome: Outcome, said: str) -> Finding:
-    """What a user could not see is silent: the command said that all was well."""
+    """A finding of an unmet check. It is silent if every command ended with 0, because a user would not notice."""
     return Finding("silent" if all(each.code == 0 for each in outcome.ended) else "wrong", said)
 
 
@@ -148,7 +148,7 @@ def _unmet(outcome: Outcome, said: str) -> Finding:
 
 
 def refused(*naming: str, untouched: bool = False, code: int = 2) -> Check:
-    """The first command ends with 2, its stderr with the one line `error: …` that holds each of the words.
+    """The first command ends with `code`, and its stderr ends with one line `error: …` that holds each of the words.
 
     untouched: not even the output was begun.
     """
@@ -159,7 +159,7 @@ def refused(*naming: str, untouched: bool = False, code: int = 2) -> Check:
 
 
 def misused(*naming: str) -> Check:
-    """As `refused`, of the command line: argparse's `python -m NAME: error: …` will do too."""
+    """Like `refused`, for mistakes in the command line: argparse's `python -m NAME: error: …` is also accepted."""
     return Check(
         f"refused as misuse, naming {', '.join(naming)}",
         lambda outcome: _refusal(outcome, naming, untouched=True, code=2, usage=True),
@@ -167,14 +167,14 @@ def misused(*naming: str) -> Check:
 
 
 def gave_up(*naming: str) -> Check:
-    """Code 3 and one sentence: the run could not go on."""
+    """The first command ends with code 3 and one sentence: the run could not go on."""
     return Check("gave up", lambda outcome: _refusal(outcome, naming, untouched=False, code=3, usage=False))
 
 
 def _refusal(outcome: Outcome, naming: Sequence[str], *, untouched: bool, code: int, usage: bool) -> Iterator[Finding]:
     ended = outcome.first
     if not ended.in_time:
-        return  # said by itself
+        return  # a command that runs too long is a finding of its own
     wanted = f"a refusal ({code})" + (f" naming {', '.join(map(repr, naming))}" if naming else "")
     if ended.code == 0:
         yield Finding("silent", f"expected {wanted}; exit code 0, saying {_end_of(ended)!r}")
@@ -197,7 +197,7 @@ def _refusal(outcome: Outcome, naming: Sequence[str], *, untouched: bool, code: 
 
 
 def ended_with(code: int, *saying: str) -> Check:
-    """The first command's exit code, and words of what it printed."""
+    """The first command ends with `code` and prints the words."""
 
     def look(outcome: Outcome) -> Iterator[Finding]:
         if not outcome.first.in_time:
@@ -241,7 +241,7 @@ def _end_of(ended: Ended) -> str:
 
 
 def either(*alternatives: Check | tuple[Check, ...]) -> Check:
-    """One of several is met; several checks together are given as a tuple."""
+    """One of the alternatives is met; a tuple is an alternative of several checks that must all be met."""
     groups = [each if isinstance(each, tuple) else (each,) for each in alternatives]
     name = ", or ".join(" and ".join(each.name for each in group) for group in groups)
 
@@ -257,7 +257,7 @@ def either(*alternatives: Check | tuple[Check, ...]) -> Check:
 
 
 def kept(*paths: str) -> Check:
-    """These files below the working folder are what they were, byte for byte and in place."""
+    """These files below the working folder are unchanged, byte for byte, and were not replaced."""
 
     def holds(outcome: Outcome) -> str | None:
         for path in paths:
@@ -271,7 +271,7 @@ def kept(*paths: str) -> Check:
 
 
 def absent(*paths: str) -> Check:
-    """These are not there (at the end)."""
+    """These paths below the working folder do not exist at the end."""
 
     def holds(outcome: Outcome) -> str | None:
         there = [path for path in paths if f"work/{path}" in outcome.after]
@@ -281,7 +281,7 @@ def absent(*paths: str) -> Check:
 
 
 def holds(path: str, *words: str) -> Check:
-    """The file is there and holds the words."""
+    """The file exists and holds the words."""
 
     def look(outcome: Outcome) -> str | None:
         file = outcome.folder / path
@@ -295,7 +295,7 @@ def holds(path: str, *words: str) -> Check:
 
 
 def counts(output: str, *, samples: int) -> Check:
-    """So many samples are in a folder that data.prepare has made."""
+    """The folder that data.prepare has made holds `samples` samples."""
 
     def look(outcome: Outcome) -> str | None:
         path = outcome.folder / output / "manifest.json"
@@ -308,9 +308,9 @@ def counts(output: str, *, samples: int) -> Check:
 
 
 def same_result_as(reference: str, output: str) -> Check:
-    """The output is that of another command: the same files, or a run's records of its steps and its weights.
+    """The output equals another command's: the same files or, for a run, the same records of steps and weights.
 
-    reference: below the working folder, or with assets/ before it below the assets.
+    reference: a path below the working folder, or below the assets if it begins with assets/.
     """
 
     def look(outcome: Outcome) -> str | None:
@@ -343,12 +343,12 @@ def _differing(wanted: Path, got: Path) -> str | None:
 
 
 def judge(outcome: Outcome, expect: Sequence[Check]) -> list[Finding]:
-    """All that was found, expected or not."""
+    """All findings, by the rules for every case and by the case's own expectations."""
     found = [*_always(outcome)]
     for each in expect:
         found += each.look(outcome)
     if any(each.verdict == "traceback" for each in found):
-        # What else is amiss with how it ended is the traceback's doing.
+        # Other findings about the command's end are consequences of the traceback.
         found = [each for each in found if each.verdict not in ("wrong", "silent")]
     return found
 
@@ -372,7 +372,7 @@ def _always(outcome: Outcome) -> Iterator[Finding]:
 
 
 def _cause_of(text: str) -> str:
-    """The last frame of the last traceback that is the project's, or else the last, and its exception."""
+    """The exception of the last traceback, and its last frame in the project, or else its last frame."""
     lines = text[text.rindex(_TRACEBACK) :].splitlines()
     frames = [line.strip() for line in lines if line.lstrip().startswith("File ")]
     ours = [line for line in frames if f'"{_ROOT}/' in line and "site-packages" not in line]
@@ -390,7 +390,7 @@ def _leaks(outcome: Outcome) -> Iterator[Finding]:
                     yield Finding("leaked", f"the secret {secret!r} is on {name} of command {number}")
         for path in [*outcome.new, *outcome.changed]:
             file, entry = outcome.place / path, outcome.after[path]
-            # A file that its owner alone may read is where a secret belongs.
+            # A secret may be in a file that only its owner can read.
             if stat.S_ISREG(entry.kind) and _others_read(entry) and secret.encode() in file.read_bytes():
                 yield Finding("leaked", f"the secret {secret!r} is in {path}")
             if secret in path:
