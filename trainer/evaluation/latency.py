@@ -36,7 +36,7 @@ class Cost:
 
 
 def cut_encoder(encoder: Encoder, size: Size) -> Encoder:
-    """A copy of the encoder with only the size's layers; of a static model's token table, with only its columns."""
+    """A copy of the encoder with only the size's layers; a static model keeps only the size's columns of its table."""
     if isinstance(encoder.backbone, StaticModel):
         return Encoder(cut_table(encoder.backbone, size.dim), encoder.pooling).eval()
     backbone = truncate_layers(copy.deepcopy(encoder.backbone), size.layers)

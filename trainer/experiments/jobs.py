@@ -1,9 +1,9 @@
 """A study's commands: started in order, several at once if asked, timed, and stopped together.
 
 Every job is a command that a user would type, in a process group of its own. A job starts when the jobs that it needs
-are complete and a place is free. The places share the machine: `ranks` GPUs per place, or without GPUs the cores.
-A request to stop (a signal, the stop file, the clock) goes to all commands in progress, which then save. The failure of
-one command stops the others in the same way.
+are complete and a place is free. `jobs` places share the machine: each has `ranks` GPUs, or its share of the cores if
+there are no GPUs. A request to stop (a signal, the stop file, the clock) goes to all commands in progress, which then
+save. The failure of one command stops the others in the same way.
 """
 
 from __future__ import annotations

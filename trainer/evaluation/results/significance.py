@@ -6,7 +6,7 @@
   sentence pairs. They come from the same pairs and agree, so its p is too large: the test is conservative.
 - Several comparisons at once: Holm's step-down correction, `holm`.
 - Seeds: Student's t interval of the mean, `confidence_interval`. It is about the training run of another seed, while
-  the two tests are about another query or sentence pair; neither replaces the other.
+  the two tests are about further queries or sentence pairs; neither replaces the other.
 """
 
 from __future__ import annotations

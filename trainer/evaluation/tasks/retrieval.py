@@ -337,7 +337,7 @@ class TopK:
         """The keys of the scores that may enter the best k, int64 [rows, c]: at or above the row's worst held score.
 
         One pass over the scores [rows, m] finds them, and they become fewer from block to block. The result is None if
-        fewer than k are held so far, or if more than k of a row would enter: the general method is then faster.
+        fewer than k are held so far, or if more than k of a row would enter: the general method is then better.
         """
         if held.shape[1] < self.k or scores.shape[1] <= self.k:
             return None
