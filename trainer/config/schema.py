@@ -38,7 +38,7 @@ class Recipe(Sections):
 
     @property
     def longest_text(self) -> int:
-        """The most tokens of a text that the run reads: of documents, or else of queries or passages."""
+        """The most tokens that a text keeps when it is read: a document, or else a query or a passage."""
         data = self.data
         return data.max_length if self.reads_documents else max(data.query_max_length, data.passage_max_length)
 

@@ -104,7 +104,7 @@ def add_similarity_gradients(
         own,
         everyone,
         settings=settings,
-        # There is no positive, and the loss on it has the weight 0. Any text but the excluded one itself will do.
+        # There is no positive, and its loss has the weight 0. Any other text will do; the text itself is excluded.
         targets=(rows + start + 1) % total,
         excluded=torch.stack([rows, rows + start], dim=1),
         gradients=gradients,

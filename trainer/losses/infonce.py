@@ -11,8 +11,8 @@ row's log-sum-exp follows from the blocks' sums, and with it the factor that tur
 a tile's exponentials fit in memory for all passages, each score is computed once; otherwise a second sweep computes
 the scores again.
 
-Passages that are no negatives are left out. `false_negatives` finds those that are known from the texts. The margin
-filter (GISTEmbed, arXiv:2402.16829; NV-Retriever, arXiv:2407.15831) finds those that a filter model's scores suggest.
+False negatives are left out. `false_negatives` finds the ones that are known from the texts. The margin filter
+(GISTEmbed, arXiv:2402.16829; NV-Retriever, arXiv:2407.15831) finds the ones that a filter model's scores suggest.
 The filter model is the full size or a guide, a frozen model whose vectors are given too. A guide can also be the KL's
 teacher, and every size is then its student. A guide has no loss of its own and gets no gradient.
 """

@@ -94,7 +94,7 @@ def prefix_contrastive_(
             positive = scaled.gather(1, target)
             torch.softmax(scaled, 1, out=shares[k])
             # The logarithm is of the largest share, because the positive's own may be too small for one. The difference
-            # of scores is taken first, because a log-sum-exp added to large scores rounds a small loss away.
+            # of scores is taken first, because adding a log-sum-exp to large scores would round a small loss away.
             nce[k] += ((scaled.amax(1) - positive[:, 0]) - shares[k].amax(1).log()).sum()
             weight = settings.loss_weights[k] / settings.num_queries
             if settings.cosine:

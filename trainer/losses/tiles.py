@@ -47,7 +47,7 @@ def choose_tiling(
 ) -> Tiling:
     """One sweep where the scores of enough queries with all passages fit in memory, else two sweeps, block by block.
 
-    matrices: that a tile keeps, besides a workspace block. statistics: numbers kept for each query and block.
+    matrices: how many a tile keeps, besides a block of scratch. statistics: numbers kept for each query and block.
     """
     block = min(block_scores, scores_in_memory // (matrices + 1))
     narrow = max(1, min(num_passages, block // MOST_QUERIES))
@@ -123,8 +123,8 @@ class Tile:
 
     def sum_up(self, size: int) -> None:
         """Compute the rows' log-sum-exp and KL, in bits, from all blocks. The teacher's must be computed first."""
-        # Take differences to the row's maximum first, because a log-sum-exp added to large scores rounds away what
-        # tells shares apart.
+        # Take differences to the row's maximum first, because adding a log-sum-exp to large scores would round away
+        # what tells shares apart.
         top = self.peak[size].amax(0)
         spread = ((self.peak[size] - top).exp2() * self.mass[size]).sum(0).log2()
         self.lse[size] = top + spread

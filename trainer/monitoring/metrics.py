@@ -249,7 +249,7 @@ class Metrics:
 
 
 def _open_samples(folder: Path, world: World, start_step: int) -> Lines:
-    """Open this rank's file of samples. Drops lines after the resumed step, also of ranks that are there no more."""
+    """Open this rank's file of samples. Drops lines after the resumed step, also of ranks that this start lacks."""
     folder.mkdir(exist_ok=True)
     for number, path in enumerate(sorted(folder.glob("rank_*.jsonl"))):
         if number % world.size == world.rank:
