@@ -7,7 +7,8 @@ A store is a folder:
 A block's keys are written last, by rename, and are the block's completion marker. A text's key is made of the STUDENT's
 token ids, so the teacher may have any tokenizer; texts that a student cannot tell apart share the vector of the first.
 Vectors are float16, with eleven significant bits, which changes a cosine by less than 1e-3. They are memory-mapped, so
-ranks of one machine share them; every rank holds the keys, 8 bytes a text.
+ranks of one machine share them. Every rank holds each key with the place of its vector, 16 bytes; a text has a key for
+each length at which it is cut.
 """
 
 from __future__ import annotations
