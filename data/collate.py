@@ -26,20 +26,8 @@ import numpy as np
 import torch
 
 from data.ground.errors import DataError
-from data.masking import (
-    IGNORED,
-    SPECIAL,
-    MaskingTables,
-    Purpose,
-    check_ratios,
-    corrupt,
-    draws,
-    integers,
-    mix64,
-    purpose_keys,
-    sample_keys,
-    whole_word_masks,
-)
+from data.keyed_random import Purpose, draws, integers, mix64, purpose_keys, sample_keys
+from data.masking import IGNORED, SPECIAL, MaskingTables, check_ratios, corrupt, whole_word_masks
 from data.shards.format import Tuple
 from data.stream import Sample
 from data.tokens import Vocabulary

@@ -7,80 +7,24 @@ What is decided here:
   set is the encoder's set and further words in the same order (the released code, ielab/Starbucks smae/data.py).
 - A masked token becomes [MASK], a random ordinary token or itself (BERT: 80/10/10). Special tokens are never masked.
 - Every draw is a pure function of (seed, epoch, source, sample, purpose, index): a text gets the same mask in every
-  batch, rank and worker. A generator object per text would cost more than the masking, so the draws come from
-  SplitMix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2714064.2660195) used as a counter-based hash: output i
-  of the stream that starts at `key` is finalise(key + (i + 1)·gamma), which numpy computes for millions of (key, i).
+  batch, rank and worker (data/keyed_random.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 
 from data.ground.errors import DataError
+from data.keyed_random import Purpose, draws, integers, purpose_keys
 from data.tokens import Vocabulary
 
 IGNORED = -100
 STARTS, CONTINUES, SPECIAL = 0, 1, 2
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 _HALF = np.uint64(32)
 _LOW_HALF = np.uint64(0xFFFFFFFF)
-
-
-class Purpose(IntEnum):
-    """The purpose of a draw; draws of different purposes are independent. Changing a number changes a run's draws."""
-
-    WINDOW = 1
-    ENCODER_WORDS = 2
-    DECODER_WORDS = 3
-    ENCODER_TOKENS = 4
-    DECODER_TOKENS = 5
-    POSITIVE = 6
-    NEGATIVES = 7
-    VISIBILITY = 8
-    TEXTS = 9
-
-
-def mix64(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser: a bijection of 64 bits in which every input bit reaches every output bit."""
-    shifted = values >> np.uint64(30)
-    mixed = values ^ shifted
-    mixed *= _MULTIPLIER_1
-    np.right_shift(mixed, np.uint64(27), out=shifted)
-    mixed ^= shifted
-    mixed *= _MULTIPLIER_2
-    np.right_shift(mixed, np.uint64(31), out=shifted)
-    mixed ^= shifted
-    return mixed
-
-
-def sample_keys(seed: int, *, epochs: np.ndarray, sources: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """A 64-bit key for each sample: uint64 [n]. All three arrays hold whole numbers from 0, [n]."""
-    keys = np.full(len(samples), seed & 0xFFFFFFFFFFFFFFFF, dtype=np.uint64)
-    for part in (epochs, sources, samples):
-        # Without mixing the part first, neighbouring numbers and neighbouring keys could cancel out.
-        keys = mix64((keys + _GAMMA) ^ mix64(np.asarray(part).astype(np.uint64) + _GAMMA))
-    return keys
-
-
-def purpose_keys(keys: np.ndarray, purpose: Purpose) -> np.ndarray:
-    """The keys of the draws for one purpose: uint64 [n] -> uint64 [n]."""
-    return mix64(keys ^ mix64(np.asarray([int(purpose)], dtype=np.uint64) * _GAMMA))
-
-
-def draws(keys: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Draw number indices[i] of the stream with key keys[i]: 64 uniform bits each; shapes broadcast."""
-    return mix64(keys + (indices.astype(np.uint64) + np.uint64(1)) * _GAMMA)
-
-
-def integers(bits: np.ndarray, below: np.ndarray | int) -> np.ndarray:
-    """Uniform whole numbers in [0, below) from the lower 32 bits of draws; off by at most below / 2^32."""
-    return (((bits & _LOW_HALF) * np.asarray(below, dtype=np.uint64)) >> _HALF).astype(np.int64)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from math import gcd
 import numpy as np
 
 from data.ground.errors import DataError
+from data.keyed_random import philox
 
 SHUFFLE_SHARDS = 16
 SHUFFLE_CHUNKS = 64
@@ -37,12 +38,11 @@ APPROXIMATE_CYCLE = 100_000
 _SAMPLE, _SHARDS, _CHUNKS, _WINDOW = range(4)
 _CACHED_EPOCHS = 2
 _CACHED_WINDOWS = 4
-_WORD = 2**64 - 1
 
 
 def sample_rng(seed: int, epoch: int, source: int, sample: int) -> np.random.Generator:
     """The generator for every draw about one sample in one epoch, on whichever rank or worker."""
-    return np.random.Generator(_philox(_SAMPLE, seed, source=source, epoch=epoch, item=sample))
+    return np.random.Generator(philox(_SAMPLE, seed, source=source, epoch=epoch, item=sample))
 
 
 class EpochOrder:
@@ -121,7 +121,7 @@ class EpochOrder:
         return permutation
 
     def _words(self, domain: int, epoch: int, item: int, count: int) -> np.ndarray:
-        return _philox(domain, self.seed, source=self.source, epoch=epoch, item=item).random_raw(count)
+        return philox(domain, self.seed, source=self.source, epoch=epoch, item=item).random_raw(count)
 
 
 @dataclass(frozen=True)
@@ -214,19 +214,6 @@ def rank_share(first: int, *, batch_size: int, rank: int, world_size: int) -> np
     share, spare = divmod(batch_size, world_size)
     start = first + rank * share + min(rank, spare)
     return np.arange(start, start + share + (rank < spare), dtype=np.int64)
-
-
-def check_seed(seed: int) -> int:
-    """Return a seed that fits into 64 bits; refuse any other."""
-    if not 0 <= seed <= _WORD:
-        raise DataError(f"seed {seed} is not between 0 and 2^64 - 1; choose another")
-    return seed
-
-
-def _philox(domain: int, seed: int, *, source: int, epoch: int, item: int) -> np.random.Philox:
-    # Draws advance the counter's lowest word, so streams that differ in a higher word or in the key do not overlap.
-    counter = np.array([0, item, epoch, source], dtype=np.uint64)
-    return np.random.Philox(key=np.array([check_seed(seed), domain], dtype=np.uint64), counter=counter)
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

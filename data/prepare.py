@@ -29,8 +29,8 @@ from data.documentation import (
 from data.ground.command import INTERRUPTED_CODE, exit_code_of, log_to_stderr
 from data.ground.errors import DataError
 from data.inputs import check_name
+from data.keyed_random import check_seed
 from data.lines import LONGEST_LINE
-from data.order import check_seed
 from data.preparation.commands import SPECIAL_TOKENS, collect_documentation, prepare_shards, train_tokenizer
 from data.preparation.workers import default_processes
 from data.shards.format import CHUNK_SAMPLES

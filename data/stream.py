@@ -33,7 +33,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from data.duplicates import separate
 from data.ground.errors import DataError
 from data.ground.parent_death import signal_at_parents_death
-from data.order import EpochOrder, Mixture, check_seed, integer_weights, rank_share, sample_rng, tempered_weights
+from data.keyed_random import check_seed
+from data.order import EpochOrder, Mixture, integer_weights, rank_share, sample_rng, tempered_weights
 from data.shards.reader import ShardFolder
 
 __all__ = ["Sample", "Stream", "sample_rng"]

@@ -13,8 +13,8 @@ from data.corpora.read import read_split
 from data.corpora.splits import Document, InputSplit, TupleRecord, place
 from data.encoding import TextEncoder
 from data.ground.errors import DataError
+from data.keyed_random import draws, sample_keys
 from data.lines import ByteCounter
-from data.masking import draws, sample_keys
 from data.shards.format import Kind, token_dtype
 from data.shards.writer import SplitWriter
 

@@ -9,18 +9,8 @@ import numpy as np
 import pytest
 
 from data.ground.errors import DataError
-from data.masking import (
-    IGNORED,
-    MaskingTables,
-    Purpose,
-    corrupt,
-    draws,
-    integers,
-    mix64,
-    purpose_keys,
-    sample_keys,
-    whole_word_masks,
-)
+from data.keyed_random import Purpose, draws, integers, mix64, purpose_keys, sample_keys
+from data.masking import IGNORED, MaskingTables, corrupt, whole_word_masks
 from data.tokens import Vocabulary, vocabulary_of
 
 CLS, SEP, MASK, UNK, PAD = 1, 2, 3, 4, 0

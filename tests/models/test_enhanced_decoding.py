@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from data.masking import Purpose, purpose_keys, sample_keys
+from data.keyed_random import Purpose, purpose_keys, sample_keys
 from models.encoder import build_masked_lm
 from models.masked_autoencoder import MaskedAutoencoder
 from models.visibility import visible_positions

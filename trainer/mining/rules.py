@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.ground.errors import ConfigError
-from data.masking import Purpose, draws, purpose_keys, sample_keys
+from data.keyed_random import Purpose, draws, purpose_keys, sample_keys
 
 DROPPED = ("absolute_margin", "relative_margin", "max_score", "min_score")
 _WIDE = 10  # matches considered for each negative that is wanted

@@ -11,8 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
+from data.keyed_random import step_generator
 from models.sizes import Ladder, Size
 from trainer.config.step_sizes import StepSizes, around, at_two_depths
 
@@ -63,7 +62,7 @@ def two_dimensional(ladder: Ladder, *, seed: int) -> Schedule:
     full = ladder.full
 
     def plan(step: int) -> SizePlan:
-        rng = _generator(seed, step)
+        rng = step_generator(seed, step)
         layers = int(rng.integers(1, max(2, full.layers)))
         dim = int(rng.integers(1, max(2, full.dim)))
         sizes = around(ladder, layers=layers, inner=dim, outer=dim)
@@ -82,7 +81,7 @@ def two_dimensional_listed(ladder: Ladder, *, seed: int) -> Schedule:
     full, dims = ladder.full, [size.dim for size in ladder]
 
     def plan(step: int) -> SizePlan:
-        rng = _generator(seed, step)
+        rng = step_generator(seed, step)
         layers = int(rng.integers(1, max(2, full.layers)))
         inner, outer = (dims[int(rng.integers(len(dims)))] for _ in range(2))
         sizes = around(ladder, layers=layers, inner=inner, outer=outer)
@@ -103,7 +102,7 @@ def two_dimensional_all_widths(ladder: Ladder, *, seed: int) -> Schedule:
     names = (*(f"drawn_layers_x{dim}" for dim in dims), *(str(Size(full.layers, dim)) for dim in dims))
 
     def plan(step: int) -> SizePlan:
-        layers = below[int(_generator(seed, step).integers(len(below)))]
+        layers = below[int(step_generator(seed, step).integers(len(below)))]
         sizes = at_two_depths(ladder, layers=layers)
         return SizePlan(names, sizes, (1.0,) * len(sizes), (*(1.0,) * (len(sizes) - 1), 0.0))
 
@@ -112,10 +111,6 @@ def two_dimensional_all_widths(ladder: Ladder, *, seed: int) -> Schedule:
 
 _NAMED_BY_NUMBERS = ("mrl", "adaptive_layers")  # metrics call these sizes by numbers (12x32), even if named
 _DRAWN = ("drawn_size", "drawn_layers", "drawn_dim", "full")  # what metrics call (n, d), (n, D), (N, d), (N, D)
-
-
-def _generator(seed: int, step: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key=np.array([seed, step], dtype=np.uint64)))
 
 
 _DRAWING = {

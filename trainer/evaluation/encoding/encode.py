@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch import distributed as dist
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -27,6 +26,7 @@ from data.encoding import TextEncoder
 from data.ground.errors import ConfigError
 from models.encoder import Encoder
 from models.sizes import Size
+from trainer.distributed import gather_rows, max_over_ranks
 
 Forward = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 """(input_ids, attention_mask), both int64 [batch, seq], to one [batch, size.dim] a size, not normalised.
@@ -135,7 +135,7 @@ def encode(
     else:
         everything = np.empty((len(distinct), vectors.shape[1]), np.float32)
         shares = [by_length[other::world_size] for other in range(world_size)]
-        _gather_rows(vectors, everything, shares, device=torch.device(device))
+        _gather_shares(vectors, everything, shares, device=torch.device(device))
     ends = np.cumsum([size.dim for size in sizes])
     return {
         size: np.ascontiguousarray(everything[rows_of_texts, end - size.dim : end]) for size, end in zip(sizes, ends)
@@ -262,7 +262,7 @@ def _encode_share(
         batches = [np.arange(start, min(start + _FLAT_TEXTS_PER_CALL, len(out))) for start in starts]
     else:
         batches = token_batches(ids.lengths, batch_tokens)
-    calls = _max_over_ranks(len(batches), device) if world_size > 1 else len(batches)
+    calls = max_over_ranks(len(batches), device) if world_size > 1 else len(batches)
     for call in tqdm(range(calls), desc="encoding", unit="batch", disable=not progress, leave=False):
         rows = batches[min(call, len(batches) - 1)] if batches else np.zeros(1, np.int64)
         source = ids if batches else filler or ids
@@ -279,28 +279,11 @@ def _encode_share(
     return out
 
 
-def _collective_device(device: torch.device) -> torch.device:
-    # gloo gathers in host memory; nccl gathers only on the device.
-    return device if dist.get_backend() == "nccl" else torch.device("cpu")
-
-
-def _max_over_ranks(value: int, device: torch.device) -> int:
-    count = torch.tensor([value], dtype=torch.int64, device=_collective_device(device))
-    dist.all_reduce(count, op=dist.ReduceOp.MAX)
-    return int(count.item())
-
-
-def _gather_rows(mine: np.ndarray, out: np.ndarray, shares: Sequence[np.ndarray], *, device: torch.device) -> None:
-    """Fill `out` [n, width] with every rank's rows; `shares[r]` are the places of rank r's rows."""
-    device = _collective_device(device)
-    longest = max(len(share) for share in shares)
-    for start in range(0, longest, _ROWS_PER_GATHER):
-        rows = min(_ROWS_PER_GATHER, longest - start)
-        piece = torch.zeros(rows, out.shape[1], device=device)
-        own = torch.from_numpy(mine[start : start + rows])
-        piece[: len(own)] = own.to(device)
-        pieces = [torch.empty_like(piece) for _ in shares]
-        dist.all_gather(pieces, piece)
-        for share, received in zip(shares, pieces):
-            places = share[start : start + rows]
-            out[places] = received[: len(places)].cpu().numpy()
+def _gather_shares(mine: np.ndarray, out: np.ndarray, shares: Sequence[np.ndarray], *, device: torch.device) -> None:
+    """Fill `out` [n, width] with all ranks' rows. `shares[r]` holds the row numbers in `out` of rank r's rows."""
+    for start in range(0, max(map(len, shares)), _ROWS_PER_GATHER):
+        places = [share[start : start + _ROWS_PER_GATHER] for share in shares]
+        counts = [len(each) for each in places]
+        own = torch.from_numpy(mine[start : start + _ROWS_PER_GATHER]).to(device)
+        for rows, received in zip(places, gather_rows(own, counts).split(counts)):
+            out[rows] = received.cpu().numpy()
