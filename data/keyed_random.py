@@ -3,7 +3,7 @@
 Two kinds. SplitMix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2714064.2660195) as a counter-based hash, for
 millions of draws at once, where a generator object for each text would cost more than the draws' use: output i of the
 stream that starts at `key` is finalise(key + (i + 1)·gamma). Philox generators under a key and a counter, for orders
-and sizes. models/visibility.py computes the same SplitMix64 on a device; a test compares the two.
+and sizes. models/visibility.py computes the same SplitMix64 on a device.
 """
 
 from __future__ import annotations
