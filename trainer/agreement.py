@@ -1,8 +1,8 @@
 """What all ranks must have in common before the first step: the recipe, the data, the models, and the software.
 
-Each rank reads its own files, which may be on a disk of its own, and its own command line. What differs between them
-would not stop a run: batches would overlap, learning rates would part, a guide would filter by other weights. So every
-rank's facts are gathered once, and a run in which they differ is refused, with the ranks and what they differ in.
+Each rank reads its own command line and its own files, which may be on a disk of its own. Differences would not stop a
+run: batches would overlap, learning rates would diverge, or a guide would filter by other weights. So every rank's
+facts are gathered once, and a run in which they differ is refused; the message names the ranks and the differences.
 
 Files are compared by content, never by path, so each machine may keep its copies where it likes.
 """
@@ -28,7 +28,8 @@ from trainer.objectives.teacher import LiveTeacher, StoredTeacher
 
 Facts = dict[str, str]
 
-# Each rank's own affair, or compared by content: places, a machine's means, and what only one rank looks at.
+# Keys that may differ between ranks: places, whose content is compared instead, a machine's resources, and settings
+# that each rank follows by itself.
 FREE_KEYS = frozenset(
     {
         "data.shards",
@@ -55,20 +56,20 @@ def check_agreement(recipe: Recipe, sources: Sequence[ShardFolder], parts: Model
     if world.size == 1:
         return
     facts = facts_of(recipe, sources, parts)
-    # Most often all are equal, and a digest a rank tells.
+    # Ranks are usually equal, and to see that, one digest a rank is enough.
     digests = gather_objects(digest_of(facts))
     if len(set(digests)) > 1 and (problem := disagreement(gather_objects(facts))) is not None:
         raise Refused(problem)
 
 
 def facts_of(recipe: Recipe, sources: Sequence[ShardFolder], parts: ModelParts) -> Facts:
-    """Name -> value, as it is shown, of all that this rank must have in common with the others."""
+    """Name -> value, as messages show it, of all that this rank must have in common with the others."""
     facts = {key: json.dumps(value, sort_keys=True) for key, value in flat(recipe).items() if key not in FREE_KEYS}
     facts |= {f"data.shards[{index}]": f"manifest {each.fingerprint}" for index, each in enumerate(sources)}
     facts["engine.ds_config"] = json.dumps(read_ds_config(recipe.engine.ds_config), sort_keys=True)
     facts["tokenizer"] = sources[0].manifest.tokenizer["fingerprint"]
     if recipe.model.source:
-        # Adapters are drawn, not read.
+        # The fingerprint leaves adapters out, because they are drawn, not read.
         facts["model.source"] = f"weights {fingerprint(_read(parts.encoder))}"
     if parts.guide is not None:
         facts["guide.model"] = f"weights {fingerprint(_read(parts.guide.encoder))}"
@@ -80,7 +81,7 @@ def facts_of(recipe: Recipe, sources: Sequence[ShardFolder], parts: ModelParts) 
 
 
 def versions() -> dict[str, str]:
-    """Of the packages on which a run's numbers depend."""
+    """The versions of the packages on which a run's numbers depend."""
     return {name: importlib.metadata.version(name) for name in _PACKAGES}
 
 
@@ -109,7 +110,7 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def frozen_fingerprint(module: nn.Module) -> str:
-    """Of the parameters that do not train, which no checkpoint holds; "" where all train."""
+    """The fingerprint of the parameters that do not train, which no checkpoint holds; "" where all train."""
     frozen = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad]
     return fingerprint(frozen) if frozen else ""
 

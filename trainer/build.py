@@ -1,6 +1,6 @@
-"""What a recipe is made of: its shards become a stream, its model the module that the engine trains.
+"""Builds a recipe's parts: a stream from its shards, and from its model the module that the engine trains.
 
-Everything that can be wrong with data and model is found here, before a device starts.
+Whatever is wrong with data and model is found here, before a device starts.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _DECIDED_ELSEWHERE = {
     "dtype": "training starts from float32, and engine.ds_config says what it runs in",
 }
 _SHARED_MEMORY = Path("/dev/shm")
-# Less than the batches that a worker has ready on any but a toy run.
+# Any real run keeps more than this ready per worker.
 _SHARED_BYTES_A_WORKER = 2**20
 
 
@@ -112,7 +112,7 @@ def open_shards(recipe: Recipe) -> list[ShardFolder]:
 
 
 def check_shared_memory(num_workers: int) -> None:
-    """Loader workers hand batches over through /dev/shm: without room there, they fail and no batch ever comes."""
+    """Refuse too little room in /dev/shm. Loader workers hand over batches through it, and would fail without it."""
     if not num_workers or not _SHARED_MEMORY.is_dir():
         return
     free = shutil.disk_usage(_SHARED_MEMORY).free
@@ -213,10 +213,11 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
     adapter = _adapters(recipe, encoder)
     if recipe.train.activation_checkpointing:
         encoder.backbone.activation_checkpointing_enable({"use_reentrant": False})
-        # It makes the embeddings' output want a gradient, which would send the backward pass through frozen layers.
+        # Enabling it makes the embeddings' output require a gradient, which would send the backward pass through
+        # frozen layers.
         encoder.backbone.disable_input_require_grads()
     if recipe.train.compile:
-        # Lengths differ from one micro-batch to the next.
+        # Dynamic, because lengths differ from one micro-batch to the next.
         encoder.backbone.compile(dynamic=True)
     _say_what_stays(recipe)
     if not recipe.kind.predicts_tokens:
@@ -240,13 +241,13 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
     )
     if head_is_fresh:
         module.start_from_frequencies(_token_counts(sources, len(module.vocabulary_loss.bias)))
-    # Now, because the decoder starts as a copy of the first layer, and it trains.
+    # Layers are frozen only now, because the decoder starts as a copy of the first layer, and the decoder trains.
     freeze_lower_layers(module.encoder.backbone, recipe.model.frozen_layers)
     return ModelParts(module, module.encoder, masked_lm, tokenizer)
 
 
 def refuse_heads(source: str) -> None:
-    """Masked pre-training works on the encoder alone, and would leave a model's heads behind."""
+    """Refuse a model with heads, because masked pre-training works on the encoder alone and would lose them."""
     found = read_sentence_model(source)
     if (Path(source) / HEADS_FILE).exists() or (found is not None and found.dense):
         raise ConfigError(
@@ -298,14 +299,14 @@ def _made_of_config() -> contextlib.AbstractContextManager[None]:
 
 
 def _check_model_config(config: Mapping[str, Any]) -> None:
-    """What transformers would take, and what no encoder here can be, or what others decide."""
+    """Refuse settings that transformers would take, but that no encoder here can have or that are set elsewhere."""
     for key, owner in _DECIDED_ELSEWHERE.items():
         if key in config:
             raise ConfigError(f"model.config.{key} = {config[key]!r} is not the recipe's to say: {owner}; remove it")
 
 
 def _check_static(recipe: Recipe) -> None:
-    """What a token table has no use for is refused, not left out."""
+    """Refuse settings that a token table cannot use, instead of ignoring them."""
     chosen = recipe.model
     if not recipe.kind.contrasts:
         raise ConfigError('model_type = "static" has no layers to pre-train; set objective.name to "contrastive"')
@@ -356,7 +357,7 @@ def _adapters(recipe: Recipe, encoder: Encoder) -> PeftModel | None:
 
 
 def _say_what_stays(recipe: Recipe) -> None:
-    """Warn of sizes that have frozen layers alone and so do not train. It is no error, for the others do."""
+    """Report sizes whose layers are all frozen and do not train. It is no error, because other sizes train."""
     frozen = recipe.model.frozen_layers
     if stay := [recipe.ladder.name(size) for size in recipe.ladder if size.layers <= frozen]:
         log.info("model.frozen_layers = %d leaves nothing to train in the encoder at %s", frozen, ", ".join(stay))

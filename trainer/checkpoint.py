@@ -1,21 +1,23 @@
 """Checkpoints that are whole or absent.
 
-A checkpoint is a folder: a safetensors file a rank, and a manifest. A file holds the pieces of float32 parameters and
-Adam moments that its rank had, each named `kind/start/parameter`: a run of that parameter's flattened elements. So any
-number of ranks at any ZeRO stage and precision can read it, each taking the ranges it needs and no more. The manifest
-holds the rest, a few global numbers: random draws are derived from (seed, step, rank) and (seed, epoch, sample), so no
-generator is stored. Nothing is pickled, so reading a checkpoint runs no code of whoever wrote it.
+A checkpoint is a folder with one safetensors file for each rank, and a manifest. A file holds its rank's checkpoint
+fragments, here called pieces: ranges of the flattened elements of float32 parameters and Adam moments, each named
+`kind/start/parameter`. So any number of ranks at any ZeRO stage and precision can read a checkpoint, and each rank
+reads only the ranges that it needs. The manifest holds the rest, a few global numbers: random draws are derived from
+(seed, step, rank) and (seed, epoch, sample), so no generator is stored. Nothing is pickled, so a checkpoint cannot run
+code when it is read.
 
-Whole or absent: all ranks write into `tmp-step_N` and fsync; each says the size and sha256 of its file or what went
-wrong; rank 0 writes the manifest, renames the folder (the commit) and moves `latest`. If any rank failed, all go on
-training, and the folder is removed. Before a checkpoint is loaded, every file is hashed; a damaged one is named and
-the one before it is used. One that cannot be read at this moment, or that another version wrote, is not damaged: it
-ends the start, in one sentence, with nothing changed. What a run has neither written nor looked at it removes only if
-it is whole and older than what is kept. `latest` is for people: what is loaded is the newest whole folder.
+Whole or absent: all ranks write into `tmp-step_N` and fsync. Each rank reports the size and sha256 of its file, or what
+went wrong. Rank 0 writes the manifest, renames the folder (the commit) and moves `latest`. If any rank failed, the
+folder is removed and all ranks go on training. Before a checkpoint is loaded, every file is hashed; a damaged
+checkpoint is named in a warning, and the one before it is used. A checkpoint that cannot be read at this moment, or
+that another version wrote, is not damaged: the start ends with one sentence and changes nothing. A run removes
+checkpoints that it has neither written nor looked at only if they are whole and older than what is kept. `latest` is
+for people; the run loads the newest whole folder.
 
 Training goes on while files are written: each rank copies its pieces to host memory, and a thread writes the copy. The
-thread takes part in no collective, which may not mix with those of training: the ranks agree at the end of a later
-step, in the sum they take anyway, that all have written, and commit then.
+thread takes part in no collective, because its collectives could mix with those of training. Instead, the ranks agree
+that all have written in the sum that they take anyway at the end of a later step, and commit then.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class _FileFacts(Record):
 
 
 class SavedState(Record):
-    """What every checkpoint's state holds; a run's own has more (trainer/loop.py)."""
+    """The part of the state that every checkpoint has; a run's state has more (trainer/loop.py)."""
 
     step: int = Field(ge=0, le=2**53)
 
@@ -78,9 +80,9 @@ class _Manifest(Record):
     optimizer_steps: int = Field(ge=0, le=2**53)
     parameters: dict[str, list[int]]
     state: dict[str, Any]
-    # No name of a file leads out of the folder.
+    # The pattern keeps every file's name inside the folder.
     files: dict[Annotated[str, Field(pattern=r"^rank_[0-9]{5,}\.safetensors$")], _FileFacts] = Field(min_length=1)
-    frozen: str = ""  # fingerprint of the weights that are not in it; none: all are, or an earlier version wrote it
+    frozen: str = ""  # fingerprint of weights that are not saved; "": all are saved, or an earlier version wrote it
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,11 @@ class Problem:
     """Why a checkpoint cannot be loaded."""
 
     text: str
-    damaged: bool  # else it may be sound: it cannot be read at this moment, or another version wrote it
+    damaged: bool  # False: it may be sound, but cannot be read at this moment, or another version wrote it
 
 
 class Loadable(Protocol):
-    """What takes a checkpoint's values."""
+    """Something that can load a checkpoint's values."""
 
     world: World
 
@@ -101,7 +103,7 @@ class Loadable(Protocol):
 
 
 class Saveable(Loadable, Protocol):
-    """What a checkpoint is of (trainer/engine.py)."""
+    """Something whose values a checkpoint can save (trainer/engine.py)."""
 
     def optimizer_steps(self) -> int: ...
     def pieces_to_save(self) -> list[Piece]: ...
@@ -125,8 +127,8 @@ class Pending:
     world: World
     tmp: Path
     final: Path
-    facts: dict[str, Any]  # the manifest but for its files
-    error: str | None  # before any rank wrote; the same on all
+    facts: dict[str, Any]  # the manifest without its files
+    error: str | None  # from before any rank wrote; the same on all ranks
     begun_at: float
     still_seconds: float = 0.0
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -135,7 +137,7 @@ class Pending:
 
     @property
     def written(self) -> bool:
-        """Whether `finish` need not wait for this rank."""
+        """Whether this rank's file is written, so that `finish` does not wait for it."""
         return self._thread is None or not self._thread.is_alive()
 
     def write(self, pieces: Sequence[Piece], read: Callable[[Piece], Tensor], *, overlap: bool) -> None:
@@ -150,14 +152,14 @@ class Pending:
             work()
 
     def result(self) -> str | None:
-        """Why this rank could not write, or None, once it has tried."""
+        """Wait until this rank has tried to write. Returns why it could not, or None."""
         if self._thread is not None:
             self._thread.join()
         return self._failure
 
 
 class Saves:
-    """The checkpoints of a run, one at a time in the making."""
+    """Writes the checkpoints of a run, one at a time."""
 
     def __init__(
         self,
@@ -168,25 +170,25 @@ class Saves:
         overlap: bool,
         report: Callable[[int, SavedCheckpoint], None],
     ) -> None:
-        """state_of: what a checkpoint holds besides the engine's values. report: is told of each that was committed."""
+        """state_of: what a checkpoint holds besides the engine's values. report: called after each commit."""
         self._checkpointer, self._engine = checkpointer, engine
         self._state_of, self._overlap, self._report = state_of, overlap, report
         self._pending: Pending | None = None
 
     @property
     def written(self) -> bool:
-        """Whether there is one that this rank has written, and `finish` has yet to commit."""
+        """Whether this rank has written its file of a checkpoint that `finish` has yet to commit."""
         return self._pending is not None and self._pending.written
 
     def begin(self) -> None:
-        """Start one, after the last one is finished; all ranks call it."""
+        """Finish the last checkpoint and start the next one; all ranks call it."""
         self.finish()
         self._pending = self._checkpointer.begin(self._engine, self._state_of(), overlap=self._overlap)
         if not self._overlap:
             self.finish()
 
     def finish(self) -> None:
-        """Commit the one in the making, if there is one; all ranks call it."""
+        """Commit the checkpoint that was started, if there is one; all ranks call it."""
         pending, self._pending = self._pending, None
         if pending is not None and (saved := self._checkpointer.finish(pending)) is not None:
             self._report(pending.facts["state"]["step"], saved)
@@ -194,23 +196,23 @@ class Saves:
 
 @dataclass(frozen=True)
 class Checkpointer:
-    """Writes checkpoints, keeps the newest few and those of every so many steps, and finds the newest whole one.
+    """Writes checkpoints, keeps the newest and those at every `keep_every_steps`, and finds the newest whole one.
 
     frozen: fingerprint of the weights that belong to the model and are not in its checkpoints.
     """
 
     folder: Path
     keep: int
-    keep_every_steps: int = 0  # 0: none for good
+    keep_every_steps: int = 0  # 0: none is kept for good
     state: type[Record] = SavedState
     frozen: str = ""
-    # Names of checkpoints that this process has seen to be damaged.
+    # Names of checkpoints that this process has found damaged.
     _damaged: set[str] = field(default_factory=set)
 
     def save(self, engine: Saveable, state: dict[str, Any]) -> SavedCheckpoint | None:
-        """Write a checkpoint of `state["step"]`, whose values are JSON's; all ranks call it.
+        """Write the checkpoint of step `state["step"]`; all ranks call it. state: JSON values.
 
-        None, with a warning, where a rank could not write: whatever was saved before is untouched.
+        Returns None, with a warning, where a rank could not write; earlier checkpoints are untouched.
         """
         return self.finish(self.begin(engine, state, overlap=False))
 
@@ -243,7 +245,7 @@ class Checkpointer:
         return pending
 
     def finish(self, pending: Pending) -> SavedCheckpoint | None:
-        """Wait until this rank's file is written, and commit if all are; all ranks call it. As for `save`."""
+        """Wait for this rank's file, and commit if all ranks have written; all ranks call it. Returns as `save`."""
         begin = time.perf_counter()
         error = pending.error
         if error is None:
@@ -278,7 +280,7 @@ class Checkpointer:
         return saved
 
     def _make_room(self, final: Path) -> Path:
-        """A new folder for a checkpoint's files, after clearing up what was left over; what cannot be removed stays."""
+        """Remove left-over folders, as far as possible, and make a new folder for a checkpoint's files."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for left_over in self.folder.glob("tmp-*"):
             if error := _failure(functools.partial(_discard, left_over))[1]:
@@ -297,7 +299,7 @@ class Checkpointer:
         sync(self.folder)
 
     def _prune(self, newest: Path) -> None:
-        """Remove what is not to be kept: whole ones up to `newest`, and those that were seen to be damaged."""
+        """Remove checkpoints that are not to be kept: whole ones up to `newest`, and those found damaged."""
         whole = [path for path in self.complete() if _step(path) <= _step(newest) and path.name not in self._damaged]
         kept = set(whole[: self.keep])
         if self.keep_every_steps:
@@ -307,13 +309,13 @@ class Checkpointer:
                 _remove(path)
 
     def complete(self) -> list[Path]:
-        """Checkpoints whose files are all there with the right sizes, newest first. Their bytes are not looked at."""
+        """Checkpoints whose files are all there with the right sizes, newest first. Files are not hashed."""
         return [path for path in self._all() if self._look(path)[1] is None]
 
     def newest(self) -> Path | None:
-        """The newest of them, as `load_newest` would find it but for bytes that changed.
+        """The newest of the complete checkpoints. `load_newest` finds the same one, unless bytes of it have changed.
 
-        Raises DataError where one that may be sound, and newer, cannot be read.
+        Raises DataError where a newer checkpoint cannot be read and may be sound.
         """
         for path in self._all():
             problem = self._look(path)[1]
@@ -325,11 +327,11 @@ class Checkpointer:
 
     @property
     def anything(self) -> bool:
-        """Whether there is anything named as a checkpoint, whole or not."""
+        """Whether anything has a checkpoint's name, whole or not."""
         return bool(self._all())
 
     def _look(self, path: Path, *, hashed: slice = slice(0)) -> tuple[dict[str, Any], Problem | None]:
-        """A checkpoint's manifest, and why it cannot be loaded. hashed: which of its files are to be hashed."""
+        """A checkpoint's manifest, and why it cannot be loaded. hashed: which of its files are hashed."""
         manifest: dict[str, Any] = {}
 
         def look() -> None:
@@ -339,7 +341,7 @@ class Checkpointer:
         return manifest, _problem_of(look)
 
     def _all(self) -> list[Path]:
-        """What is named as a checkpoint, newest first. Raises DataError where the folder cannot be read."""
+        """Everything with a checkpoint's name, newest first. Raises DataError where the folder cannot be read."""
         try:
             names = [entry.name for entry in os.scandir(self.folder)]
         except FileNotFoundError:
@@ -356,10 +358,11 @@ class Checkpointer:
     def load_newest(self, engine: Loadable, *, before_step: int | None = None) -> dict[str, Any] | None:
         """Load the newest whole checkpoint into the engine; its state, or None where there is none. All ranks call it.
 
-        before_step: of those before that step only.
+        before_step: only checkpoints before that step are considered.
 
-        Ranks share the hashing of the files, then each reads what it needs of any of them. Raises Refused, on all
-        ranks, where one cannot be read that may be sound, or is of other frozen weights than this model's.
+        Ranks share the hashing of the files; then each rank reads what it needs from any of them. Raises Refused, on
+        all ranks, for a checkpoint that cannot be read but may be sound, or that has other frozen weights than this
+        model.
         """
         world = engine.world
         found: list[str] = []
@@ -390,7 +393,7 @@ class Checkpointer:
         return None
 
     def _compare_frozen(self, path: Path, manifest: Mapping[str, Any], world: World) -> None:
-        """Weights that do not train are not in a checkpoint: those now under it must be those it was trained on."""
+        """Raise Refused if the model's frozen weights, which are not saved, differ from those of the checkpoint."""
         saved = manifest.get("frozen", "")
         if self.frozen and not saved and world.is_main:
             log.warning("checkpoint %s does not say which frozen weights it belongs to; they are not compared", path)
@@ -406,7 +409,7 @@ def _step(path: Path) -> int:
 
 
 def _failure(action: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What an action gives, and what the system said no to, such as a full disk; None where it did not."""
+    """An action's result and None, or None and the error that prevented it, such as a full disk."""
     try:
         return action(), None
     except (OSError, DataError) as error:
@@ -414,13 +417,13 @@ def _failure(action: Callable[[], T]) -> tuple[T | None, str | None]:
 
 
 def _first(problem: str | None) -> str | None:
-    """A problem that any rank has, the same on all; None where none has. All ranks call it."""
+    """The first rank's problem, the same on all ranks; None where no rank has one. All ranks call it."""
     problems = gather_objects(problem)
     return next((f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None), None)
 
 
 def _worst(problem: Problem | None) -> Problem | None:
-    """A problem that any rank has, the same on all: first one that ends the start. All ranks call it."""
+    """One of the ranks' problems, the same on all ranks; one that is no damage comes first. All ranks call it."""
     found = [
         Problem(f"rank {rank}: {each.text}", each.damaged)
         for rank, each in enumerate(gather_objects(problem))
@@ -430,7 +433,7 @@ def _worst(problem: Problem | None) -> Problem | None:
 
 
 def _problem_of(look: Callable[[], object]) -> Problem | None:
-    """What is wrong with a checkpoint. What is absent or makes no sense is damage; anything else may be sound."""
+    """What is wrong with a checkpoint, or None. Missing or senseless content is damage; else it may be sound."""
     try:
         look()
     except OtherFormat as error:
@@ -453,14 +456,14 @@ def _sentence(path: Path, problem: Problem) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Take a checkpoint away whole: no kill leaves half of one under its name."""
+    """Rename a checkpoint, then remove it, so that no kill leaves half of it under its own name."""
     doomed = _fresh(path.with_name(f"tmp-old-{path.name}"))
     path.rename(doomed)
     _discard(doomed)
 
 
 def _discard(path: Path) -> None:
-    """Remove a folder, a file or a link; what a link leads to is somebody else's."""
+    """Remove a folder, a file or a link. A link's target stays, because it belongs to somebody else."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
@@ -468,13 +471,13 @@ def _discard(path: Path) -> None:
 
 
 def _fresh(path: Path) -> Path:
-    """A name that nothing has: `path`'s own, or with a number behind it."""
+    """A path that does not exist: `path` itself, or `path` with a number after it."""
     names = itertools.chain([path], (path.with_name(f"{path.name}.{number}") for number in itertools.count(1)))
     return next(each for each in names if not os.path.lexists(each))
 
 
 def write_pieces(path: Path, pieces: Sequence[Piece], read: Callable[[Piece], Tensor]) -> dict[str, Any]:
-    """Write pieces as one safetensors file, asking for them one by one; its size and sha256."""
+    """Write pieces as one safetensors file, reading them one by one. Returns the file's size and sha256."""
     header: dict[str, Any] = {}
     end = 0
     for piece in pieces:
@@ -512,7 +515,7 @@ class _SavedPieces:
         self._runs: dict[tuple[str, str], list[tuple[int, int, Any]]] = defaultdict(list)
 
     def open(self, path: Path, files: Sequence[str], stack: ExitStack) -> None:
-        """Open the files until `stack` closes. Raises SafetensorError where one is no such file."""
+        """Open the files until `stack` closes. Raises SafetensorError for a file of another format."""
         for file in files:
             opened = stack.enter_context(safe_open(path / file, framework="pt"))
             for key in opened.keys():  # noqa: SIM118, it is no dict
@@ -523,7 +526,7 @@ class _SavedPieces:
             runs.sort(key=lambda run: run[0])
 
     def lacks(self, kind: str, name: str, numel: int) -> bool:
-        """Whether the pieces do not follow on one another from a parameter's first element to its last."""
+        """Whether the pieces fail to cover a parameter's elements from first to last, each exactly once."""
         reached = 0
         for start, stop, _ in self._runs[kind, name]:
             if start != reached:
@@ -544,7 +547,7 @@ class _SavedPieces:
 def _open(
     path: Path, manifest: Mapping[str, Any], engine: Loadable, stack: ExitStack
 ) -> tuple[_SavedPieces, Problem | None]:
-    """A checkpoint's pieces, and why they are not those that the engine needs."""
+    """A checkpoint's pieces, and the problem where they are not the pieces that the engine needs."""
     saved = _SavedPieces()
 
     def look() -> None:
@@ -566,13 +569,13 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def _digest_of(manifest: Mapping[str, Any]) -> str:
-    """Of all but the digest itself: a flipped bit can leave valid JSON, with another place in the data."""
+    """The digest of all other keys. A flipped bit can leave valid JSON, with another place in the data."""
     rest = {key: value for key, value in manifest.items() if key != "sha256"}
     return digest_of(rest)
 
 
 def read_manifest(path: Path, state: type[Record] = SavedState) -> dict[str, Any]:
-    """A checkpoint's manifest, checked. Raises DataError where it is damaged or of another format, and OSError."""
+    """A checkpoint's manifest, checked. Raises DataError where it is damaged or of another format, or OSError."""
     _refuse_dangling(path)
     manifest = parse_json((path / _MANIFEST).read_bytes(), where="its manifest", hint=_RESTORE)
     if not isinstance(manifest, dict):
@@ -587,7 +590,7 @@ def read_manifest(path: Path, state: type[Record] = SavedState) -> dict[str, Any
 
 
 def _check_files(path: Path, files: Mapping[str, Mapping[str, Any]], *, hashed: Sequence[str]) -> None:
-    """Raises DataError for a file of another size or, of those to be hashed, of other bytes; OSError for others."""
+    """Raises DataError for a wrong size or, in a file of `hashed`, a wrong sha256; OSError for an unreadable file."""
     for file, facts in files.items():
         _refuse_dangling(path / file)
         size = (path / file).stat().st_size
@@ -600,6 +603,6 @@ def _check_files(path: Path, files: Mapping[str, Mapping[str, Any]], *, hashed: 
 
 
 def _refuse_dangling(path: Path) -> None:
-    """A link that leads nowhere is no damage: the disk that its target was moved to may be there again."""
+    """Raise OSError for a link without a target. It is no damage, because the target's disk may come back."""
     if path.is_symlink() and not path.exists():
         raise OSError(errno.ESTALE, f"a link to {path.readlink()}, which is not there", str(path))

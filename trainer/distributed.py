@@ -1,6 +1,6 @@
 """Ranks: starting them, small collectives, and the seeds of a step.
 
-Losses never see this module. A gather is always visible where it is called.
+trainer/losses/ does not use this module, so every gather is visible in the objective that calls it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ T = TypeVar("T")
 
 
 class Refused(CommandEnd):
-    """What a user can fix, found by all ranks together: each raises it, and the first says it."""
+    """A user's mistake that all ranks find together: each rank raises it, and the first one reports it."""
 
     exit_code = UserError.exit_code
 
 
 def named_ranks(ranks: Sequence[int], *, most: int | None = None) -> str:
-    """ "rank 3", or "ranks 0, 1"; of more than `most` the first ones."""
+    """ "rank 3", or "ranks 0, 1"; of more ranks than `most`, the first ones."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     more = ", …" if most is not None and len(ranks) > most else ""
@@ -38,7 +38,7 @@ def named_ranks(ranks: Sequence[int], *, most: int | None = None) -> str:
 
 @dataclass(frozen=True)
 class World:
-    """This process among all."""
+    """This process' place among all ranks."""
 
     rank: int
     local_rank: int
@@ -51,13 +51,14 @@ class World:
 
 
 def start() -> World:
-    """Join the process group that the launcher describes in the environment; alone where there is none."""
+    """Join the process group that the launcher describes in the environment; without a launcher, a group of one."""
     import deepspeed
     import deepspeed.ops
 
     cuda = torch.cuda.is_available()
     if not cuda:
-        # An inference-only op that DeepSpeed would compile at start (a minute, or a crash without a compiler).
+        # Switch off an inference-only op that DeepSpeed would compile at start, which takes a minute, or crashes
+        # without a compiler.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
@@ -84,7 +85,7 @@ def start() -> World:
 
 
 def join(device: torch.device) -> World:
-    """This process among those of its launcher, or alone on `device`."""
+    """This process' World among the ranks of its launcher, or a World of one rank on `device`."""
     return start() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else World(0, 0, 1, device)
 
 
@@ -123,7 +124,7 @@ def max_over_ranks(value: int, device: torch.device) -> int:
 
 
 def gather_objects(value: T) -> list[T]:
-    """Every rank's value, by rank; small ones, such as the outcome of a write. No rank returns before all have come."""
+    """Every rank's value, by rank. Values should be small. No rank returns before all ranks have called it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[T] = [value] * dist.get_world_size()
@@ -141,7 +142,7 @@ def gather_counts(count: int, device: torch.device) -> list[int]:
 
 
 def gather_rows(rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """Every rank's rows [n_r, ...], rank by rank. No gradient flows: send it home with `scatter_gradients`."""
+    """Every rank's rows [n_r, ...], rank by rank. No gradient flows; `scatter_gradients` sends gradients back."""
     if len(counts) == 1:
         return rows
     largest = max(counts)

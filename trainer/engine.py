@@ -1,18 +1,19 @@
-"""The one place that knows DeepSpeed: a recipe and a ds_config become an engine.
+"""The training engine on DeepSpeed, made from a recipe and a ds_config.
 
 `ds_configs/*.json` own the engine only (ZeRO stage, precision, offload, communication). Batch sizes, accumulation,
-clipping, optimizer and schedule belong to the recipe and are refused in the JSON. What is set here and why:
-- clipping always explicitly (an absent key means 1.0 to DeepSpeed);
-- accumulation is ours: any number of `backward` calls, then one `step`. Stages 2 and 3 reduce gradients at every
-  backward unless told to coalesce, which they can where gradients are float32;
-- losses are multiplied by the world size, which undoes DeepSpeed's mean over ranks: our losses are already divided by
-  the global batch's counts, so gradients must be summed;
-- at stage 0 DeepSpeed reports no gradient norm, so clipping is done here, where the norm is seen;
-- a step with a gradient that is not finite is skipped: by DeepSpeed from stage 1 on, which bf16 must be told to look
-  for, and here at stage 0;
-- what a checkpoint must hold is handed out as pieces: runs of a parameter's elements, named by parameter and range.
-  These do not depend on the ZeRO stage, the precision or the number of ranks, so any engine takes back what any other
-  gave, and no rank needs more than its part. DeepSpeed's own files are not used: it reads them by unrestricted pickle.
+clipping, optimizer and schedule belong to the recipe and are refused in the JSON. What this module sets, and why:
+- Clipping is always set, because DeepSpeed takes an absent key as 1.0.
+- The caller accumulates: any number of `backward` calls, then one `step`. Stages 2 and 3 reduce gradients at every
+  backward pass unless they are told to coalesce, which works where gradients are float32.
+- Losses are multiplied by the world size, which undoes DeepSpeed's mean over ranks. Our losses are already divided by
+  the global batch's counts, so gradients must be summed.
+- At stage 0 DeepSpeed reports no gradient norm, so this module clips and knows the norm.
+- A step with a gradient that is not finite is skipped: at stage 0 by this module, and from stage 1 on by DeepSpeed,
+  which must be told to look for it in bf16.
+- The values of a checkpoint are handed out as pieces: ranges of a parameter's elements, named by parameter and range.
+  Pieces do not depend on the ZeRO stage, the precision or the number of ranks, so any engine can load what any other
+  saved, and no rank needs more than its part. DeepSpeed's own files are not used, because it reads them by
+  unrestricted pickle.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _OWNED_BY_RECIPE = {
     "activation_checkpointing": "train.activation_checkpointing",
 }
 
-MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")  # what there is of every trained parameter
+MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")  # the kinds of values of every trained parameter
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Piece:
 
 
 def read_ds_config(path: str | Path) -> dict[str, Any]:
-    """An engine configuration, refused where it sets what the recipe owns."""
+    """Read an engine configuration. Raises ConfigError where it sets what the recipe owns, or what cannot work."""
     path = Path(path)
     values = parse_json(path, "engine.ds_config", hint="shipped ones are ds_configs/zero{0,1,2,3}.json")
     for key in ("zero_optimization", "bf16", "fp16", "torch_autocast"):
@@ -95,7 +96,7 @@ def read_ds_config(path: str | Path) -> dict[str, Any]:
 
 
 class _Asked(dict[str, Any]):
-    """A dict that knows which of its keys were asked for; a copy notes them in the same place."""
+    """A dict that records which of its keys were asked for; a shallow copy records them in the same set."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -115,7 +116,7 @@ class _Asked(dict[str, Any]):
 
 
 def check_ds_config(recipe: Recipe) -> None:
-    """Have DeepSpeed's own classes look at the engine configuration, before anything is written.
+    """Check the engine configuration with DeepSpeed's own classes, before anything is written.
 
     DeepSpeed ignores top-level keys that its classes do not know, so such keys are refused here.
     """
@@ -133,7 +134,7 @@ def check_ds_config(recipe: Recipe) -> None:
 
 
 def ds_config_of(recipe: Recipe) -> dict[str, Any]:
-    """What DeepSpeed is given for a recipe."""
+    """The configuration that DeepSpeed gets for a recipe."""
     return full_ds_config(recipe, read_ds_config(recipe.engine.ds_config))
 
 
@@ -154,7 +155,7 @@ def full_ds_config(recipe: Recipe, values: dict[str, Any]) -> dict[str, Any]:
     """The JSON handed to DeepSpeed: engine settings plus what follows from the recipe."""
     stage = zero_stage(values)
     coalesce = stage >= 2 and not has_bf16_weights(values)
-    # Stage 0's clipping is ours, see Engine.
+    # At stage 0, Engine clips.
     clipping = recipe.optim.max_grad_norm if stage > 0 else 0.0
     bf16 = {"bf16": {**values["bf16"], "check_grad_overflow": True}} if has_bf16_weights(values) else {}
     return {
@@ -199,10 +200,10 @@ class Engine:
                 self._skips |= not math.isfinite(self._norm_at_stage_0)
             if self._skips:
                 for parameter in parameters:
-                    parameter.grad = None  # without one, AdamW leaves a parameter and its moments alone
+                    parameter.grad = None  # AdamW leaves a parameter without gradient, and its moments, alone
 
         optimizer.register_step_pre_hook(before_step)
-        self.heartbeat: Callable[[str], None] = lambda phase: None  # called at each pass and step, for whoever watches
+        self.heartbeat: Callable[[str], None] = lambda phase: None  # called at each pass and step
         rounds = has_bf16_weights(self.ds_config)
         originals = [p.detach().clone() for p in module.parameters()] if rounds else []
         # DeepSpeed prints memory tables at start, whatever its log level.
@@ -211,14 +212,14 @@ class Engine:
                 model=module, optimizer=optimizer, config=self.ds_config, dist_init_required=False
             )
         self.module = module
-        # Any: DeepSpeed hangs its own attributes on parameters.
+        # Any, because DeepSpeed adds its own attributes to parameters.
         self._trained: dict[str, Any] = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        # Frozen parameters have no masters; these are what they were before they were rounded.
+        # Frozen parameters have no masters; these are their values before rounding.
         self._frozen = {id(p): value for p, value in zip(module.parameters(), originals) if not p.requires_grad}
         self._restore_masters(originals)
 
     def _restore_masters(self, originals: list[Tensor]) -> None:
-        """Give the float32 masters their full values: DeepSpeed copies them from weights it has rounded to bf16."""
+        """Give the float32 masters their full values, because DeepSpeed copies them from weights rounded to bf16."""
         from deepspeed.utils import safe_set_full_fp32_param
 
         for parameter, original in zip(self.module.parameters(), originals):
@@ -231,7 +232,7 @@ class Engine:
 
     @contextlib.contextmanager
     def accumulation(self) -> Iterator[None]:
-        """Around all backward calls of a step; gradients are reduced once where the stage allows."""
+        """A context around all backward calls of a step; gradients are reduced once where the stage allows."""
         with self.deepspeed.coalesce_grad_reduction() if self._coalesces else contextlib.nullcontext():
             yield
 
@@ -243,8 +244,8 @@ class Engine:
     def step(self, lr: float, *, skip: bool = False) -> float:
         """One optimizer step. Returns the gradient's norm before clipping.
 
-        A step is skipped, weights and moments as before, where `skip` says so or the norm is not finite. All ranks must
-        say the same.
+        The step is skipped, and weights and moments stay as they were, where `skip` is true or the norm is not finite.
+        `skip` must be the same on all ranks.
         """
         self.heartbeat("optimizer step")
         self._skips = skip
@@ -288,13 +289,13 @@ class Engine:
         return counts.pop() if counts else 0
 
     def pieces(self) -> list[Piece]:
-        """What this rank holds."""
+        """The pieces that this rank holds."""
         kinds = (MASTER, *MOMENTS) if self.optimizer_steps() else (MASTER,)
         held = ((name, self._held(p)) for name, p in self._trained.items())
         return [Piece(kind, name, *span) for name, span in held if span[0] < span[1] for kind in kinds]
 
     def pieces_to_save(self) -> list[Piece]:
-        """This rank's share of the pieces: at stage 0, where every rank holds all, they are dealt out in turn."""
+        """This rank's share of the pieces. At stage 0 every rank holds all of them, and they are dealt out in turn."""
         return self.pieces()[self.world.rank :: self.world.size] if self.stage == 0 else self.pieces()
 
     def read(self, piece: Piece) -> Tensor:
@@ -325,7 +326,7 @@ class Engine:
 
     @property
     def _inner(self) -> torch.optim.Optimizer:
-        """The AdamW inside DeepSpeed's wrapper; at stage 0 there is none around it."""
+        """The AdamW inside DeepSpeed's wrapper; at stage 0 there is no wrapper."""
         return self.optimizer if self.stage == 0 else self.optimizer.optimizer
 
     def _stepped(self) -> list[Tensor]:
@@ -348,7 +349,7 @@ class Engine:
         return address.start, address.start + address.numel
 
     def _view(self, piece: Piece) -> Tensor:
-        """A piece where it lies, at stages 0 to 2; float32 [stop - start]."""
+        """A view of a piece in the memory that holds it, at stages 0 to 2; float32 [stop - start]."""
         parameter = self._trained[piece.name]
         if self.stage == 0:
             whole = parameter if piece.kind == MASTER else self._inner.state[parameter][piece.kind]
@@ -371,13 +372,13 @@ class Engine:
         part[: values.numel()] = values
         if piece.kind == MASTER:
             safe_set_local_fp32_param(parameter, part)
-            # The weights that forward passes gather, in their own precision.
+            # Also set the weights that forward passes gather, in their own precision.
             parameter.ds_tensor.copy_(part)
         else:
             safe_set_local_optimizer_state(parameter, part, piece.kind)
 
     def _refresh_weights(self) -> None:
-        """Bring the weights that forward passes read up to the float32 masters."""
+        """Update the weights of forward passes to the values of the float32 masters."""
         if self.stage in (1, 2):
             self.optimizer.update_lp_params()
         elif self.stage == 3 and (kept_whole := self.optimizer.persistent_parameters):

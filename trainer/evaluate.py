@@ -1,4 +1,4 @@
-"""Commands: score a trained model at every size, compare, time and rerank, or score anybody's run as trec_eval does.
+"""Commands: score a trained model at every size, compare, time and rerank, or score any run file as trec_eval does.
 
     python -m trainer.evaluate sizes --model runs/x/model --beir data/scifact --bm25 --output results
     python -m trainer.evaluate sizes --model runs/x/model --beir data/scifact --across-depths
@@ -11,12 +11,12 @@
 `sizes` writes `results.json`: {"format": 1, "model", "sizes", "settings", "records"}, where each record is flat:
 {"method": "trained" | "untrained" | "BM25", "task", "kind": "sts" | "retrieval", "size": the size's name in its ladder,
 "layers", "dim", "metric": trec_eval's name or spearman, pearson, spearman/<subset>, "value"}; BM25 has layers 0, dim 0.
-With --across-depths there is "across_depths": {"records", "significance"} as well, for queries against documents of
-other depths; its records have "document_size" and "document_layers" too. Beside it, raw.jsonl.gz holds every query's
+With --across-depths, results.json also has "across_depths": {"records", "significance"}, for queries against documents
+of other depths; its records have "document_size" and "document_layers" too. "significance" has one entry for each
+tested size (Verdict in trainer/evaluation/results/report.py). raw.jsonl.gz, beside results.json, holds every query's
 and every pair's scores (trainer/evaluation/results/raw.py). With --vectors the documents' vectors are kept
-(trainer/evaluation/search/vectors.py); ranks of a launcher share the work. "significance" in results.json: one entry a
-tested size, see trainer/evaluation/results/report.py, Verdict. `score` prints and writes trec_eval's names; the JSON is
-one flat object.
+(trainer/evaluation/search/vectors.py). Under a launcher, ranks share the work. `score` prints and writes trec_eval's
+names; its JSON is one flat object.
 """
 
 from __future__ import annotations
@@ -216,7 +216,8 @@ def _quantised(args: argparse.Namespace) -> int:
     rows: list[Row] = []
     ranges = {}
     for task in sts:
-        # Cosine of the pairs' vectors whatever the model's similarity, but of unit vectors, for int8's ranges.
+        # STS takes the cosine of the pairs' vectors, whatever the model's similarity. The vectors are unit vectors,
+        # for int8's ranges.
         options: dict[str, Any] = {"similarity": "cosine", "max_length": longest, "prompt": settings.query_prompt}
         first, *variant = (partial(_encoding(args, model, tokenizer, sizes), **options) for model in models)
         rows += sts_rows(first, task, table_variant=variant[0] if variant else None)
@@ -263,7 +264,7 @@ def _both_sides(
     settings: EmbeddingSettings,
     sizes: Sequence[Size],
 ) -> tuple[EncodeTexts, EncodeTexts]:
-    """What encodes queries, and what encodes documents."""
+    """The functions that encode queries and documents."""
     alike = partial(_encoding(args, encoder, tokenizer, sizes), similarity=settings.similarity)
     return (
         partial(alike, max_length=settings.query_max_length, prompt=settings.query_prompt),

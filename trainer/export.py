@@ -1,11 +1,11 @@
-"""Command: one folder a size that `SentenceTransformer(path)` loads as it stands, and the whole encoder.
+"""Command: write one folder for each size, which `SentenceTransformer(path)` loads as it is, and the whole encoder.
 
     python -m trainer.export --model runs/x/model --output runs/x/export
 
-The layout of the folders is told in trainer/exporting/folders.py. Beside the sizes:
-- `--router 3x128:6x128` writes a folder whose `encode_query` and `encode_document` run a size each;
-- `--onnx float32,int8` writes ONNX files into each of them, checked and timed (trainer/exporting/onnx_files.py);
-- `--weights float16` halves the files of encoders with layers, `--table int8` quarters those of a token table.
+trainer/exporting/folders.py describes the layout of the folders. Options:
+- `--router 3x128:6x128` also writes a folder whose `encode_query` and `encode_document` have a size each;
+- `--onnx float32,int8` writes ONNX files into each folder, checked and timed (trainer/exporting/onnx_files.py);
+- `--weights float16` halves the files of encoders with layers, `--table int8` quarters the files of a token table.
 `encoder/` is the whole encoder with barista.json, in float32, from which training can go on.
 """
 

@@ -1,9 +1,9 @@
 """THE loop. It knows no loss, no model and no data: each step takes a batch, makes gradients, takes one optimizer step.
 
-Order matters for exact resume: what a step draws depends on (seed, step, rank) alone, the stream counts what was
-delivered, and a checkpoint is written between steps. Ranks agree once a step, by one small sum, on the loss and on
-whether to stop; a loss that is not finite on one rank is so on all. The same sum says when all ranks have written a
-checkpoint, so that it can be committed.
+Order matters for exact resume: what a step draws depends on (seed, step, rank) alone, the stream counts the samples
+that it delivered, and a checkpoint is written between steps. Ranks agree once a step, by one small sum, on the loss and
+on whether to stop; if one rank's loss is not finite, the sum is not finite on any rank. The same sum says when all
+ranks have written a checkpoint, so that it can be committed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainer.resilience.watchdog import NEXT_BATCH
 
 
 class ResumableStream(Protocol):
-    """Batches with a place that can be saved (data/stream.py)."""
+    """A stream of batches whose position can be saved (data/stream.py)."""
 
     @property
     def epoch(self) -> float: ...
@@ -42,7 +42,7 @@ _Count = Annotated[int, Field(ge=0)]
 
 
 class _SavedHealth(Record):
-    """Of trainer/resilience/anomalies.py; other versions may have other keys."""
+    """The saved Health of trainer/resilience/anomalies.py; other versions may have other keys."""
 
     skipped_steps: _Count = 0
     skipped_in_a_row: _Count = 0
@@ -52,7 +52,7 @@ class _SavedHealth(Record):
 
 
 class _SavedPlace(Record):
-    """Of data/stream.py, which checks the rest."""
+    """The saved position of the stream; data/stream.py checks its other keys."""
 
     samples: int = Field(ge=0, le=2**62)
 
@@ -82,7 +82,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the loop must know of a recipe."""
+    """The settings of a recipe that the loop needs."""
 
     seed: int
     total_steps: int
@@ -113,7 +113,7 @@ class Hooks:
     saves: Saving
     evaluate: Callable[[], dict[str, float]]
     stop_wanted: Callable[[], str | None]  # this rank's own view
-    # The main thread has got so far: a phase, the step, and whether what follows may take long.
+    # Reports how far the main thread is: a phase, the step, and whether what follows may take long.
     heartbeat: Callable[..., None]
 
 
@@ -127,9 +127,9 @@ def train(
     metrics: Metrics,
     hooks: Hooks,
 ) -> str | None:
-    """Run steps until `plan.stop_at_step`, saving and evaluating between them; saved at the end.
+    """Run steps until `plan.stop_at_step`, save and evaluate between them, and save at the end.
 
-    Returns why it stopped before that, or None. Raises GaveUp, without another checkpoint.
+    Returns why it stopped before that step, or None. Raises GaveUp, without saving another checkpoint.
     """
     engine.train()
     saved_at = first = state.step
@@ -139,7 +139,7 @@ def train(
         metrics.evaluation(first, hooks.evaluate())
     for step in range(first, min(plan.stop_at_step, plan.total_steps)):
         begin = time.perf_counter()
-        # Kernels are chosen, compiled and connected in the first steps.
+        # The first steps may take long, because kernels are chosen, compiled and connected in them.
         hooks.heartbeat(NEXT_BATCH, step=step + 1, patient=step < first + 2)
         seed_step(plan.seed, step, engine.world.rank)
         batch = next(stream)  # this rank's whole share of the global batch
@@ -200,7 +200,7 @@ def train(
 
 
 def _agree(own_loss: float, written: bool, wanted: str | None, engine: Engine) -> tuple[float, bool, str | None]:
-    """(The global loss, not finite where a rank's is not; whether all have written; why to stop, if one was asked)."""
+    """(The global loss, not finite where any rank's is not; whether all ranks have written; why to stop, or None)."""
     asked = [float(reason == wanted) for reason in REASONS]
     loss, written_by, *asked_by = sum_over_ranks([own_loss, float(written), *asked], engine.device).tolist()
     reason = next((reason for reason, ranks in zip(REASONS, asked_by) if ranks), None)

@@ -3,14 +3,14 @@
     python -m trainer.mine_negatives pairs.jsonl --model runs/x/model --output mined --relative-margin 0.05
     python -m data.prepare tuples mined/tuples.jsonl --tokenizer T --output shards/mined
 
-Reads what `data.prepare tuples` reads. Searched are the inputs' own passages, of MS MARCO and BEIR folders the whole
-corpus, and those of --corpus. `--size` searches; with `--rerank` a larger size of the same model, encoded in the same
-pass, orders and scores the best. Which matches become negatives: trainer/mining/rules.py.
+The command reads what `data.prepare tuples` reads. It searches the inputs' own passages (of MS MARCO and BEIR folders,
+the whole corpus) and those of --corpus. The size `--size` searches; with `--rerank`, a larger size of the same model,
+encoded in the same pass, orders and scores the best matches. trainer/mining/rules.py decides which become negatives.
 
-Memory is bounded by the blocks: texts and vectors lie on disk (data/passages.py; 4 bytes a dimension of each passage),
-a block of queries searches them exactly, block by block. What is finished stays: vectors by blocks of passages, results
-by blocks of queries. The same command goes on and gives the same bytes; another one is refused. SIGTERM, SIGUSR1, the
-file that BARISTA_STOP_FILE names or --stop-after-minutes ends it between blocks with code 75.
+Blocks bound the memory: texts and vectors are on disk (data/passages.py; 4 bytes a dimension of each passage), and a
+block of queries searches them exactly, block by block. Finished work is kept: vectors by blocks of passages, results by
+blocks of queries. The same command goes on and gives the same bytes; a different command is refused. SIGTERM, SIGUSR1,
+the file that BARISTA_STOP_FILE names, or --stop-after-minutes ends it between blocks with code 75.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 stop_wanted=stops.wanted,
             )
         except UserError:
-            # Those of the inputs: a fixed command is another one, and starts afresh.
+            # The inputs are wrong. The corrected command is a different one, and a claimed folder would refuse it.
             if not is_built(output / WORK / TEXTS):
                 shutil.rmtree(output if is_new else output / WORK)
                 (output / IDENTITY).unlink(missing_ok=True)
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def load_miner(args: argparse.Namespace) -> tuple[Miner, dict[str, Any]]:
-    """The model of --model at --size and --rerank, and what tells it from another."""
+    """The model of --model at --size and --rerank, and the identity that tells it from other models."""
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     folder = Path(args.model)

@@ -35,7 +35,7 @@ def adamw(module: nn.Module, *, lr: float, betas: tuple[float, float], eps: floa
 def learning_rate(step: int, *, peak: float, total_steps: int, warmup_ratio: float, schedule: str) -> float:
     """The rate of optimizer step `step` (0-based): linear warm-up, then linear or cosine decay to 0, or constant.
 
-    Counted as transformers' schedulers count: the first step of a warm-up has the rate 0, and one step has the peak.
+    Steps are counted as in transformers' schedulers: the first step of a warm-up has the rate 0, and one has the peak.
     """
     warmup_steps = math.ceil(warmup_ratio * total_steps)
     if step < warmup_steps:

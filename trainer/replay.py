@@ -1,9 +1,9 @@
-"""One step of a run looked at again, in float32 and with anomaly detection, to find where a number stopped being one.
+"""Repeats one step of a run in float32 with anomaly detection, to find where a number became NaN or infinite.
 
-The nearest checkpoint before the step gives the weights, the step's own batch comes from its place in the stream, and
-every draw is the step's own. No engine is around the model, so that one rank can find its fault without the others
-waiting for it in a reduction. Nothing is trained, and nothing is written but replay_step_<n>.json in the run folder.
-Weights are the step's own only where a checkpoint stands right before it; the report says which it was.
+The nearest checkpoint before the step gives the weights; the batch and all random draws are those of the step. The
+model runs without an engine, so that one rank can find its fault while no other rank waits for it in a reduction.
+Nothing is trained, and only replay_step_<n>.json is written, in the run folder. The weights are those of the step only
+if a checkpoint was saved right before it; the report says from which step they are.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from trainer.loop import RunState, TrainState
 
 log = logging.getLogger(__name__)
 
-# Of a rank's parameters with gradients that are not finite, as many are named.
+# How many of a rank's parameters with gradients that are not finite are named.
 _NAMED = 5
 
 
 class PlainEngine:
-    """The module itself where an objective expects an engine: float32, this rank's part of the gradient alone."""
+    """Takes the engine's place: runs the module itself in float32, for this rank's part of the gradient alone."""
 
     def __init__(self, module: nn.Module, world: World) -> None:
         self.module, self.world, self.device = module.float().to(world.device), world, world.device
@@ -55,7 +55,7 @@ class PlainEngine:
         try:
             loss.backward()
         except RuntimeError as error:
-            # What anomaly detection raises; the other ranks' collectives go on, and so must this one's.
+            # Anomaly detection raises this error. The rank goes on, so that later collectives still match.
             if "returned nan values" not in str(error):
                 raise
             self.anomalies.append(str(error))
@@ -64,7 +64,7 @@ class PlainEngine:
         return {name: list(p.shape) for name, p in self.module.named_parameters() if p.requires_grad}
 
     def load(self, read: Callable[[Piece], Tensor], *, optimizer_steps: int) -> None:
-        """Only the weights: without an optimizer there is nothing to do with its moments."""
+        """Load only the weights, because there is no optimizer that needs its moments."""
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():
                 if parameter.requires_grad:
@@ -73,7 +73,7 @@ class PlainEngine:
 
 
 def replay(recipe: Recipe, parts: ModelParts, stream: Stream, world: World) -> dict[str, Any]:
-    """Take the gradient of step `debug.replay` again; the report, which rank 0 writes. All ranks call it.
+    """Compute the gradient of step `debug.replay` again. Returns the report, which rank 0 writes. All ranks call it.
 
     Raises ConfigError where no checkpoint before that step is left.
     """
@@ -108,7 +108,7 @@ def replay(recipe: Recipe, parts: ModelParts, stream: Stream, world: World) -> d
         "samples": samples_of(batch),
     }
     losses = {name: repr(float(sum_over_ranks([value], world.device))) for name, value in own.items()}
-    # A backward pass ends where its anomaly is found, and what it would have added is missing.
+    # After an anomaly the norm is NaN, because the backward pass ended there and part of the gradient is missing.
     squares = sum_over_ranks([math.nan if engine.anomalies else 0.0], world.device)
     for parameter in engine.module.parameters():
         if parameter.requires_grad:

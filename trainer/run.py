@@ -1,8 +1,8 @@
 """From a recipe to a finished run: everything is opened and checked first, then the devices start, then the loop.
 
 A run folder holds recipe.toml (resolved), ds_config.json, environment.json, metrics.jsonl, tensorboard/, checkpoints/,
-and, when training is done, model/ (an ordinary Hugging Face folder plus barista.json) and DONE; STOPPED (JSON: step,
-reason) when it was asked to end before.
+and, when training is done, model/ (an ordinary Hugging Face folder plus barista.json) and DONE. A run that was asked to
+end early leaves STOPPED (JSON: step, reason).
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ def main(command: str, description: str, argv: Sequence[str] | None = None) -> N
 def execute(recipe: Recipe, *, last: bool = True) -> Path:
     """Train what the recipe says; returns the run folder. Every rank calls it.
 
-    last: the ranks part afterwards; False where they have more to do together.
+    last: the process group ends afterwards; False where the ranks have more to do together.
 
     Raises Stopped, after a checkpoint, where the run was asked to end early, and GaveUp where it cannot go on.
     """
-    # Its tables of unused keys (an MLM head that fine-tuning leaves) read like errors.
+    # transformers' tables of unused keys, such as of an MLM head in fine-tuning, look like errors.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     check_world(recipe, int(os.environ.get("WORLD_SIZE", "1")))
@@ -149,7 +149,7 @@ def _run(recipe: Recipe, output: Path, stops: StopRequests) -> tuple[int, str | 
             if world.is_main:
                 _say_if_slow(engine)
             return _train(recipe, engine, parts, stream, evaluator, frozen=frozen, stops=stops, watchdog=watchdog)
-        except (GaveUp, Refused):  # all ranks do
+        except (GaveUp, Refused):  # raised on all ranks
             raise
         except Exception as error:
             end = end_for(error)
@@ -240,7 +240,7 @@ def _train(
 
 
 def _start_over(output: Path, world: World) -> None:
-    """From the beginning, which is said where it is not the first time; refused where checkpoints were saved."""
+    """Start from the beginning, with a warning if steps were trained. Raises Refused if checkpoints were saved."""
     lost = gather_objects(lost_training(output) if world.is_main else None)[0]
     if lost is not None:
         raise Refused(lost)
@@ -273,7 +273,7 @@ def _plan(recipe: Recipe, total_steps: int, *, evaluates: bool) -> Plan:
 def _claim(output: Path, world: World, stack: ExitStack) -> None:
     """Hold the run folder against other starts until `stack` closes; all ranks call it."""
     problem: str | None = None
-    # All ranks have looked at the folder before it changes: joining the process group need not wait for them all.
+    # The folder may change only after all ranks have checked it, and joining the process group may not wait for all.
     dist.barrier()
     if world.is_main:
         try:
@@ -297,7 +297,7 @@ def _say_if_slow(engine: Engine) -> None:
 
 
 def write_run_folder(recipe: Recipe, world: World) -> None:
-    """What the run is, for people and for a resume. DONE and STOPPED stay until there is something newer."""
+    """Write what the run is, for people and for a resume. DONE and STOPPED stay until there is something newer."""
     output, problem = Path(recipe.run.output), None
     if world.is_main:
         environment = {

@@ -1,6 +1,6 @@
-"""A run's folder before the run begins: whose it is, whether it can be gone on with, and whether it can be written.
+"""Checks of a run's folder before the run begins: whose it is, whether its run can go on, and whether it is writable.
 
-All of it is looked at before a device starts, and what is refused is left as it was.
+All checks are made before a device starts, and a folder that is refused is left as it was.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainer.config.schema import Recipe, flat
 from trainer.monitoring.names import CHECKPOINT
 from trainer.resilience.run_lock import LOCK, PROBE, is_begun
 
-# What may change between the parts of one run: how it is watched and kept, and where it runs.
+# Sections and keys that may change when a run is resumed: how it is watched and kept, and where it runs.
 _FREE_SECTIONS = ("engine", "checkpoint", "log", "evaluation", "debug")
 _FREE_KEYS = (
     "run.output",
@@ -42,14 +42,14 @@ _FREE_KEYS = (
     "train.score_memory_mib",
 )
 
-# What a run writes before its first step, roughly: recipe.toml, environment.json, ds_config.json and the lock.
+# About the bytes that a run writes before its first step: recipe.toml, environment.json, ds_config.json and the lock.
 _FIRST_BYTES = 12 * 1024
 
 
 def check_output_folder(recipe: Recipe) -> None:
-    """Refuse to write over another run, or to resume what is not there, cannot be loaded, or is another run.
+    """Refuse to overwrite another run, or to resume a run that is missing, cannot be loaded, or has another recipe.
 
-    Reads only, so every rank may call it.
+    It only reads, so every rank may call it.
     """
     output = Path(recipe.run.output)
     _check_name(recipe.run.output)
@@ -94,7 +94,7 @@ def _check_folder(recipe: Recipe, output: Path) -> None:
 
 
 def check_same_recipe(recipe: Recipe) -> None:
-    """Refuse a recipe that is not the one of the run in its folder, where that run must be gone on with or is done."""
+    """Refuse a recipe that differs from that of the run in its folder. That run is resumed, or is done."""
     output = Path(recipe.run.output)
     before = flat(build_recipe(read_toml(output / "recipe.toml")))
     for key, value in flat(recipe).items():
@@ -115,7 +115,7 @@ def no_checkpoint(output: str | Path) -> str:
 
 
 def lost_training(output: Path) -> str | None:
-    """Why a run without a checkpoint that can be loaded must not start over unasked; None where nothing was saved."""
+    """Why a run without a loadable checkpoint must not start over unasked; None where nothing was saved."""
     signs = [name for name in ("DONE", "STOPPED") if (output / name).is_file()]
     steps = steps_trained(output / "metrics.jsonl", saved=True)
     if steps:
@@ -131,7 +131,7 @@ def lost_training(output: Path) -> str | None:
 
 
 def steps_trained(metrics: Path, *, saved: bool = False) -> int:
-    """The last step that metrics.jsonl tells of; 0 where there is none. saved: of those with a checkpoint alone."""
+    """The last step in metrics.jsonl; 0 where there is none. saved: count only steps with a checkpoint."""
     steps = [0]
     with contextlib.suppress(FileNotFoundError), metrics.open("rb") as file:
         for line in file:
@@ -144,7 +144,7 @@ def steps_trained(metrics: Path, *, saved: bool = False) -> int:
 
 
 def prove_writable(output: Path) -> None:
-    """Refuse a folder that cannot be made, or in which a run cannot even begin. Nothing is left behind."""
+    """Refuse a folder that cannot be made, or in which a run's first files cannot be written. Leaves nothing behind."""
     made = [folder for folder in (output, *output.parents) if not folder.exists()]
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -152,12 +152,12 @@ def prove_writable(output: Path) -> None:
         try:
             with os.fdopen(handle, "wb", buffering=0) as file:
                 file.write(b"\0" * _FIRST_BYTES)
-                file.write(b"\0")  # a disk that was full in the middle of the first says so now
+                file.write(b"\0")  # raises if the disk became full during the first write
                 os.fsync(handle)
         finally:
             Path(probe).unlink()
         with contextlib.suppress(FileNotFoundError), (output / LOCK).open("r+b"):
-            pass  # another user's lock could not be taken
+            pass  # raises for a lock of another user
     except OSError as error:
         raise _unusable(output, error) from error
     finally:

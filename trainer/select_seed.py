@@ -1,15 +1,16 @@
-"""Command: start a recipe from several seeds, go on with the one that is best on a development set.
+"""Command: start a recipe from several seeds, and train the seed that is best on a development set to the end.
 
     python -m trainer.select_seed RECIPE.toml --seeds 1 2 3 --share 0.1 --sts stsb_dev.tsv --output runs/x
 
 Each seed trains up to the same step, `--share` of all, on the schedule of the whole run, and is evaluated there at
 every size of the ladder; the one with the highest mean of Spearman (STS) and nDCG@10 (BEIR folders) then trains to its
-end, from its checkpoint. It is the run that its seed alone would have given; what is chosen on is no test set any more.
+end, from its checkpoint. The result is the run that its seed alone would have given. A set used for this choice is no
+test set any more.
 
-<output>/selection.json says every seed's scores, which was taken and why; <output>/seed_S are ordinary runs, of which
-the others' checkpoints are removed at the end. Runs are the commands that a user would type. SIGTERM, SIGUSR1, Ctrl-C,
-the file that BARISTA_STOP_FILE names, or --stop-after-minutes lets the run in progress save and ends with code 75; the
-same command goes on.
+<output>/selection.json holds every seed's scores, the chosen seed and the reason. <output>/seed_S are ordinary runs; at
+the end, the checkpoints of the other seeds are removed. Each run is the command that a user would type. SIGTERM,
+SIGUSR1, Ctrl-C, the file that BARISTA_STOP_FILE names, or --stop-after-minutes lets the run in progress save and ends
+with code 75; the same command goes on.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python -m trainer.soup --models runs/a/model runs/b/model --output runs/soup [--weights 2 1]
 
-For runs that differ in seed, data or schedule and started from the same weights. Models of other shapes, tokenizers or
-settings are refused: their mean would load and mean nothing. Means are taken in float64, a tensor at a time.
+It is for runs that started from the same weights and differ in seed, data or schedule. Models with different shapes,
+tokenizers or settings are refused, because their mean would load and be useless. Means are taken in float64, one tensor
+at a time.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def soup(models: Sequence[Path], output: Path, *, weights: Sequence[float] = ())
     shares = [weight / sum(weights) for weight in weights] if weights else [1 / len(models)] * len(models)
     mean = _mean(models, shares)
     with written_whole(output) as partial:
-        # Links and folders beside a model's own files are nobody's to copy.
+        # Links and folders beside a model's own files are not part of the model.
         for path in sorted(models[0].iterdir()):
             if path.is_file() and not path.is_symlink() and path.suffix in _COPIED:
                 shutil.copyfile(path, partial / path.name)
@@ -62,7 +63,7 @@ def soup(models: Sequence[Path], output: Path, *, weights: Sequence[float] = ())
 
 
 def _check_alike(models: Sequence[Path]) -> None:
-    """Refuse folders whose mean would mean nothing."""
+    """Refuse models whose mean would be useless."""
     places: dict[Path, Path] = {}
     for folder in models:
         if not (folder / WEIGHTS_FILE).is_file():
@@ -81,7 +82,7 @@ def _check_alike(models: Sequence[Path]) -> None:
                 raise ConfigError(
                     f"{folder} has another {key} in its config.json than {first}; mix models of one architecture"
                 )
-    # Its configuration goes with the mean, so it must be one that can be used.
+    # The mean gets the first model's configuration, so that model must load.
     load_encoder(first)
 
 

@@ -1,13 +1,13 @@
-"""Command: a token table to start a static embedding from, made of a trained encoder.
+"""Command: make a token table from a trained encoder, from which a static embedding starts.
 
     python -m trainer.static_init --model runs/x/model --output runs/static_start --from outputs --dim 256
 
-`--from tokens` takes the encoder's own token embeddings. `--from outputs` distils it: each token alone goes through
-the encoder, as a text of its own, and what comes out is its vector. Either is then rotated to its principal components,
-so that prefixes of columns hold most of what there is, and weighted by Zipf's law with smooth inverse frequency (SIF,
-Arora et al. 2017): tokenizers list frequent tokens first, so a token of rank r is taken to occur with probability
-p = (1/r) / Σ 1/r', and its vector is multiplied by a / (a + p). Frequent words then weigh little in a mean.
-Only WordPiece lists of BERT's kind are in that order for certain; `--sif 0` leaves the weighting out.
+`--from tokens` takes the encoder's own token embeddings. `--from outputs` distils the encoder: each token goes through
+it as a text of its own, and the output is the token's vector. Either table is then rotated to its principal components,
+so that prefixes of its columns hold most of the variance, and weighted by Zipf's law with smooth inverse frequency
+(SIF, Arora et al. 2017): tokenizers list frequent tokens first, so a token of rank r is taken to occur with probability
+p = (1/r) / Σ 1/r', and its vector is multiplied by a / (a + p). Frequent words then weigh little in a mean. Only
+WordPiece vocabularies like BERT's are certain to have that order; `--sif 0` leaves the weighting out.
 The result is a folder for `model.source`, whose tokenizer is the encoder's own.
 """
 

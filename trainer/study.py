@@ -7,9 +7,9 @@
     python -m trainer.study STUDY.toml --report-only    the report again, from the raw results alone
 
 Each run is the command that a user would type, in a process of its own: `trainer.pretrain`, `trainer.distill` or
-`trainer.finetune` (under the deepspeed launcher where the study has more than one rank), then `trainer.evaluate`, which
-is all that there is of a method without a recipe. What is done (<run>/DONE, and an evaluation made by the same command)
-is skipped, unless its recipe is no longer the study's, which is refused. Checkpoints of finished runs are removed.
+`trainer.finetune` (under the deepspeed launcher where the study has more than one rank), then `trainer.evaluate`. A
+method without a recipe is only evaluated. Finished work (<run>/DONE, and an evaluation made by the same command) is
+skipped; a finished run whose recipe is no longer the study's is refused. Checkpoints of finished runs are removed.
 Output goes to <output>/logs. SIGTERM, SIGUSR1, Ctrl-C, the file that BARISTA_STOP_FILE names, or --stop-after-minutes
 lets the runs in progress save and ends with code 75; the same command goes on.
 """
@@ -80,7 +80,7 @@ def _gpus(jobs: int, ranks: int) -> list[str]:
 
 
 def _list(runs: Sequence[Run], results: Sequence[Result]) -> None:
-    """A line a run and its evaluation; then one for each evaluation of what another arm's run, or nobody, makes."""
+    """Write a line for each run and its evaluation, then one for each evaluation without a run of its own."""
     own = {result.name: result for result in results}
     for run in runs:
         state = "done" if is_done(run) else "stopped" if (run.folder / "STOPPED").is_file() else "to do"

@@ -130,7 +130,7 @@ def store_vectors(recipe: Recipe, units: Sequence[InputSplit], world: World) -> 
 
 
 def _begin(folder: Path, record: StoreRecord) -> None:
-    """Go on with what is there if it is of the same teacher and texts, and refuse it otherwise."""
+    """Go on with a store of the same teacher and texts, refuse any other, or begin one where there is none."""
     if (before := read_store_record(folder)) is not None:
         then, now = before.model_dump(), record.model_dump()
         if differing := [key for key in now if key != "blocks" and then[key] != now[key]]:
@@ -145,13 +145,13 @@ def _begin(folder: Path, record: StoreRecord) -> None:
 
 
 def _texts_digest(units: Sequence[InputSplit]) -> str:
-    """Of the files, each hashed once, and of the records that are read of them."""
+    """The digest of the files, each hashed once, and of which of their records are read."""
     files = {path: sha256_of(path) for path in {unit.path for unit in units if unit.is_file}}
     return digest_of([[unit.source, unit.skip, unit.limit, files.get(unit.path)] for unit in units])
 
 
 def _rooms(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """How many tokens of a text the recipe's collator keeps, beside prompts and special tokens; each once."""
+    """How many tokens of a text the recipe's collator keeps, beside prompts and special tokens; each number once."""
     data, (query_prompts, passage_prompts) = recipe.data, recipe.prompts
     if recipe.reads_documents:
         sides = [(data.max_length, passage_prompts)]

@@ -1,4 +1,4 @@
-"""Everything about a recipe that can be known to be wrong without a device, a model or data."""
+"""The checks of a recipe that need no device, model or data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.config.schema import Recipe
 
 
 def check(recipe: Recipe) -> None:
-    """Everything that can be known to be wrong without a device, a model or data."""
+    """Raise ConfigError for whatever can be seen to be wrong without a device, a model or data."""
     if not recipe.objective.name:
         raise ConfigError(f"objective.name = '' is unknown; choose one of {', '.join(KINDS)}")
     try:
@@ -75,7 +75,7 @@ def check(recipe: Recipe) -> None:
 
 
 def _check_size_weights(recipe: Recipe) -> None:
-    """Factors a size, where sizes are fixed: one each; of the KL, one each but the last, where it is the teacher."""
+    """Fixed sizes have one factor each; in the KL, the last size has none where it is the teacher."""
     objective, teaches = recipe.objective, not recipe.guide_teaches
     num_sizes = len(recipe.step_sizes.fixed)
     for key, weights, count in (
@@ -101,7 +101,7 @@ def _check_guide(recipe: Recipe) -> None:
 
 
 def _check_teacher(recipe: Recipe) -> None:
-    """A teacher that can teach: named, with something to teach, in a space that has only directions."""
+    """A teacher must be named, teach by a term with a weight, and be compared by cosine."""
     teacher, objective = recipe.teacher, recipe.objective
     if not recipe.is_taught:
         return
@@ -122,7 +122,7 @@ def _check_teacher(recipe: Recipe) -> None:
 
 
 def _check_trained_part(recipe: Recipe) -> None:
-    """Frozen layers and adapters must leave something that can train, and stand on trained weights."""
+    """Frozen layers and adapters must leave something that can train, and need a trained encoder."""
     model = recipe.model
     for key, value in (("lora_rank", model.lora_rank), ("frozen_layers", model.frozen_layers)):
         if value and is_read(recipe, f"model.{key}") and not model.source:

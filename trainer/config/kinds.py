@@ -1,4 +1,4 @@
-"""What the program asks of an objective without training it: one class an objective, one line in `KINDS`.
+"""What the program asks of an objective without training it. Each objective has one class, and one line in `KINDS`.
 
 Commands, checks, charts, plans and exports ask these classes and never compare an objective's name. How an objective
 trains is in trainer/objectives/. An objective of another package is a class named by an entry point of the group
@@ -18,17 +18,17 @@ from trainer.config.sections import Sections
 from trainer.config.step_sizes import DRAWN
 
 ENTRY_POINTS = "barista.objectives"
-# The title of a page of charts; chart -> patterns of its metrics' tags.
+# The title of a page of charts, and chart -> patterns of its metrics' tags.
 Charts = tuple[str, Mapping[str, Sequence[str]]]
 
 
 class Kind:
-    """An objective that embeds texts with the encoder; its subclasses say in what they differ.
+    """An objective that embeds texts with the encoder. Subclasses override what is different for them.
 
     command: `python -m trainer.COMMAND` trains it. makes_backbone: a study trains it before it fine-tunes.
     predicts_tokens: it masks texts and predicts their tokens, with a head for masked language modelling.
-    contrasts: a query is to score its positive above the other passages, or its pairs are graded.
-    own_keys: keys of a recipe that it reads beyond those that follow from the other answers.
+    contrasts: it trains queries to score their positives above other passages, or trains on graded pairs.
+    own_keys: recipe keys that it reads, besides those that follow from its other attributes and methods.
     """
 
     command: ClassVar[str] = "finetune"

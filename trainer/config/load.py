@@ -1,10 +1,11 @@
 """Reading a recipe: what a run is, in one place, checked before any device work.
 
-A recipe is a TOML file with the sections of trainer/config/sections.py. Values come from the defaults there, then from
-what `objective.preset` stands for (trainer/config/presets.py), then from the recipe's `base` (a file beside it), then
-the recipe, then the command line (`--section.key=value`). Unknown keys, wrong types, impossible combinations, and keys
-that are written out and read by nothing (trainer/config/read_keys.py), are refused with one sentence naming the key,
-its value and what would be right. Torch-free, because login nodes check and submit recipes without a GPU stack.
+A recipe is a TOML file with the sections of trainer/config/sections.py. Values come from these places, of which the
+later ones win: the defaults there, what `objective.preset` stands for (trainer/config/presets.py), the recipe's `base`
+(a file beside it), the recipe, and the command line (`--section.key=value`). Unknown keys, wrong types, impossible
+combinations, and keys that are written out but not read (trainer/config/read_keys.py) are refused with one sentence
+that names the key, its value and what would be right. Torch-free, because login nodes check and submit recipes without
+a GPU stack.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from trainer.config.read_keys import is_read, says_nothing, why_unread
 from trainer.config.schema import SECTIONS, Recipe, bounds_of, flat, keys_of
 
 _MOST_BASES = 32
-# Folders and files, which may be addresses. What texts and models are made of is never changed for showing it.
+# Keys of folders and files, which may be addresses with secrets. A recipe that is shown differs in these values alone.
 _PLACES = (
     "run.output",
     "model.source",
@@ -48,7 +49,7 @@ _PLACES = (
 
 
 def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
-    """Defaults, then the file and its bases, then `section.key=value` strings; checked.
+    """The recipe of the defaults, then the file and its bases, then `section.key=value` strings; checked.
 
     Raises ConfigError for whatever is not right.
     """
@@ -71,18 +72,18 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
 
 
 def parse_toml(path: Path, what: str, *, hint: str) -> dict[str, Any]:
-    """A TOML file's values. `what` it is and a `hint` to where such files are, for the sentence if there is none."""
+    """A TOML file's values. For errors: `what` names the kind of file, and `hint` says where such files are."""
     text = _text_of(path, what, hint=hint)
     try:
         return tomllib.loads(text)
     except RecursionError:
         raise ConfigError(f"{what} {path} is nested too deep; write it flatter") from None
-    except ValueError as error:  # digits beyond what Python converts, too
+    except ValueError as error:  # also for more digits than Python converts
         raise ConfigError(f"{what} {path} is not valid TOML ({error}); fix that line") from None
 
 
 def parse_json(path: Path, what: str, *, hint: str) -> dict[str, Any]:
-    """A JSON file's object. `what` it is and a `hint` to a right one, for the sentence if there is none."""
+    """A JSON file's object. For errors: `what` names the kind of file, and `hint` says how to get a right one."""
     text = _text_of(path, what, hint=hint)
     try:
         values = json.loads(text)
@@ -138,9 +139,9 @@ def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _refuse_unread(layers: Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
     """Raises ConfigError for a key that is written out where nothing reads it.
 
-    Each key is judged where it was written last: by the whole recipe and, if that reads nothing of it, by what stood
-    before the layers above, because a child may switch off what makes its base's keys read. A resolved recipe, as runs
-    write it, has every key and is not judged.
+    Each key is judged in the layer that wrote it last. It passes if the whole recipe reads it, or if that layer and its
+    bases alone would read it, because a child may switch off what makes its base's keys read. A resolved recipe, as
+    runs write it, has every key and is not judged.
     """
     defaults = flat(Recipe())
     above: set[str] = set()
@@ -154,7 +155,7 @@ def _refuse_unread(layers: Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
             continue
         unread = [key for key in own if not says_nothing(own[key], defaults[key]) and not is_read(recipe, key)]
         if unread and number + 1 < len(layers):
-            name = {"objective": {"name": recipe.objective.name}}  # which a base may leave to its children
+            name = {"objective": {"name": recipe.objective.name}}  # a base may leave the name to its children
             before = build_recipe(_merged([name, *layers[: number + 1]]))
             unread = [key for key in unread if not is_read(before, key)]
         if unread:
@@ -162,7 +163,7 @@ def _refuse_unread(layers: Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
 
 
 def build_recipe(values: Mapping[str, Any]) -> Recipe:
-    """Nested tables to a Recipe; strict about names, types and bounds. A preset fills in what the tables leave out."""
+    """A Recipe from nested tables; strict about names, types, bounds. A preset fills in what the tables leave out."""
     sections: dict[str, dict[str, Any]] = {}
     for section, table in values.items():
         if section not in SECTIONS:
@@ -179,7 +180,7 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
 
 
 def _section(section: str, table: Mapping[str, Any]) -> Any:
-    """One section of a recipe. Raises ConfigError for the first key that is unknown, or whose value cannot be."""
+    """One section of a recipe. Raises ConfigError for the first key that is unknown or has a wrong value."""
     for name in table:
         _key(section, name)
     try:
@@ -189,7 +190,7 @@ def _section(section: str, table: Mapping[str, Any]) -> Any:
 
 
 def _sentence(section: str, problem: Mapping[str, Any]) -> str:
-    """What pydantic found wrong with a value: the key, the value, and what would be right."""
+    """The sentence about a value that pydantic refused: the key, the value, and what would be right."""
     name, *inside = problem["loc"]
     key, value, what = keys_of(section)[name], problem["input"], problem["type"]
     hint: Any = key.annotation
@@ -212,7 +213,7 @@ def _sentence(section: str, problem: Mapping[str, Any]) -> str:
 
 
 def _out_of_bounds(what: str, bounds: Mapping[str, float]) -> str:
-    """What is said of a number that pydantic's error `what` is about."""
+    """The end of the sentence about a number that is out of bounds. what: the type of pydantic's error."""
     if {"gt", "lt"} <= bounds.keys():
         return f"must lie between {bounds['gt']} and {bounds['lt']}"
     if {"ge", "lt"} <= bounds.keys():
@@ -225,7 +226,7 @@ def _out_of_bounds(what: str, bounds: Mapping[str, float]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as a sentence shows it: Python refuses to write numbers of thousands of digits."""
+    """A value as error messages show it. Python refuses to write numbers of thousands of digits."""
     try:
         text = repr(value)
     except ValueError:
@@ -238,7 +239,7 @@ def _number(value: float) -> str:
 
 
 def as_tables(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Every key with its value, by section, as anybody may see it: secrets of addresses are hidden."""
+    """Every key with its value, by section. Secrets in addresses are hidden, so that anybody may see the result."""
     tables = dataclasses.asdict(recipe)
     for key in _PLACES:
         section, _, name = key.partition(".")
@@ -249,7 +250,7 @@ def as_tables(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 
 def as_toml(recipe: Recipe) -> str:
-    """The resolved recipe, every key written out, but for the secrets of its addresses."""
+    """The resolved recipe with every key written out and the secrets in its addresses hidden."""
     return tomli_w.dumps(as_tables(recipe))
 
 
@@ -263,11 +264,11 @@ def _key(section: str, name: str) -> FieldInfo:
 
 
 def _parse(key: str, text: str, hint: Any) -> Any:
-    """A command-line value. Strings stand as typed; everything else is written as in TOML, or JSON for tables."""
+    """A command-line value. Strings are taken as typed; other values are read as TOML, or as JSON for tables."""
     if hint is str or typing.get_origin(hint) is Literal:
         return text
     for parse in (lambda: tomllib.loads(f"value = {text}")["value"], lambda: json.loads(text)):
-        # RecursionError: nested too deep; ValueError: no such text, or digits beyond what Python converts.
+        # RecursionError: nested too deep. ValueError: not valid TOML or JSON, or more digits than Python converts.
         with contextlib.suppress(ValueError, RecursionError):
             return parse()
     if typing.get_origin(hint) is list and typing.get_args(hint)[0] is str:

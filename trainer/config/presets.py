@@ -1,9 +1,9 @@
 """What `objective.preset` sets: the points where the Starbucks paper and its authors' released code differ, as data.
 
-Each row is a point of the method with the settings it decides, in the paper's form and in the released code's. A
-setting that a column leaves out is not decided there: the recipe's own value, or the default, stands. Keys that a
-recipe, its base or the command line writes out win over a preset. Where each number is published stands in the table of
-docs/objectives.md, "Published numbers". Torch-free, like trainer/config/load.py, which applies it.
+Each row is a point of the method, with its settings in the paper and in the released code. A setting that a column
+leaves out is not decided there and keeps the recipe's own value or the default. Keys that a recipe, its base or the
+command line writes out win over a preset. The table "Published numbers" of docs/objectives.md says where each number is
+published. Torch-free, like trainer/config/load.py, which applies the presets.
 
 The released code is the repository ielab/Starbucks: smae/, retrieval/ (on Tevatron), sts/ (on sentence-transformers).
 """
@@ -22,7 +22,7 @@ Settings = Mapping[str, Any]  # section.key -> value
 
 @dataclass(frozen=True)
 class Row:
-    """One point. `where` is the place in the paper, and in the code where that differs."""
+    """One point of the method. `where`: its place in the paper, and in the code where that differs."""
 
     point: str
     where: str
@@ -30,7 +30,7 @@ class Row:
     released_code: Settings
 
 
-# The data's own size (FineWeb 10BT or 100BT) is no setting: it is what `data.shards` names.
+# The amount of data (FineWeb 10BT or 100BT) is no setting, because `data.shards` names the data.
 SMAE = (
     Row(
         "mask ratios",
@@ -115,7 +115,7 @@ SRL_STS = (
     ),
     Row("similarity and temperature", "table 5", paper=_COSINE, released_code=_COSINE),
     Row("optimiser", "table 5", paper=_NLI, released_code=_NLI),
-    # The code's lengths are whatever the model's tokenizer allows: the recipe's to say.
+    # The code takes its lengths from the model's tokenizer, so the recipe must set them.
     Row("lengths and pooling", "not in the paper", paper={}, released_code={"model.pooling": "mean"}),
 )
 
@@ -123,9 +123,9 @@ _TABLES = {("masked", ""): SMAE, ("contrastive", "retrieval"): SRL_RETRIEVAL, ("
 
 
 def preset_settings(name: str, preset: str, preset_for: str) -> dict[str, Any]:
-    """All settings of a preset; none where the three do not name one.
+    """All settings of a preset; an empty dict where the arguments name no preset.
 
-    name: objective.name. preset_for: which fine-tuning; there is one pre-training, which does not look at it.
+    name: objective.name. preset_for: which fine-tuning; ignored for pre-training, of which there is one.
     """
     settings: dict[str, Any] = {}
     if preset in PRESETS:

@@ -1,8 +1,8 @@
-"""Which keys of a recipe a run reads, as one table: key -> the conditions under which it does anything.
+"""Which keys of a recipe a run reads, as one table: key -> the conditions under which it has an effect.
 
-A key that is written out and that nothing reads is a setting that its author believes in and that changes nothing, so
-`trainer.config.load.load_recipe` refuses it, naming what would make it read. A key that stands at its default because
-nobody wrote it is no such mistake. Torch-free, like trainer/config/sections.py.
+A key that is written out but not read misleads its author, because it changes nothing. So
+`trainer.config.load.load_recipe` refuses such a key and says what would make it read. A key that nobody wrote, and that
+has its default, is not refused. Torch-free, like trainer/config/sections.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainer.config.step_sizes import ALONE, FIXED, SEVERAL
 
 @dataclass(frozen=True)
 class Condition:
-    """`words`: what a recipe would say for it to hold."""
+    """`words`: what a recipe must say for the condition to hold."""
 
     words: str
     holds: Callable[[Recipe], bool]
@@ -247,5 +247,5 @@ def why_unread(recipe: Recipe, key: str, value: Any) -> str:
 
 
 def says_nothing(value: Any, default: Any) -> bool:
-    """Whether a written value only says that something is off that is off by default, which is true of any run."""
+    """Whether a written value only repeats a default that means "off", which is true of any run."""
     return value == default and (not value or value == "none")

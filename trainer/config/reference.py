@@ -31,7 +31,7 @@ _KINDS = {int: "whole number", float: "number", str: "text", bool: "true or fals
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key of a recipe, as its field in the schema has it."""
+    """One key of a recipe, as the schema defines it."""
 
     section: str
     name: str
@@ -120,7 +120,7 @@ def _values(hint: Any) -> str:
 
 def _bounds(bounds: dict[str, float]) -> str:
     words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-    # The largest values are only there so that nothing overflows.
+    # Upper bounds of 1e6 and more only keep numbers from overflowing, so they are not shown.
     told = {name: value for name, value in bounds.items() if name != "le" or value < 1e6}
     return ", ".join(f"{words[name]} {value:g}" for name, value in told.items())
 

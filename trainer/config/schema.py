@@ -33,12 +33,12 @@ class Recipe(Sections):
 
     @property
     def reads_documents(self) -> bool:
-        """Whether its shards hold documents; else they hold tuples."""
+        """Whether the recipe's shards hold documents; otherwise they hold tuples."""
         return self.kind.reads_documents(self)
 
     @property
     def longest_text(self) -> int:
-        """Tokens at which the longest texts that it reads are cut: documents, else queries or passages."""
+        """The most tokens that a text keeps when it is read: a document, or else a query or a passage."""
         data = self.data
         return data.max_length if self.reads_documents else max(data.query_max_length, data.passage_max_length)
 
@@ -49,7 +49,7 @@ class Recipe(Sections):
 
     @property
     def is_static(self) -> bool:
-        """Whether a token table is trained from scratch. One that is read from a folder shows only when it is read."""
+        """Whether a token table is trained from scratch. One in model.source is recognised only when it is loaded."""
         return self.model.config.get("model_type") == "static"
 
     @property
@@ -65,17 +65,17 @@ class Recipe(Sections):
 
     @property
     def adapter_rank(self) -> int:
-        """0: the weights train."""
+        """The rank of the adapters that train; 0 where the weights train."""
         return 0 if self.kind.predicts_tokens else self.model.lora_rank
 
     @property
     def prompts(self) -> tuple[list[str], list[str]]:
-        """Before queries and before passages: none, one for all folders, or one each; none in pre-training."""
+        """The prompts of queries and of passages: none, one for all folders, or one each; none in pre-training."""
         return ([], []) if self.kind.predicts_tokens else (self.data.query_prompts, self.data.passage_prompts)
 
     @property
     def guide_filters(self) -> bool:
-        """Whether the guide says what is no negative."""
+        """Whether the guide filters out false negatives."""
         objective = self.objective
         negatives = objective.loss == "infonce" if self.kind.contrasts else self.pairs != "none"
         return negatives and objective.filter_false_negatives and objective.filter_by == "guide"
@@ -132,7 +132,7 @@ def keys_of(section: str) -> Mapping[str, FieldInfo]:
 
 
 def bounds_of(key: FieldInfo) -> dict[str, float]:
-    """The bounds of a number's key: gt, ge, lt and le, those that it has."""
+    """The bounds that the key of a number has, of gt, ge, lt and le."""
     return {
         bound: getattr(each, bound)
         for each in key.metadata

@@ -15,10 +15,10 @@ from pydantic.dataclasses import dataclass
 from models.sizes import STARBUCKS_LADDER
 
 LEAST_LENGTH = 4  # tokens of a text, special ones included
-# Far beyond what makes sense, and within what 64-bit counts, float32 and a machine's memory take.
+# Upper bounds far beyond any sensible value, and within the range of 64-bit counts, float32 and a machine's memory.
 _STEPS, _TOKENS, _TEXTS, _LAYERS = 10**12, 2**24, 2**24, 2**16
 _LARGEST = 1e6
-# What divides must not become 0 in float32.
+# The least divisor, so that none becomes 0 in float32.
 _SMALLEST_DIVISOR = 1e-6
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

@@ -57,12 +57,12 @@ class StepSizes:
 
     @property
     def drawn(self) -> bool:
-        """Whether each step draws its sizes, so that `fixed` has none to name."""
+        """Whether each step draws its sizes; `fixed` must then not be read."""
         return self.kind in DRAWN
 
     @property
     def fixed(self) -> tuple[Size, ...]:
-        """The sizes of every step, the largest last. A size may come twice in a ladder of one layer."""
+        """The sizes of every step, the largest last. With a ladder of one layer, a size may occur twice."""
         assert not self.drawn, self.kind
         if self.kind == "one":
             assert self.one is not None

@@ -1,8 +1,9 @@
 """Floating-point operations that a step's mathematics needs, from plain numbers.
 
-Counted as in PaLM (Chowdhery et al. 2022, appendix B): matrix products only, 2 a multiply-add, backward twice the
-forward, nothing for recomputation (so activation checkpointing and gradient caching lower the utilisation).
-Torch-free: `launch.plan` predicts with the formulas by which trainer/costs/flops.py reports.
+They are counted as in PaLM (Chowdhery et al. 2022, appendix B): matrix products only, 2 operations for a multiply-add,
+a backward pass as two forward passes, and nothing for recomputation (so activation checkpointing and gradient caching
+lower the utilisation). Torch-free: `launch.plan` predicts with the same formulas with which trainer/costs/flops.py
+reports.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ FORWARD_AND_BACKWARD = 3
 
 @dataclass(frozen=True)
 class Shape:
-    """What of an encoder its operation count depends on."""
+    """The dimensions of an encoder on which its operation count depends."""
 
     hidden: int
     inner: int
@@ -34,7 +35,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Texts:
-    """How many, their tokens together, and the sum of their squared lengths (attention's pairs)."""
+    """The number of texts, their tokens together, and the sum of their squared lengths (attention's pairs)."""
 
     count: float
     tokens: float

@@ -1,5 +1,4 @@
-"""Model FLOPs utilisation: the operations of trainer/costs/counts.py for a batch's tensors, and what the device
-could do."""
+"""Model FLOPs utilisation: the operations of trainer/costs/counts.py for a batch's tensors, and the device's peak."""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ def bf16_slowdown(device: torch.device) -> float:
 
 
 def _product_seconds(size: int, dtype: torch.dtype, device: torch.device) -> float:
-    """The shortest of five square products."""
+    """The shortest time of five products of square matrices."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = float("inf")
     for _ in range(5):

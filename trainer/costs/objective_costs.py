@@ -3,7 +3,7 @@
 `costs_of` chooses the object by the recipe; launch/scaling.py, which plans a step, asks it and knows no objective.
 docs/scaling.md derives the formulas, with references. Torch-free and numpy-free, like trainer/costs/counts.py.
 
-Units: bytes, operations. `vectors`: how many of the global batch a rank's own are compared with, at each size.
+Units: bytes, operations. `vectors`: how many vectors of the global batch a rank compares its own with, at each size.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _BF16 = 2.0  # bytes an element
 
 @dataclass(frozen=True)
 class ObjectiveCosts:
-    """The costs of an objective that embeds texts and has nothing of its own; the others add to them."""
+    """The costs of an objective that only embeds texts. Subclasses add the costs of their losses."""
 
     recipe: Recipe
 
-    # Whether its progress is told by the tokens of a corpus that it has read.
+    # Whether its progress is told in tokens read of a corpus.
     pretrains: ClassVar[bool] = False
 
     @property
     def sizes(self) -> Sequence[Size]:
-        """The sizes of a step; of drawn ones, those of the mean draw."""
+        """The sizes of a step; where sizes are drawn, those of the mean draw."""
         return self.recipe.step_sizes.planned
 
     @property
@@ -58,27 +58,27 @@ class ObjectiveCosts:
 
     @property
     def encoder_passes(self) -> float:
-        """In forward passes: the backward pass is two; caching embeds once more, checkpointing computes once more."""
+        """The encoder's work in forward passes: backward counts as two, caching and checkpointing as one more each."""
         return FORWARD_AND_BACKWARD + self.caches + self.recipe.train.activation_checkpointing
 
     def rows_read(self, texts: Texts) -> float:
-        """Tokens whose state after the last layer is read; its feed-forward is computed for no others."""
+        """Tokens whose state after the last layer is read; that layer's feed-forward is computed for them alone."""
         return texts.count if self.recipe.model.pooling == "cls" else texts.tokens
 
     # --- operations --------------------------------------------------------------------------------------------------
 
     def model_flops(self, shape: Shape, texts: Texts) -> float:
-        """As metrics.jsonl's mfu counts them: the mathematics of a step, forward and backward."""
+        """Operations as metrics.jsonl's mfu counts them: the mathematics of a step, forward and backward."""
         return FORWARD_AND_BACKWARD * encoder_flops(shape, texts)
 
     def computed_flops(self, shape: Shape, texts: Texts, *, vectors: float) -> float:
-        """Products that a rank computes, for its texts: the model's, less what is skipped, plus what is repeated."""
+        """Operations that a rank computes for its texts: the model's, minus skipped ones, plus repeated ones."""
         last_feed_forward = 4 * shape.hidden * shape.inner  # a token
         skipped = self.encoder_passes * last_feed_forward * (texts.tokens - self.rows_read(texts))
         return self._model_products(shape, texts) - skipped + self._loss_flops(texts, vectors)
 
     def guide_flops(self, guide: Shape, texts: Texts, *, vectors: float) -> float:
-        """Of the frozen model beside the student, for a rank's texts."""
+        """Operations of the frozen model beside the student, for a rank's texts."""
         return encoder_flops(guide, texts)
 
     def _model_products(self, shape: Shape, texts: Texts) -> float:
@@ -90,20 +90,22 @@ class ObjectiveCosts:
     # --- bytes -------------------------------------------------------------------------------------------------------
 
     def moved_bytes(self, shape: Shape, texts: Texts, *, guide: Shape | None = None) -> float:
-        """Through a GPU's memory by all that is no matrix product and no optimizer: elementwise kernels and softmax.
+        """Bytes that elementwise kernels and softmax move through a GPU's memory.
 
-        A layer's unfused forward reads and writes, a token: dropout 2h, residual 3h, norm 2h, each twice, and the
-        activation 2i; its backward twice as much (docs/scaling.md).
+        Matrix products and the optimizer are not counted. For each token, a layer's unfused forward pass reads and
+        writes: dropout 2h, residual 3h, norm 2h, each twice, and the activation 2i. Its backward pass moves twice as
+        much (docs/scaling.md).
         """
         total = _forward_bytes(shape, texts) * self.encoder_passes
         return total if guide is None else total + _forward_bytes(guide, texts)
 
     def activation_bytes(self, shape: Shape, texts: Texts, *, width: float = _BF16, drops: bool = True) -> float:
-        """Kept for backward by one micro-batch with a fused or packed attention (no matrix of scores).
+        """Bytes that one micro-batch keeps for backward, with a fused or packed attention (no matrix of scores).
 
-        A layer keeps, a token: its input, q, k, v, the attention's output, both norms' inputs, the first one's output,
-        and the feed-forward's two wide states: 8h + 2i elements (Korthikanti et al. 2022, table 2, without recomputable
-        scores), and two dropout masks of h bytes. Before and after the layers 2h more. width: bytes an element.
+        For each token, a layer keeps its input, q, k, v, the attention's output, both norms' inputs, the first norm's
+        output, and the feed-forward's two wide states: 8h + 2i elements (Korthikanti et al. 2022, table 2, without
+        recomputable scores), and two dropout masks of h bytes. 2h more elements are kept before and after the layers.
+        width: bytes an element.
         """
         hidden, inner = shape.hidden, shape.inner
         masks = 2 * hidden if drops else 0
@@ -116,19 +118,19 @@ class ObjectiveCosts:
         return total + 2 * texts.tokens * hidden * width
 
     def table_gradient_bytes(self, shape: Shape) -> float:
-        """Of a gradient of the token table that a fused loss sums up in float32, beside the engine's."""
+        """Bytes of a gradient of the token table that a fused loss sums up in float32, beside the engine's."""
         return 0.0
 
     def loss_bytes(self, texts: Texts, *, vectors: float) -> float:
-        """Whole on a rank while the loss is computed. texts: of the rank's whole share."""
+        """Bytes that a rank holds while the loss is computed. texts: the rank's whole share."""
         return 0.0
 
     def vectors(self, texts: Texts) -> float:
-        """How many of these texts' vectors each of a rank's own is compared with."""
+        """With how many of these texts' vectors a rank compares each of its own."""
         return 0.0
 
     def gathered_bytes(self, vectors: float) -> float:
-        """Of the vectors of all ranks, at all sizes, which every rank gathers, and whose gradients it hands back."""
+        """Bytes of all ranks' vectors, at all sizes. Every rank gathers them and sends their gradients back."""
         return 0.0
 
 
@@ -160,7 +162,7 @@ class MaskedCosts(ObjectiveCosts):
         return objective.encoder_mask_ratio * texts.tokens, decoder
 
     def rows_read(self, texts: Texts) -> float:
-        """The predicted ones, and CLS."""
+        """The predicted tokens, and CLS."""
         return self.predicted_rows(texts)[0] + texts.count
 
     def model_flops(self, shape: Shape, texts: Texts) -> float:
@@ -181,7 +183,7 @@ class MaskedCosts(ObjectiveCosts):
         total = self.model_flops(shape, texts) + repeated * encoder_flops(shape, texts)
         # The decoder computes its feed-forward's first product again in backward.
         total += 2 * shape.hidden * shape.inner * decoder_rows * sizes
-        if self.recipe.decodes_enhanced:  # and attention
+        if self.recipe.decodes_enhanced:  # and its attention, too
             total += sizes * decoder_rows * 4 * shape.hidden * texts.tokens / texts.count
         return total
 
@@ -237,20 +239,20 @@ class ContrastiveCosts(ComparingCosts):
         return super().gathered_bytes(vectors) if self.recipe.objective.loss == "infonce" else 0.0
 
     def guide_flops(self, guide: Shape, texts: Texts, *, vectors: float) -> float:
-        """Its forward pass, and its scores as often as the loss makes the student's."""
+        """The guide's forward pass, and its scores as often as the loss computes the student's."""
         queries, once = self._queries(texts, vectors)
         scores = (1 if once else 2) * 2 * queries * vectors * guide.hidden
         return super().guide_flops(guide, texts, vectors=vectors) + scores
 
     def _loss_flops(self, texts: Texts, vectors: float) -> float:
-        """Scores, and the gradients of queries and passages, at every size; scores again where a row does not fit."""
+        """Scores, and the gradients of queries and passages, at every size; scores twice where a row does not fit."""
         if self.recipe.objective.loss == "cosent":
             return 0.0
         queries, once = self._queries(texts, vectors)
         return (3 if once else 4) * 2 * queries * vectors * self.widths
 
     def _queries(self, texts: Texts, vectors: float) -> tuple[float, bool]:
-        """A rank's queries, and whether their scores are made once: where a row fits."""
+        """A rank's queries, and whether a row of their scores fits in memory and is computed only once."""
         queries = texts.count / (2 + self.recipe.data.num_negatives)
         return queries, 4 * 2 * min(128, queries) * vectors <= self.recipe.train.score_memory_mib * _MIB
 
@@ -260,16 +262,16 @@ class DistillationCosts(ComparingCosts):
     """A teacher's vectors, learnt text by text; with relational terms, similarities within the global batch too."""
 
     def vectors(self, texts: Texts) -> float:
-        """All texts', where a term needs them."""
+        """The vectors of all texts, where a term needs them."""
         return texts.count if self.recipe.teacher.gathers else 0.0
 
     def _loss_flops(self, texts: Texts, vectors: float) -> float:
-        """Similarities of a rank's texts to all, and two gradients; none where none are compared."""
+        """Similarities of a rank's texts to all texts, and two gradients; 0 where no texts are compared."""
         return 3 * 2 * texts.count * vectors * self.widths
 
 
 def costs_of(recipe: Recipe) -> ObjectiveCosts:
-    """The costs of the recipe's objective, by what its kind answers; of another package's, those of embedding alone."""
+    """The costs of the recipe's objective, chosen by its kind. Another package's may have those of embedding alone."""
     if recipe.kind.predicts_tokens:
         return MaskedCosts(recipe)
     if recipe.kind.contrasts:

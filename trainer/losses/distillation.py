@@ -1,13 +1,13 @@
-"""What a teacher's vectors teach the vectors of several sizes: tensors in, gradients out.
+"""Losses by which several sizes learn a teacher's vectors: tensors in, gradients out.
 
 S is a size's unit vectors [n, d], T the teacher's [n, D] with D ≥ d, and T_d the teacher's first d dimensions, scaled
 to unit length again. N is the number of texts in the GLOBAL batch, of which n are this rank's. Four terms, each a mean:
-    vector      1 − cos(S_i, T_d,i)                       so that a prefix d of vectors that are indexed is searched
+    vector      1 − cos(S_i, T_d,i)                       so that a query of width d searches indexed prefixes
     similarity  KL( softmax_j(T_i·T_j / τ) || softmax_j(S_i·S_j / τ) ) over j ≠ i
     gram        (S_i·S_j − T_i·T_j)² over all i, j
     order       relu( (S_i·S_j − S_i·S_k) · sign(T_i·T_k − T_i·T_j) + m ) over all i, j, k
-The first is what LEAF (arXiv:2509.12539) trains with, here for each prefix. The others are relational knowledge
-distillation; the last two are those of Jasper and Stella (arXiv:2412.19048), with the margin of their released code.
+The first is LEAF's loss (arXiv:2509.12539), here for each prefix. The others are relational knowledge distillation; the
+last two are from Jasper and Stella (arXiv:2412.19048), with the margin m of their released code.
 All gradients are with respect to unit vectors.
 """
 
@@ -35,7 +35,7 @@ def prefix_of(teacher: Tensor, dim: int) -> Tensor:
 def add_vector_gradients(unit: Tensor, teacher: Tensor, gradient: Tensor, *, weight: float, num_texts: int) -> Tensor:
     """The mean of 1 − cos to the teacher's prefix over `num_texts`. Returns its value and adds its weighted gradient.
 
-    unit: [n, d]; teacher: [n, D ≥ d], of unit length; gradient: [n, d], by the unit vectors.
+    unit: [n, d]; teacher: [n, D ≥ d], of unit length; gradient: [n, d], with respect to the unit vectors.
     """
     target = prefix_of(teacher, unit.shape[1])
     value = (1.0 - torch.linalg.vecdot(unit, target)).sum() / num_texts
@@ -44,7 +44,7 @@ def add_vector_gradients(unit: Tensor, teacher: Tensor, gradient: Tensor, *, wei
 
 
 def gram_products(unit: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """SᵀS [d, d], SᵀT [d, D] and ‖TᵀT‖'s TᵀT [D, D] of these rows, in float64; the sums over ranks are the batch's."""
+    """SᵀS [d, d], SᵀT [d, D] and TᵀT [D, D] of these rows, in float64. Their sums over ranks are the global batch's."""
     first, second = unit.double(), teacher.double()
     return first.T @ first, first.T @ second, second.T @ second
 
@@ -60,7 +60,7 @@ def add_gram_gradients(
 ) -> Tensor:
     """The mean squared difference of the similarities over the global batch. Returns its value, equal on all ranks.
 
-    ‖SSᵀ − TTᵀ‖² = ‖SᵀS‖² − 2‖SᵀT‖² + ‖TᵀT‖², so that no matrix of all pairs is made. products: those of
+    ‖SSᵀ − TTᵀ‖² = ‖SᵀS‖² − 2‖SᵀT‖² + ‖TᵀT‖², so no matrix of all pairs is made. products: the results of
     `gram_products`, summed over ranks. The weighted gradient of these rows, 4 (S SᵀS − T TᵀS) / N², is added.
     """
     own, between, theirs = products
@@ -83,8 +83,9 @@ def add_similarity_gradients(
 ) -> Tensor:
     """KL of each text's similarities to all others, from the teacher's to each size's: [K], this rank's part.
 
-    own: K of [n, d_k], unit; everyone: K of [N, d_k], all ranks' in their order, own ones from `start` on; teacher:
-    theirs, [n, D] and [N, D]. gradients: of own, then of everyone, 2K tensors to which the weighted ones are added.
+    own: this rank's unit vectors, K of [n, d_k]. everyone: all ranks' vectors in rank order, K of [N, d_k]; this rank's
+    begin at row `start`. teacher: its vectors of the same texts, [n, D] and [N, D]. gradients: 2K tensors, for own and
+    then for everyone, to which the weighted gradients are added.
     """
     count, total = own[0].shape[0], everyone[0].shape[0]
     rows = torch.arange(count, device=own[0].device)
@@ -103,7 +104,7 @@ def add_similarity_gradients(
         own,
         everyone,
         settings=settings,
-        # There is no positive, and its loss has the weight 0; it must be another than the text itself.
+        # There is no positive, and its loss has the weight 0. Any other text will do; the text itself is excluded.
         targets=(rows + start + 1) % total,
         excluded=torch.stack([rows, rows + start], dim=1),
         gradients=gradients,
@@ -122,9 +123,10 @@ def add_order_gradients(
     weights: Sequence[float],
     score_memory_mib: float,
 ) -> Tensor:
-    """The order of similarities, by triples: [K], this rank's part of the mean over N³. Arguments as above.
+    """The loss of the similarities' order, by triples: [K], this rank's part of the mean over N³.
 
-    Work grows with N² a text, so it is for batches of some hundred texts.
+    Arguments are those of `add_similarity_gradients`. The work for a text grows with N², so the term is for batches of
+    a few hundred texts.
     """
     count, total = own[0].shape[0], everyone[0].shape[0]
     values = torch.zeros(len(own), dtype=own[0].dtype, device=own[0].device)

@@ -1,4 +1,4 @@
-"""Passages that the texts themselves show to be no negatives of a query."""
+"""Passages that are known, from the texts themselves, to be no negatives of a query."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ def false_negatives(
     """Pairs (i, j), j ≠ targets[i], where passage j is no negative of query i, as int64 [e, 2] sorted by query.
 
     Passage j has the text of query i, of its positive, or of a known positive of a query with the same text as i.
-    query_hashes, targets: int64 [n]; passage_hashes: int64 [m]; known_query_hashes, known_hashes: int64 [t], pairs of
-    a query's text and a positive's, of all ranks. Sorting only: work is linear, up to a logarithm, in these and e.
+    query_hashes, targets: int64 [n]; passage_hashes: int64 [m]; known_query_hashes, known_hashes: int64 [t], all ranks'
+    pairs of a query's text and the text of one of its positives. The function only sorts: its work is linear, up to a
+    logarithm, in n, m, t and e.
     """
     rows = torch.arange(len(query_hashes), device=query_hashes.device)
-    # Pairs of which either side is absent here go first, and repeated ones, that would multiply below.
+    # First drop the known pairs with a side that is absent here, and repeated pairs, which would multiply below.
     query_values, passage_values = query_hashes.unique(), passage_hashes.unique()
     known_query, at_query = _equal_pairs(known_query_hashes, query_values)
     among, at_passage = _equal_pairs(known_hashes[known_query], passage_values)

@@ -1,4 +1,4 @@
-"""Losses of pairs with gold scores: CoSENT, and the divergence of coordinates of the released code."""
+"""Losses of pairs with gold scores: CoSENT, and the released code's divergence of coordinates."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 def cosent(similarities: Tensor, gold: Tensor, *, temperature: float) -> Tensor:
     """CoSENT: log(1 + Σ_{gold_i > gold_j} exp((sim_j − sim_i) / τ)), for graded pairs (CoSENT, Su 2022).
 
-    similarities, gold: float [n], one entry a pair of the GLOBAL batch. Returns a scalar. For each i the sum over j is
-    a prefix of the pairs sorted by grade, so no [n, n] matrix is needed.
+    similarities, gold: float [n], one entry for each pair of the GLOBAL batch. Returns a scalar. For each i, the sum
+    over j runs over a prefix of the pairs sorted by grade, so no [n, n] matrix is needed.
     """
     gold, order = gold.sort()
-    # In float64, since one running sum passes through all n; n numbers cost nothing.
+    # float64, because one running sum passes through all n; for n numbers it costs next to nothing.
     scaled = similarities[order].double() / temperature
     prefixes = torch.cat([scaled.new_full((1,), -torch.inf), scaled.logcumsumexp(0)])
     lower = torch.searchsorted(gold, gold)  # how many pairs have a lower grade
@@ -25,7 +25,7 @@ def cosent(similarities: Tensor, gold: Tensor, *, temperature: float) -> Tensor:
 def coordinate_divergence(student: Tensor, teacher: Tensor, *, temperature: float) -> Tensor:
     """τ · Σ_i KL(softmax(t_i / τ) || softmax(s_i / τ)) over embedding coordinates, summed over texts.
 
-    student: [n, d]; teacher: [n, D], of which the first d coordinates count (the sts/ folder of the paper's code).
+    student: [n, d]; teacher: [n, D]. Only the teacher's first d coordinates count (the paper's code, folder sts/).
     """
     reference = F.log_softmax(teacher[:, : student.shape[1]] / temperature, dim=1)
     log_student = F.log_softmax(student / temperature, dim=1)

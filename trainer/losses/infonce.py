@@ -1,19 +1,20 @@
 """Contrastive losses of several sizes: tensors in, tensors out.
 
-InfoNCE and the KL to the full size (Starbucks §3.1, eq. 4 and 5) are computed in tiles of
-queries by blocks of passages, with gradients in closed form, so that memory does not grow with the batch. With
-s = q·p/τ, p = softmax(s), T the full size:
+InfoNCE and the KL to the full size (Starbucks §3.1, eq. 4 and 5) are computed in tiles of queries by blocks of
+passages, with gradients in closed form, so that memory does not grow with the batch. With s = q·p/τ, p = softmax(s), T
+the full size:
     d InfoNCE / d s = p − onehot(target)
     KL(p_T || p) = Σ_j p_T,j (s_T,j − s_j) − lse_T + lse
     d KL / d s = p − p_T;    d KL / d s_T = p_T (s_T − s − lse_T + lse − KL)   where the teacher is not detached.
-A block keeps the exponentials of s minus its own maximum, the maximum and the sum; the row's log-sum-exp follows from
-the blocks', and with it the factor that turns the block's exponentials into p. Where a tile's exponentials fit in
-memory for all passages, each score is computed once; where they do not, a second sweep computes them again.
+Each block keeps the exponentials of s minus the block's maximum, that maximum, and the sum of the exponentials. The
+row's log-sum-exp follows from the blocks' sums, and with it the factor that turns a block's exponentials into p. Where
+a tile's exponentials fit in memory for all passages, each score is computed once; otherwise a second sweep computes
+the scores again.
 
-Which passages are no negatives: `false_negatives` finds what is known from the texts, the margin filter (GISTEmbed,
-arXiv:2402.16829; NV-Retriever, arXiv:2407.15831) what a filter model's scores suggest: the full size's, or those of a
-guide, a frozen model whose vectors are given too. A guide can be the KL's teacher as well; every size is then its
-student. It has no loss of its own and gets no gradient.
+False negatives are left out. `false_negatives` finds the ones that are known from the texts. The margin filter
+(GISTEmbed, arXiv:2402.16829; NV-Retriever, arXiv:2407.15831) finds the ones that a filter model's scores suggest.
+The filter model is the full size or a guide, a frozen model whose vectors are given too. A guide can also be the KL's
+teacher, and every size is then its student. A guide has no loss of its own and gets no gradient.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ def add_contrastive_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Σ_k w_k · InfoNCE_k + v_k · KL(teacher || k), means over `settings.num_queries` queries, and its gradients.
 
-    queries: K of [n, d_k]; passages: K of [m, d_k]; the last is the full size. Dot products are taken as they come:
-    normalise before for cosine. targets: int64 [n], the column of each query's positive. excluded: int64 [e, 2],
-    (query, passage) pairs that are no negatives, in any order, never a target. gradients: 2K tensors shaped as the
-    queries, then the passages, to which the gradients are added; None where one is not wanted. guide: vectors [n, g]
-    and [m, g] of another model, without gradient. settings: the weights w and v, the temperature, the filter, the
-    teacher and the memory for scores (trainer/losses/tile_settings.py). dtype: of the scores.
+    queries: K of [n, d_k]; passages: K of [m, d_k]; the last is the full size. Scores are dot products of the vectors
+    as given: normalise them first for cosine. targets: int64 [n], the column of each query's positive. excluded: int64
+    [e, 2], (query, passage) pairs that are no negatives, in any order, never a target. gradients: 2K tensors shaped as
+    the queries, then the passages, to which the gradients are added; None where a gradient is not wanted. guide:
+    vectors [n, g] and [m, g] of another model, without gradient. settings: the weights w and v, the temperature, the
+    filter, the teacher and the memory for scores (trainer/losses/tile_settings.py). dtype: of the scores.
 
     The filter leaves out, at every size, each query's passages whose similarity exceeds the positive's minus the
-    margin; no gradient flows through the choice. Of a guide that teaches, all K sizes learn.
+    margin; no gradient flows through this choice. Where a guide teaches, all K sizes learn from it.
     Returns (loss, InfoNCE of each size [K], KL of each size [K]); the latter two are unweighted.
     """
     num_queries, num_passages, num_sizes = queries[0].shape[0], passages[0].shape[0], len(queries)

@@ -1,15 +1,15 @@
 """InfoNCE at several widths of the same vectors, for about the price of the largest width alone.
 
 Widths are prefixes (Matryoshka, Kusupati et al. 2022), so their dot products are partial sums of one another: with
-S_k = Q[:, :d_k] P[:, :d_k]ᵀ, S_{k+1} is S_k plus the product of the columns between. The gradients nest as well: the
-columns between d_k and d_{k+1} receive from all widths above, whose score gradients are added before one product. So
-the matrix products are those of the last width instead of all widths' (1,024 columns instead of 2,016 for 32 … 1,024).
-Cosine is a scaling of S_k's rows and columns, so no normalised copy of a vector is made: with a = 1/|q|, b = 1/|p|,
+S_k = Q[:, :d_k] P[:, :d_k]ᵀ, S_{k+1} is S_k plus the product of the columns between d_k and d_{k+1}. The gradients nest
+as well: those columns receive gradients from all larger widths, whose score gradients are added before one product. So
+the matrix products cost as much as the last width's instead of all widths' (1,024 columns instead of 2,016 for
+32 … 1,024). Cosine scales the rows and columns of S_k, so no normalised copy is made: with a = 1/|q|, b = 1/|p|,
 c = a S b and R = d loss / d c of a width,
     d loss / d q = a (R b p) − a² (Σ_j R c) q,    d loss / d p = b (Rᵀ a q) − b² (Σ_i R c) p.
-A tile of queries meets all passages at once; its workspace holds a matrix for each width and takes the same memory for
-any batch. A guide's scores, where it filters negatives (trainer/losses/infonce.py), are one more product and one more
-matrix of a tile.
+A tile of queries is scored with all passages at once; its workspace buffer holds a matrix for each width and takes the
+same memory for any batch. Where a guide filters negatives (trainer/losses/infonce.py), its scores take one more product
+and one more matrix in each tile.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import Tensor
 
 from trainer.losses.tiles import EXCLUDED_SCORE
 
-# Scores in a matrix of a tile; with fewer queries, a tile's products would mostly read passages.
+# Scores in one matrix of a tile, and its queries; with fewer of them, a tile's products would mostly read passages.
 TILE_SCORES, LEAST_QUERIES, MOST_QUERIES = 2**20, 64, 512
 
 
 @dataclass(frozen=True)
 class PrefixSettings:
-    """dims: increasing; loss_weights: one each; num_queries: the GLOBAL batch's; temperature divides the scores."""
+    """dims: increasing; loss_weights: one a width; num_queries: the GLOBAL batch's; temperature: divides the scores."""
 
     dims: tuple[int, ...]
     loss_weights: tuple[float, ...]
@@ -37,7 +37,7 @@ class PrefixSettings:
     temperature: float
     num_queries: int
     score_memory_mib: float = 256.0
-    guide_margin: float = 0.0  # a passage whose similarity to the guide exceeds its positive's less this is left out
+    guide_margin: float = 0.0  # leaves out passages that the guide scores above the positive minus this
 
 
 def prefix_contrastive_(
@@ -50,12 +50,12 @@ def prefix_contrastive_(
     settings: PrefixSettings,
     guide: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Σ_k loss_weights[k] · InfoNCE_k. `queries` are OVERWRITTEN by their gradient; the passages' is added to theirs.
+    """Σ_k loss_weights[k] · InfoNCE_k. OVERWRITES `queries` with their gradient; adds to `passage_gradient`.
 
     queries: float32 [n, D] as they come from the model, not normalised; passages, passage_gradient: [m, D]. Columns
     beyond the last width take no part. targets: int64 [n], each query's positive. excluded: int64 [e, 2], sorted by
-    query: (query, passage) pairs that are no negatives. guide: vectors [n, g] and [m, g] that say so too, by
-    `settings.guide_margin`. Returns (loss, InfoNCE of each width [K]).
+    query: (query, passage) pairs that are no negatives. guide: vectors [n, g] and [m, g] whose scores leave out further
+    passages by `settings.guide_margin`. Returns (loss, InfoNCE of each width [K]).
     """
     segments = [slice(a, b) for a, b in pairwise((0, *settings.dims))]
     widths, (num_queries, num_passages) = len(segments), (len(queries), len(passages))
@@ -93,8 +93,8 @@ def prefix_contrastive_(
                 scaled += penalty
             positive = scaled.gather(1, target)
             torch.softmax(scaled, 1, out=shares[k])
-            # Of the largest share, because the positive's own may be too small for a logarithm; the difference first,
-            # because a log-sum-exp beside large scores has lost what a small loss is made of.
+            # The logarithm is of the largest share, because the positive's own may be too small for one. The difference
+            # of scores is taken first, because adding a log-sum-exp to large scores would round a small loss away.
             nce[k] += ((scaled.amax(1) - positive[:, 0]) - shares[k].amax(1).log()).sum()
             weight = settings.loss_weights[k] / settings.num_queries
             if settings.cosine:
@@ -104,7 +104,7 @@ def prefix_contrastive_(
                 along[k].index_add_(0, target[:, 0], -weight * positive[:, 0])
             shares[k].scatter_add_(1, target, torch.full_like(positive, -1.0))
             shares[k] *= a[k, part, None] * (weight / settings.temperature)
-        flow, projected = scaled, 0.0  # what reaches a segment: the sum over the widths that hold it
+        flow, projected = scaled, 0.0  # a segment's gradients: the sum over the widths that contain it
         for k, segment in reversed(list(enumerate(segments))):
             if k == widths - 1:
                 torch.mul(shares[k], b[k], out=flow)
@@ -117,7 +117,7 @@ def prefix_contrastive_(
                 gradient[:, segment].addcmul_(tile[:, segment], projected, value=-1)
         tile.copy_(gradient)
     if settings.cosine:
-        factors = (along * b**2).flip(0).cumsum(0).flip(0)  # of all widths that hold a segment
+        factors = (along * b**2).flip(0).cumsum(0).flip(0)  # summed over all widths that contain a segment
         for segment, factor in zip(segments, factors):
             passage_gradient[:, segment].addcmul_(passages[:, segment], factor[:, None], value=-1)
     nce /= settings.num_queries
@@ -125,7 +125,7 @@ def prefix_contrastive_(
 
 
 def _find_penalty(queries: Tensor, passages: Tensor, target: Tensor, *, margin: float, out: Tensor) -> None:
-    """`out` [t, m] becomes EXCLUDED_SCORE where a passage scores above the positive less the margin, else 0."""
+    """Set `out` [t, m] to EXCLUDED_SCORE where a passage scores above the positive minus the margin, else to 0."""
     torch.mm(queries, passages.T, out=out)
     ceiling = out.gather(1, target) - margin
     out.gt_(ceiling).scatter_(1, target, 0.0)
@@ -140,12 +140,12 @@ def _tile_rows(num_queries: int, num_passages: int, *, matrices: int, score_memo
 
 
 def _edges(ordered: Tensor, bounds: Sequence[int]) -> list[int]:
-    """Where in sorted query numbers each tile begins, and the end."""
+    """The places in the sorted query numbers where the tiles begin, and where the last one ends."""
     return torch.searchsorted(ordered, torch.tensor(bounds, device=ordered.device)).tolist()
 
 
 def _inverse_lengths(vectors: Tensor, segments: Sequence[slice], cosine: bool) -> Tensor:
-    """1 / |x[:d]| of each width and row, [K, n]; 0 for a row of zeros, which then has no direction. Ones for dot."""
+    """1 / |x[:d]| of each width and row, [K, n]; 0 for a row of zeros, which has no direction. Ones without cosine."""
     if not cosine:
         return vectors.new_ones(len(segments), len(vectors))
     squares = torch.stack([torch.linalg.vecdot(part, part) for part in (vectors[:, s] for s in segments)]).cumsum(0)

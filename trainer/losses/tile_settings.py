@@ -1,4 +1,4 @@
-"""What the tiles of trainer/losses/infonce.py compute with, besides tensors."""
+"""The settings of the tiles of trainer/losses/infonce.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FULL, GUIDE = "full", "guide"  # whose scores filter and teach
 
 @dataclass(frozen=True)
 class MarginFilter:
-    """Passages whose similarity exceeds the positive's minus `margin` are no negatives. by: whose similarity."""
+    """Passages whose similarity exceeds the positive's minus `margin` are no negatives. by: FULL or GUIDE."""
 
     margin: float
     by: str = FULL
@@ -17,7 +17,7 @@ class MarginFilter:
 
 @dataclass(frozen=True)
 class ScoreTeacher:
-    """by: whose scores are learnt. detached: whether they stay where they are, as a guide's do anyway."""
+    """by: whose scores are learnt. detached: those scores get no gradient; a guide's never do."""
 
     by: str = FULL
     detached: bool = True
@@ -28,9 +28,9 @@ TAUGHT_BY_FULL = ScoreTeacher()
 
 @dataclass(frozen=True)
 class TileSettings:
-    """What the loss of `add_contrastive_gradients` is made of, besides its tensors.
+    """The settings of the loss that `add_contrastive_gradients` computes.
 
-    Sizes are 0 .. K−1; K stands for the guide.
+    Sizes have the numbers 0 .. K−1; the guide has the number K.
     """
 
     loss_weights: tuple[float, ...]
@@ -52,7 +52,7 @@ class TileSettings:
 
     @property
     def filter_size(self) -> int:
-        """Whose similarities the margin filter looks at."""
+        """The number of the model whose similarities the margin filter reads."""
         return self._number(FULL if self.filter is None else self.filter.by)
 
     @property
@@ -61,7 +61,7 @@ class TileSettings:
 
     @property
     def teaches(self) -> tuple[float, ...]:
-        """Each size's weight of the KL; the teacher's from itself is 0 whatever its weight."""
+        """Each size's weight of the KL; the teacher's is 0, whatever `kl_weights` says."""
         return (*self.kl_weights[: self.teacher], 0.0)
 
     @property
@@ -70,7 +70,7 @@ class TileSettings:
 
     @property
     def filters_apart(self) -> bool:
-        """Whether the filter needs scores before the teacher's, which are computed first otherwise."""
+        """Whether the filter reads other scores than the teacher's, which must then be computed before those."""
         return self.filter is not None and self.filter_size != self.teacher
 
     @property

@@ -1,6 +1,6 @@
-"""The scores of some queries with some passages at a time: their exponentials, the rows' sums, and the gradients.
+"""The scores of a tile of queries with a block of passages: their exponentials, the rows' sums, and the gradients.
 
-The arithmetic of trainer/losses/infonce.py, within a bounded memory.
+This is the arithmetic of trainer/losses/infonce.py, within bounded memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from trainer.losses.tile_settings import TileSettings
 
 # Finite, so that an excluded passage's score difference to the teacher's is 0 and not NaN.
 EXCLUDED_SCORE = -1e30
-# Scores are in bits inside the tiles, p = 2^(s − lse): on a CPU exp2 takes half of exp's time, and exp many times its
-# own where the result is nearly 0, as it is for most passages at a low temperature.
+# Scores are in bits inside the tiles, p = 2^(s − lse): on a CPU exp2 takes half of exp's time. Where the result is
+# nearly 0, as for most passages at a low temperature, exp takes many times its usual time.
 NATS_A_BIT = log(2)
 # Scores in a block: on a CPU a few such blocks stay in the cache between passes; a GPU wants few, large launches.
 CPU_BLOCK_SCORES, GPU_BLOCK_SCORES = 2**19, 2**25
@@ -29,7 +29,7 @@ STATISTICS = 4  # numbers for each query, block and size
 
 @dataclass(frozen=True)
 class Tiling:
-    """How many queries a tile has, how many passages a block, and whether a tile's exponentials are kept for all."""
+    """Queries of a tile, passages of a block, and whether a tile keeps its exponentials for all passages."""
 
     queries: int
     passages: int
@@ -45,7 +45,7 @@ def choose_tiling(
     scores_in_memory: int,
     block_scores: int,
 ) -> Tiling:
-    """One sweep if a tile of enough queries fits beside all passages, else blocks of both.
+    """One sweep where the scores of enough queries with all passages fit in memory, else two sweeps, block by block.
 
     matrices: how many a tile keeps, besides a block of scratch. statistics: numbers kept for each query and block.
     """
@@ -84,8 +84,8 @@ class Tile:
         self.targets, self.blocks, self.pairs, self.settings = targets, blocks, pairs, settings
         self.workspace, self.scratch, self.keeps_rows = workspace, scratch, keeps_rows
         rows, sizes = len(targets), len(queries)
-        # For each size, block and row, in bits: m = max s, Σ 2^(s − m), Σ p_T (m − s), and the logarithm of
-        # 2^m / Z, by which the block's exponentials become shares of the row.
+        # For each size, block and row, in bits: m = max s, Σ 2^(s − m), Σ 2^(s_T − m_T) (s − m), and the logarithm of
+        # 2^m / Z, the factor that turns the block's exponentials into shares of the row.
         self.peak, self.mass, self.cross, self.log_factor = workspace.new_zeros(STATISTICS, sizes, len(blocks), rows)
         self.positive, self.lse, self.nce, self.divergence = workspace.new_zeros(4, sizes, rows)
         if settings.filter is not None:
@@ -95,11 +95,11 @@ class Tile:
             self.ceiling = (similarity - settings.filter.margin) / (settings.temperature_of(filter_size) * NATS_A_BIT)
 
     def filter_block(self, block: int) -> None:
-        """Find what the filter leaves out of a block, before any size's scores are wanted."""
+        """Find what the filter leaves out of a block, before any size's scores are computed."""
         self._find_penalty(self._products(self.settings.filter_size, block), block)
 
     def exponentials(self, size: int, block: int, *, again: bool = False) -> None:
-        """2^(s − maximum) of a block, into the size's slot; `again`: its maximum and sums are known already."""
+        """Write 2^(s − maximum) of a block into the size's slot. `again`: its maximum and sums are already known."""
         settings, teacher = self.settings, self.settings.teacher
         scores = self._scores(size, block)
         if settings.moves_teacher and (size == teacher or settings.teaches[size]):
@@ -122,8 +122,9 @@ class Tile:
                 torch.sum(scores, 1, out=self.cross[size, block])
 
     def sum_up(self, size: int) -> None:
-        """The rows' log-sum-exp and KL, in bits, from all blocks'; the teacher's before the others'."""
-        # Differences to the row's maximum first: beside large scores a log-sum-exp has lost what tells shares apart.
+        """Compute the rows' log-sum-exp and KL, in bits, from all blocks. The teacher's must be computed first."""
+        # Take differences to the row's maximum first, because adding a log-sum-exp to large scores would round away
+        # what tells shares apart.
         top = self.peak[size].amax(0)
         spread = ((self.peak[size] - top).exp2() * self.mass[size]).sum(0).log2()
         self.lse[size] = top + spread
@@ -139,7 +140,7 @@ class Tile:
         return (self.log_factor[teacher].exp2() * blocks).sum(0)
 
     def add_gradients(self, size: int, block: int) -> None:
-        """d loss / d s of a block, in the size's slot, and through it to queries and passages."""
+        """Compute d loss / d s of a block in the size's slot, and add the gradients of its queries and passages."""
         query_grad, passage_grad = self.query_grads[size], self.passage_grads[size]
         if query_grad is None and passage_grad is None:
             return
@@ -165,7 +166,7 @@ class Tile:
             passage_grad[self.blocks[block]].addmm_(grad.t(), self.queries[size], alpha=scale)
 
     def _teacher_offset(self) -> Tensor:
-        """What the row adds to the gaps for the teacher's gradient over p_T.  # [rows]"""
+        """What each row adds to the gaps, which gives the teacher's gradient divided by p_T.  # [rows]"""
         offset = torch.full_like(self.lse[0], self.settings.loss_weights[self.settings.teacher])
         for size in self.settings.students:
             if weight := self.settings.teaches[size]:
@@ -191,7 +192,7 @@ class Tile:
         return torch.addmm(scores, self.queries[size], passages.t(), beta=0, alpha=scale, out=scores)
 
     def _find_penalty(self, scores: Tensor, block: int) -> None:
-        """What is added to a block's scores at every size: much where the filter model's are above the ceiling."""
+        """Compute what a block's scores get added at every size: EXCLUDED_SCORE where the filter leaves one out."""
         penalty = self._slot("penalty", block)
         torch.gt(scores, self.ceiling, out=penalty)
         column, inside = self._targets_in(block)
@@ -199,13 +200,13 @@ class Tile:
         penalty *= EXCLUDED_SCORE
 
     def _targets_in(self, block: int) -> tuple[Tensor, Tensor]:
-        """Each query's target as a column of the block, and whether it is one (else the column means nothing)."""
+        """Each query's target as a column of the block, and whether it is in the block (else the column is void)."""
         part = self.blocks[block]
         column = (self.targets - part.start).clamp(0, part.stop - part.start - 1)
         return column, column + part.start == self.targets
 
     def _slot(self, of: int | str, block: int) -> Tensor:
-        """Where a block's matrix is kept, contiguous: of the teacher or a student, the gaps or the penalties."""
+        """The contiguous part of the workspace buffer for a block's matrix: of a size, the gaps or the penalties."""
         settings, part = self.settings, self.blocks[block]
         if of == "gap":
             number = 2

@@ -1,4 +1,4 @@
-"""Vectors of length 1, in place, and the gradient through them."""
+"""Normalisation to unit vectors, in place, and the gradient through it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def normalize_(vectors: Tensor) -> Tensor:
 
 
 def unnormalized_gradient_(gradient: Tensor, unit: Tensor, lengths: Tensor) -> None:
-    """From the gradient by unit vectors u = x / |x| to that by x, in place: (g − u (u·g)) / |x|.  # [n, d]"""
+    """Turn the gradient g [n, d] for unit vectors u = x / |x| into that for x, in place: (g − u (u·g)) / |x|."""
     along = torch.linalg.vecdot(unit, gradient)[:, None]
     gradient.addcmul_(unit, along, value=-1).div_(lengths)

@@ -1,7 +1,8 @@
-"""What a person sees of a run: which charts share a place, the heat map, the recipe, and what runs are compared by.
+"""What a person sees of a run: the layout of the charts, the heat map, the recipe, and what runs are compared by.
 
-Fed with the lines of metrics.jsonl, one by one, on rank 0. Where they go is trainer/monitoring/trackers.py's. A sink
-that fails in the middle of a run costs a warning, never the run: metrics.jsonl has every record.
+The dashboard gets the lines of metrics.jsonl one by one, on rank 0, and passes them to the trackers
+(trainer/monitoring/trackers.py). A tracker that fails in the middle of a run costs a warning, never the run, because
+metrics.jsonl has every record.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from trainer.monitoring.trackers import Layout, MLflow, Settings, Sink, TensorBo
 
 log = logging.getLogger(__name__)
 
-# What tells one run from another; all other keys are in the recipe's text.
+# The keys that tell one run from another; the recipe's text shows all other keys.
 COMPARED = (
     "model.source",
     "model.pooling",
@@ -62,17 +63,17 @@ COMPARED = (
 
 @dataclass
 class Dashboard:
-    """All sinks of a run."""
+    """All trackers of a run."""
 
     sinks: Sequence[Sink]
     ladder: Ladder
     _newest: dict[str, float] = field(default_factory=dict)
     _step: int = 0
-    _failed_before: set[str] = field(default_factory=set)  # sinks, in the record before
+    _failed_before: set[str] = field(default_factory=set)  # names of sinks, at the last record
     _failed_now: set[str] = field(default_factory=set)
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """One line of metrics.jsonl; values that are not numbers are skipped."""
+        """Show one line of metrics.jsonl; values that are not numbers are skipped."""
         step = record["step"]
         values = {
             name: float(value)
@@ -91,7 +92,7 @@ class Dashboard:
         for (task, metric), grid in heat_maps(scores, self.ladder).items():
             label = METRIC_LABELS[metric]
             figure = draw_heat_map(grid, title=f"{task}, step {step}", label=label)
-            # Shown as small as a stamp: few inches, so that the numbers are large in them.
+            # TensorBoard shows figures small, so this one has few inches, in which the numbers are large.
             figure.set_size_inches(1.6 + 0.52 * len({size.dim for size in grid}), 2.6)
             figure.set_dpi(180)
             self._each(methodcaller("figure", f"{task}/{label}", figure, step=step))
@@ -99,7 +100,7 @@ class Dashboard:
         self._show_results()
 
     def introduce(self, settings: Settings, texts: Mapping[str, str]) -> None:
-        """Say what the run is."""
+        """Tell all trackers the run's settings and texts."""
         self._each(lambda sink: sink.hparams(settings))
         for name, markdown in texts.items():
             self._each(methodcaller("text", name, markdown))
@@ -129,7 +130,7 @@ class Dashboard:
 
 
 def open_dashboard(recipe: Recipe, *, start_step: int) -> Dashboard:
-    """Open what the recipe's [log] names and tell it what the run is; rank 0 calls it."""
+    """Open the trackers that the recipe's [log] names and tell them what the run is; rank 0 calls it."""
     folder = Path(recipe.run.output)
     about = folder / "environment.json"
     environment = about.read_text(encoding="utf-8", errors="replace") if about.is_file() else ""
@@ -162,7 +163,7 @@ def shown_sizes(recipe: Recipe) -> list[str]:
 
 
 def layout_of(recipe: Recipe) -> Layout:
-    """The Custom Scalars tab: categories of charts, each of the tags that its patterns match."""
+    """The Custom Scalars tab: categories of charts; a chart shows the tags that its patterns match."""
     evaluation = recipe.evaluation
     # Runs of several objectives are often under one folder, and TensorBoard shows the charts of all, so each objective
     # has a title of its own.
@@ -194,7 +195,7 @@ def layout_of(recipe: Recipe) -> Layout:
 
 
 def settings_of(recipe: Recipe) -> Settings:
-    """The settings that runs are compared by, those left out that this one does not read."""
+    """The settings by which runs are compared, without those that this run does not read."""
     values = {f"{s}.{k}": v for s, table in as_tables(recipe).items() for k, v in table.items()}
     ladder = " ".join(str(size) for size in recipe.ladder)
     return {name: values[name] for name in COMPARED if is_read(recipe, name)} | {"model.ladder": ladder}
@@ -215,7 +216,7 @@ def texts_of(recipe: Recipe, environment: str) -> dict[str, str]:
 
 
 def results_of(values: Mapping[str, float], ladder: Ladder) -> dict[str, float]:
-    """Of a record's values those that runs are compared by: the loss, the ladder's headline scores, the speed."""
+    """The values of a record by which runs are compared: the loss, the ladder's headline scores, the speed."""
     names = list(ladder.names.values())
     chosen = {name: values[name] for name in ("loss", "tokens_per_second") if name in values}
     for name, value in values.items():
@@ -236,7 +237,7 @@ def heat_maps(scores: Mapping[str, float], ladder: Ladder) -> dict[tuple[str, st
 
 
 def _short_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """A key a line, lists on one: shorter than recipe.toml, for reading."""
+    """TOML for reading: one key a line, its list on the same line, and so shorter than recipe.toml."""
     lines = []
     for section, table in sections.items():
         below = {key: value for key, value in table.items() if isinstance(value, dict) and value}

@@ -1,10 +1,10 @@
-"""What a person watches: metrics.jsonl, a progress bar and the dashboard, all from one record a logged step.
+"""What a person watches: metrics.jsonl, a progress bar and the dashboard, all fed with one record a logged step.
 
-Records are means over the steps since the last one. `metrics.jsonl` has one JSON object a line with: step, epoch,
+Records are means over the steps since the last record. `metrics.jsonl` has one JSON object a line with: step, epoch,
 samples; loss and its parts by size; lr; grad_norm (before clipping, of the last step); tokens_per_second (without
 padding, all ranks); mfu (model FLOPs utilisation, trainer/costs/flops.py); padding_share (of the tokens computed);
 data_wait_share (of the time); memory_mib (peak on this rank's device; resident on CPU); seconds (a step); skipped_steps
-(so far), whose losses are not in the means. Evaluations, checkpoints and faults write lines of their own: step, then
+(so far; their losses are not in the means). Evaluations, checkpoints and faults write lines of their own: step, then
 evaluation/…; checkpoint/seconds, /still_seconds and /mib; or fault (trainer/resilience/anomalies.py), loss and
 grad_norm as texts under fault/, by_rank (each rank's part of the loss) and samples (source and index of each sample of
 the global batch).
@@ -43,12 +43,13 @@ log = logging.getLogger(__name__)
 class Lines:
     """A file that grows by whole lines, on a disk that may be full for a while.
 
-    What cannot be written is kept in memory and goes first when there is room again; that is said once each time.
+    Lines that cannot be written are kept in memory and are written first when there is room again. One warning tells
+    of each failure, and one of its end.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Without a buffer, so that it is known what was written.
+        # Without a buffer, so that `write` returns how much was written.
         self._file = path.open("ab", buffering=0)
         self._waiting = b""
         self._failed = False
@@ -71,7 +72,7 @@ class Lines:
 
     def close(self) -> None:
         if self._waiting:
-            # One more try, which says nothing new.
+            # One more try, whose failure was already reported.
             with contextlib.suppress(OSError):
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
         if self._waiting:
@@ -93,7 +94,7 @@ class Metrics:
         dashboard: Dashboard | None,
         samples: bool = False,
     ) -> None:
-        """samples: write down which samples each step was of, a file a rank."""
+        """samples: write down which samples each step read, in one file a rank."""
         self._world = world
         self._every_steps = every_steps
         self._total_steps = total_steps
@@ -101,7 +102,7 @@ class Metrics:
         self._last: dict[str, Any] = {}
         self._skipped_steps = 0
         self._clear()
-        self._dashboard = dashboard  # rank 0's
+        self._dashboard = dashboard  # on rank 0 alone
         self._file: Lines | None = None
         self._bar: tqdm | None = None
         self._samples = _open_samples(folder / "samples", world, start_step) if samples else None
@@ -116,7 +117,7 @@ class Metrics:
             unit="step",
             desc=folder.name,
             dynamic_ncols=True,
-            # A log file gets a line now and then, a terminal a live bar.
+            # A terminal gets a live bar; a log file gets a line every 20 seconds.
             mininterval=0.5 if sys.stderr.isatty() else 20.0,
         )
 
@@ -141,9 +142,9 @@ class Metrics:
         skipped_steps: int = 0,
         counts: bool = True,
     ) -> dict[str, Any] | None:
-        """Take in one step; the record on the steps that are logged. `step` counts finished steps.
+        """Take in one step, and return the record if the step is logged. `step` counts finished steps.
 
-        counts: whether its losses go into the means.
+        counts: whether the step's losses go into the means.
         """
         for name, value in report.losses.items():
             value = value.detach().double() if counts else torch.zeros((), device=value.device, dtype=torch.float64)
@@ -165,7 +166,7 @@ class Metrics:
         return self.flush(step)
 
     def flush(self, step: int) -> dict[str, Any] | None:
-        """Write the record of the steps since the last one, which ended with `step`; all ranks call it."""
+        """Write the record of the steps since the last record, up to `step`; all ranks call it."""
         if not self._steps:
             return None
         device = self._world.device
@@ -200,7 +201,7 @@ class Metrics:
         self._write({"step": step, **{f"{EVALUATION}{name}": value for name, value in scores.items()}})
 
     def checkpoint(self, step: int, *, seconds: float, still_seconds: float, mib: float) -> None:
-        """What a checkpoint cost: seconds to write it, those that training stood still, and its size over all ranks."""
+        """What a checkpoint cost: seconds to write it, seconds that training stood still, and MiB over all ranks."""
         names = ("seconds", "still_seconds", "mib")
         costs = {f"{CHECKPOINT}{name}": value for name, value in zip(names, (seconds, still_seconds, mib))}
         self._write({"step": step, **costs})
@@ -221,7 +222,7 @@ class Metrics:
             {
                 "step": step,
                 "fault": kind,
-                f"{FAULT}loss": repr(loss),  # JSON has no number that is none
+                f"{FAULT}loss": repr(loss),  # JSON has no NaN and no infinity
                 f"{FAULT}grad_norm": repr(grad_norm),
                 "by_rank": [repr(value) for value, _ in everyone],
                 "samples": [sample for _, part in everyone for sample in part],
@@ -248,12 +249,12 @@ class Metrics:
 
 
 def _open_samples(folder: Path, world: World, start_step: int) -> Lines:
-    """This rank's file of samples. Lines after the resumed step are dropped, also from files of ranks that left."""
+    """Open this rank's file of samples. Drops lines after the resumed step, also of ranks that this start lacks."""
     folder.mkdir(exist_ok=True)
     for number, path in enumerate(sorted(folder.glob("rank_*.jsonl"))):
         if number % world.size == world.rank:
             forget_after(path, start_step)
-    gather_objects(None)  # nobody writes before all are cut
+    gather_objects(None)  # no rank writes before all files are cut
     return Lines(folder / f"rank_{world.rank:05d}.jsonl")
 
 
@@ -264,9 +265,9 @@ def _memory_mib(device: torch.device) -> float:
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Drop records of what a resumed run does again, and lines that are no records, such as one that was cut off.
+    """Drop the records of steps that a resumed run repeats, and lines that are no records, such as a line cut off.
 
-    An evaluation at the resumed step is dropped as well, because it is made again.
+    An evaluation at the resumed step is dropped as well, because the run repeats it.
     """
     if not path.is_file():
         return
@@ -286,7 +287,7 @@ def forget_after(path: Path, step: int) -> None:
     if len(kept) == len(lines):
         return
     if kept == lines[: len(kept)]:
-        # Which a full disk allows, too.
+        # A full disk allows this, too.
         os.truncate(path, sum(map(len, kept)))
     else:
         write_atomically(path, b"".join(kept))

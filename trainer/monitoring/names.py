@@ -1,4 +1,4 @@
-"""The names of the numbers in metrics.jsonl, made and taken apart in one place. Torch-free, as launch/status.py is.
+"""The names of the numbers in metrics.jsonl, made and taken apart in one place. Torch-free, like launch/status.py.
 
     loss, lr, seconds, …              of a logged step, all sizes together
     FAMILY/SIZE                       a loss at one size: encoder/demi, kl/2x32
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 EVALUATION, CHECKPOINT, FAULT = "evaluation/", "checkpoint/", "fault/"
 _GROUPS = (EVALUATION, CHECKPOINT, FAULT)
-# Families of losses that TensorBoard calls otherwise than "losses/FAMILY".
+# Families of losses whose TensorBoard tag is not "losses/FAMILY".
 _TAGS = {"loss": "losses/contrastive", "distill": "losses/distillation"}
 
 
@@ -26,7 +26,7 @@ class LossName(NamedTuple):
 
     @property
     def tag(self) -> str:
-        """What TensorBoard calls it in the size's own run."""
+        """The loss's tag in the size's own TensorBoard run."""
         return _TAGS.get(self.family, f"losses/{self.family}")
 
 

@@ -1,17 +1,18 @@
 """Where records go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, all behind one small interface.
 
-A sink is told names and numbers; what is worth showing is trainer/monitoring/dashboard.py's. Names are those of
+A sink gets names and numbers; trainer/monitoring/dashboard.py decides what is worth showing. The names are those of
 metrics.jsonl.
 
-In TensorBoard colours belong to runs, not to tags. So what is measured at every size is written as one tag by one
-small run a size, beside the main one, and the sizes become lines of their own colour in one chart:
+In TensorBoard, colours belong to runs, not to tags. So a number that is measured at every size is written under one tag
+by a small run for each size, beside the main run. One chart then shows a line of its own colour for each size:
 
     tensorboard/            train/loss, train/lr, speed/tokens_per_second, …; the layout, figures and texts
     tensorboard/1_demi/     losses/encoder, losses/kl and the like, evaluation/<task>/<metric>
     tensorboard/2_short/    the same, and so on; numbered, because TensorBoard sorts by name
-    tensorboard/results/    the settings, and the newest of what runs are compared by: the HPARAMS tab
+    tensorboard/results/    the settings and the newest results by which runs are compared: the HPARAMS tab
 
-MLflow is told in a thread of its own, as its client waits for the server; Weights & Biases has such a thread itself.
+Calls to MLflow run in their own thread, because its client waits for the server; Weights & Biases has such a thread
+itself.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _SECONDS_TO_FINISH = 60.0
 
 
 class _Tracking(Record):
-    """What services call a run."""
+    """The services' names of a run."""
 
     wandb: str | None = None
     mlflow: str | None = None
@@ -71,7 +72,7 @@ class Sink(Protocol):
 
 
 def check_sinks(chosen: LogConfig) -> None:
-    """Refuse what cannot be written, before anything starts."""
+    """Refuse trackers that cannot be used, before anything starts."""
     for key, package, wanted in (("wandb", "wandb", chosen.wandb), ("mlflow", "mlflow", chosen.mlflow)):
         if wanted and find_spec(package) is None:
             raise ConfigError(
@@ -91,9 +92,9 @@ def size_run(names: Sequence[str], name: str) -> str:
 
 
 def tensorboard_place(name: str, sizes: Sequence[str]) -> tuple[str, str] | None:
-    """A name of metrics.jsonl -> (run beside the main one, tag); None: not a curve.
+    """A name of metrics.jsonl -> (TensorBoard run, tag), or None where it is not a curve.
 
-    `sizes`: names of those that have a run of their own. Evaluations of other sizes are cells of the heat map.
+    `sizes`: names of the sizes that have a run of their own. Evaluations of other sizes are cells of the heat map.
     """
     stem, _, last = name.rpartition("/")
     if name.startswith(EVALUATION):
@@ -150,9 +151,8 @@ class TensorBoard:
         self._writer(MAIN_RUN).add_figure(name, figure, global_step=step, close=False)
 
     def hparams(self, settings: Settings) -> None:
-        # Not add_hparams, which makes a run named by the clock, and declares metrics, of which only the first run's
-        # count: without a declaration the tab shows whatever any of the runs has.
-        # Nor the plugin's `api`, which imports TensorFlow.
+        # add_hparams would make a run named by the clock, and declare metrics, of which only the first run's count.
+        # Without a declaration, the tab shows the metrics of all runs. The plugin's `api` would import TensorFlow.
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
         summary = hparams_pb(dict(settings), trial_id=self._trial)
@@ -168,7 +168,7 @@ class TensorBoard:
 
 
 def _leave_errors_to_the_next_write() -> None:
-    """What fails in TensorBoard's own threads is raised again where the next record is written, and told there."""
+    """Keep TensorBoard's own threads from reporting errors: the next write raises and reports them again."""
     tell = threading.excepthook
     if getattr(tell, "leaves_tensorboard", False):
         return
@@ -229,7 +229,7 @@ class MLflow:
     name = "MLflow"
 
     def __init__(self, folder: Path, *, resumed: bool) -> None:
-        # Its own patience with a server that is down is minutes a call, at the end of a run too.
+        # By default, the client waits minutes a call for a server that is down, at the end of a run too.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         from mlflow import MlflowClient
@@ -284,7 +284,7 @@ class MLflow:
         self._later(self._client.log_batch, params=params)
 
     def results(self, step: int, values: Mapping[str, float]) -> None:
-        """Its tables show the newest of every metric anyway."""
+        """Does nothing, because MLflow's tables show the newest value of every metric anyway."""
 
     def close(self) -> None:
         self._later(self._client.set_terminated)
@@ -295,7 +295,7 @@ class MLflow:
 
 
 def _mlflow_name(name: str) -> str:
-    """Its names are made of few characters, and none may be a folder of another: "loss" of "loss/demi"."""
+    """A name that MLflow takes: of few characters, and never another name's folder, as "loss" is of "loss/demi"."""
     return re.sub(r"[^\w\-. /]", "_", name if "/" in name else f"train/{name}")
 
 
@@ -318,7 +318,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _tracked(folder: Path, key: str) -> str | None:
-    """What a service calls this run, if a former process of the run told it."""
+    """A service's name of this run, if a former process of the run stored it."""
     return getattr(_tracking(folder), key)
 
 

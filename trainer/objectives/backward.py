@@ -1,13 +1,14 @@
 """How a step's gradient is made from micro-batches.
 
-`micro_batches` cuts a rank's texts by length and a token budget, so that little is computed on padding. `accumulate`:
-losses that add up over micro-batches. `grad_cache`: losses that compare all texts with all others (GradCache, Gao et
-al. 2021): embed everything without a graph, take the loss's gradient with respect to the embeddings once, then embed
-again micro-batch by micro-batch and send that gradient through. Exact at any ZeRO stage because every backward has its
-own engine forward just before it, and gradients are summed, never averaged, over micro-batches.
+`micro_batches` cuts a rank's texts by length and a token budget, so that little is computed on padding. `accumulate` is
+for losses that add up over micro-batches. `grad_cache` is for losses that compare all texts with all others (GradCache,
+Gao et al. 2021): it embeds everything without a graph, takes the loss's gradient with respect to the embeddings once,
+then embeds again micro-batch by micro-batch and sends that gradient through. Both are exact at any ZeRO stage, because
+every backward pass directly follows its own engine forward pass, and gradients are summed, never averaged, over
+micro-batches.
 
-Ranks may have different numbers of micro-batches, and one may have no text at all: it then runs EMPTY ones, a filler
-without weight, for ZeRO's collectives must match.
+Ranks may have different numbers of micro-batches, and a rank may have no text at all. A rank with fewer than the others
+runs EMPTY micro-batches, a filler text without weight, because ZeRO's collectives must match on all ranks.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ class StepReport:
 
     losses: dict[str, Tensor]
     tokens: int  # without padding
-    padded_tokens: int  # with it
+    padded_tokens: int  # padding included
     flops: float
 
 
 class Passes(Protocol):
-    """What gradients are made with (trainer/engine.py): forward passes, each followed by its backward."""
+    """What objectives need of the engine (trainer/engine.py): forward passes, each followed by its backward pass."""
 
     world: World
     device: torch.device
-    heartbeat: Callable[[str], None]  # says that there is progress
+    heartbeat: Callable[[str], None]  # reports progress: the name of a phase
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
     def accumulation(self) -> AbstractContextManager[None]: ...
@@ -52,16 +53,17 @@ class Passes(Protocol):
 
 
 EMPTY = torch.empty(0, dtype=torch.int64)
-# What starting a micro-batch is worth, as a share of the token budget: less would fill the device badly.
+# The cost of starting a micro-batch, as a share of the token budget. With a lower cost, small micro-batches would leave
+# much of the device idle.
 _START_COST = 1 / 64
 
 
 def micro_batches(lengths: Tensor, *, token_budget: int, packed: bool = False) -> list[Tensor]:
-    """Row numbers of texts of like length, longest first, each part within `token_budget` tokens, padding counted.
+    """Micro-batches of texts of similar length, each within `token_budget` tokens, padding counted, as row numbers.
 
-    lengths: int64 [n]. The cuts minimise padding plus a cost for every micro-batch (a shortest path over the sorted
-    lengths), whatever texts there are; packed texts have no padding and fill the budget. A text longer than the budget
-    stands alone. Longest first, because a micro-batch that does not fit in memory should fail at once.
+    lengths: int64 [n]. For any lengths, the cuts minimise padding plus a cost for every micro-batch (a shortest path
+    over the sorted lengths); packed texts have no padding and fill the budget. A text longer than the budget is alone
+    in its micro-batch. The longest come first, because a micro-batch that does not fit in memory should fail at once.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
     ordered = lengths[order].numpy()
@@ -76,9 +78,9 @@ def micro_batches(lengths: Tensor, *, token_budget: int, packed: bool = False) -
                 tokens = 0
             tokens += length
         return list(order.tensor_split(cuts[1:]))
-    cost = np.full(count + 1, np.inf)  # of the best cuts of the first k texts
+    cost = np.full(count + 1, np.inf)  # [k]: of the best cuts of the first k texts
     cost[0] = 0.0
-    begin = np.zeros(count + 1, dtype=np.int64)  # where the last of those parts begins
+    begin = np.zeros(count + 1, dtype=np.int64)  # [k]: where the last micro-batch of those begins
     for start, longest in enumerate(ordered.tolist()):
         most = max(1, token_budget // max(1, longest))
         ends = np.arange(start + 1, min(count, start + most) + 1)
@@ -93,7 +95,7 @@ def micro_batches(lengths: Tensor, *, token_budget: int, packed: bool = False) -
 
 
 def in_one(lengths: Tensor) -> list[Tensor]:
-    """All texts as one micro-batch, longest first; none where there is no text. lengths: int64 [n]."""
+    """All texts as one micro-batch, longest first; an empty list where there is no text. lengths: int64 [n]."""
     return [lengths.argsort(descending=True, stable=True)] if len(lengths) else []
 
 
@@ -102,12 +104,12 @@ def padded_tokens(lengths: Tensor, chunks: Sequence[Tensor], *, packed: bool) ->
     return int(lengths.sum() if packed else sum(len(rows) * int(lengths[rows].max()) for rows in chunks))
 
 
-# One text of one token, which a rank without texts reads in place of one, without weight.
+# A text of one token, without weight. A rank that has no texts runs its passes on it.
 FILLER = Texts(torch.zeros(1, dtype=torch.int32), torch.tensor([0, 1]))
 
 
 def embed_texts(engine: Passes, texts: Texts, rows: Tensor, *, sizes: Sequence[Size]) -> tuple[Tensor, ...]:
-    """One forward pass of the texts `rows`, K of [len(rows), d_k]; of the filler where there are none."""
+    """One forward pass of the texts in `rows`, K of [len(rows), d_k], or of the filler where `rows` is empty."""
     read = texts.take(rows) if len(rows) else FILLER
     return engine(read.tokens.to(engine.device), None, sizes=sizes, offsets=read.offsets.to(engine.device))
 
@@ -120,18 +122,21 @@ class _HandOver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        # Scaled where it lies and given away: a copy would double it.
+        # The gradient is scaled in place and given away, because a copy would double its memory.
         gradient, ctx.gradient = ctx.gradient, None
         return gradient.mul_(grads[0]), None
 
 
 def hand_over(output: Tensor, gradient: Tensor) -> Tensor:
-    """A zero whose backward pass sends `gradient` (shaped as `output`, and given away) through `output`, once."""
+    """A zero whose backward pass sends `gradient` through `output`, once.
+
+    `gradient` has the shape of `output`, and the caller must not use it again.
+    """
     return _HandOver.apply(output, gradient)
 
 
 def accumulate(engine: Passes, chunks: Sequence[Tensor], *, loss_of: Callable[[Tensor], Tensor]) -> None:
-    """Run each micro-batch's loss and send it back. `loss_of(EMPTY)` must be a zero that went through the engine."""
+    """Run each micro-batch forward and backward. `loss_of(EMPTY)` must be a zero that went through the engine."""
     count = max_over_ranks(len(chunks), engine.device)
     with engine.accumulation():
         for index in range(count):
@@ -139,14 +144,14 @@ def accumulate(engine: Passes, chunks: Sequence[Tensor], *, loss_of: Callable[[T
 
 
 def embed_all(engine: Passes, chunks: Sequence[Tensor], *, embed: Embed) -> list[Tensor]:
-    """All texts' embeddings without a graph, in their own order: K of float32 [n, d_k]. `embed` as in `grad_cache`."""
+    """All texts' embeddings without a graph, in the texts' order: K of float32 [n, d_k]. `embed` as in `grad_cache`."""
     count = max_over_ranks(len(chunks), engine.device)
     with torch.no_grad():
         return _collect(chunks, (embed(chunks[index] if index < len(chunks) else EMPTY) for index in range(count)))
 
 
 def _collect(chunks: Sequence[Tensor], outputs: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
-    """Rows where they belong, as K of float32 [n, d_k], of the chunks' outputs; those of empty ones come last."""
+    """The chunks' outputs in the texts' order, K of float32 [n, d_k]. EMPTY chunks come last and are dropped."""
     num_rows = sum(len(rows) for rows in chunks)
     embeddings: list[Tensor] = []
     for index, parts in enumerate(outputs):
@@ -169,11 +174,11 @@ def grad_cache(
 ) -> dict[str, Tensor]:
     """Gradient of a loss over all texts of all ranks, a chunk at a time.
 
-    chunks: int64 row numbers, together each of 0..n-1 once. embed(rows): engine forward, K of [len(rows), d_k];
-    `embed(EMPTY)` must go through the engine too.
+    chunks: int64 row numbers; together they hold each of 0..n-1 once. embed(rows): an engine forward pass, K of
+    [len(rows), d_k]; `embed(EMPTY)` must go through the engine too.
     loss_and_gradients(K of float32 [n, d_k]) -> (metrics, K of d GLOBAL loss / d these rows [n, d_k]).
-    Dropout is the same in both passes: each chunk's forward is seeded by (seed, chunk).
-    `cached` False: one chunk, one pass; the graph is kept through the loss.
+    Dropout is the same in both passes, because each chunk's forward pass is seeded by (seed, chunk).
+    `cached` False: there is one chunk and one pass, whose graph is kept while the loss is computed.
     """
     assert cached or len(chunks) <= 1, "without caching there is one chunk"
     count = max_over_ranks(len(chunks), engine.device)

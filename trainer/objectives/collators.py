@@ -1,4 +1,4 @@
-"""From a recipe and its shards to what makes batches of their samples, one function for each kind of batch."""
+"""Builds the collator that makes batches of a recipe's samples, with one function for each kind of batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Collator = MaskedCollator | SpanCollator | MaskedPairCollator | PairCollator | T
 
 
 def text_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> TextCollator:
-    """Of documents as they are, each behind its folder's prompt."""
+    """The collator of documents without masks, each after its folder's prompt."""
     prompts = _prompt_ids("passage_prompts", recipe.prompts[1], sources)
     return TextCollator(sources[0].vocabulary, max_length=recipe.data.max_length, prompts=prompts)
 
@@ -25,7 +25,7 @@ def text_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> TextCollato
 def masked_collator(
     recipe: Recipe, sources: Sequence[ShardFolder]
 ) -> MaskedCollator | SpanCollator | MaskedPairCollator:
-    """Of texts with masks, with spans or training examples beside them where the recipe has pairs.
+    """The collator of masked texts. Where the recipe has pairs, batches also hold spans or training examples.
 
     Raises ConfigError where the shards' tokenizer has no mask token.
     """
@@ -47,7 +47,7 @@ def masked_collator(
 
 
 def pair_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> PairCollator:
-    """Of queries with their positives and hard negatives, or of graded pairs."""
+    """The collator of queries with their positives and hard negatives, or of graded pairs."""
     query_prompts, passage_prompts = recipe.prompts
     return PairCollator(
         sources[0].vocabulary,
@@ -63,7 +63,7 @@ def pair_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> PairCollato
 
 
 def _negatives_from(recipe: Recipe, sources: Sequence[ShardFolder]) -> list[int]:
-    """The position in the stream from which each negative is drawn: that of a whole step."""
+    """The stream position, in samples, from which on each negative is drawn; it is the beginning of a step."""
     if not is_read(recipe, "data.negatives_from"):
         return []
     shares, batch = recipe.data.negatives_from, recipe.train.global_batch_size
@@ -72,17 +72,17 @@ def _negatives_from(recipe: Recipe, sources: Sequence[ShardFolder]) -> list[int]
 
 
 def total_steps(recipe: Recipe, sources: Sequence[ShardFolder]) -> int:
-    """Of a whole run, by steps or by epochs."""
+    """The steps of a whole run, whether its length is set in steps or in epochs."""
     return recipe.train.steps or -(-total_samples(recipe, sources) // recipe.train.global_batch_size)
 
 
 def total_samples(recipe: Recipe, sources: Sequence[ShardFolder]) -> int:
-    """Of a run by epochs."""
+    """The samples of a run whose length is set in epochs."""
     return max(1, round(recipe.train.epochs * sum(source.num_samples for source in sources)))
 
 
 def _prompt_ids(name: str, prompts: Sequence[str], sources: Sequence[ShardFolder]) -> list[np.ndarray]:
-    """The ids of each folder's prompt; none at all where there are no prompts."""
+    """The token ids of each folder's prompt; an empty list where there are no prompts."""
     if not any(prompts):
         return []
     tokenizer = load_tokenizer(sources[0].tokenizer_path)

@@ -1,7 +1,7 @@
 """The contrastive objective: a global batch's queries against all its passages, at the sizes of the step's plan.
 
-Its loss is in trainer/objectives/contrastive_loss.py. Here is how texts become embeddings, and how the loss's gradient
-goes back through them: in micro-batches or at once through an encoder, and in a way of its own through a token table.
+The loss is in trainer/objectives/contrastive_loss.py. This module embeds the texts and sends the loss's gradient back
+through the embeddings: through an encoder in micro-batches or at once, and through a token table in its own way.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainer.objectives.teacher import Teaching
 
 @dataclass(frozen=True)
 class ContrastiveObjective:
-    """An encoder's texts: by gradient caching where `cached`, else in one pass whose graph is kept."""
+    """Trains an encoder: by gradient caching where `cached`, else in one pass whose graph is kept."""
 
     schedule: Schedule
     shape: Shape
@@ -63,10 +63,11 @@ class ContrastiveObjective:
 
 @dataclass(frozen=True)
 class TableObjective:
-    """A token table's texts: all in one pass and one graph, which keeps their ids and nothing else.
+    """Trains a token table: all texts in one pass and one graph, which keeps only their token ids.
 
-    So caching would only look everything up twice, and every micro-batch's backward would write a gradient of the
-    whole table. What grows with the batch are the vectors, once, and half as much for the passages' gradient.
+    Caching would only look everything up twice, and each micro-batch's backward pass would write a gradient of the
+    whole table. The memory that grows with the batch is one copy of the vectors, and half as much for the passages'
+    gradient.
     """
 
     schedule: Schedule
@@ -79,8 +80,8 @@ class TableObjective:
         read = texts if len(texts) else FILLER
         tokens, offsets = read.tokens.to(engine.device), read.offsets.to(engine.device)
         (output,) = engine(tokens, None, sizes=(plan.sizes[plan.full],), offsets=offsets)
-        vectors = output.detach().float()  # the same memory where the output is float32: nobody reads it again
-        own = vectors[: len(texts)]  # become their gradients
+        vectors = output.detach().float()  # shares a float32 output's memory: nothing reads it again
+        own = vectors[: len(texts)]  # overwritten by their gradients
         if self.loss.is_prefix_infonce:
             losses = self.loss.prefix_infonce_(own, batch, plan, engine)
         else:

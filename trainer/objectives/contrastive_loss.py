@@ -1,4 +1,4 @@
-"""A contrastive loss over the global batch: the sum of a recipe's terms, and its gradient by this rank's embeddings."""
+"""A contrastive loss over the global batch: the sum of a recipe's terms, with gradients for this rank's embeddings."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ from trainer.objectives.teacher import Teaching
 
 @dataclass(frozen=True)
 class ContrastiveLoss:
-    """SRL and its relatives (Starbucks §3.1). It runs no pass of the engine: embeddings are given.
+    """SRL and its relatives (Starbucks §3.1). The caller embeds the texts; the loss runs no pass of the engine.
 
-    terms: of the vectors as they are compared, of unit length where `cosine`, in the order in which they add. taught:
-    of the same vectors; its gradients are added before the terms' and its loss after theirs. coordinates: of the
-    vectors as they come. guide: the one whose scores terms read; None where none does.
+    terms: losses of the vectors as they are compared (unit vectors where `cosine`), in the order in which they are
+    added. taught: a loss of the same vectors; its gradients are added before the terms' and its value after theirs.
+    coordinates: a loss of the vectors as the model gives them. guide: the model whose scores the terms read; None where
+    no term reads any.
     """
 
     cosine: bool
@@ -50,11 +51,11 @@ class ContrastiveLoss:
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """The global batch's loss (this rank's part) and its gradient with respect to this rank's embeddings.
 
-        embeddings: a size's [queries + passages, d], queries first. They are normalised in place: a large batch has
-        room for them and for their gradients, and for nothing else of their size.
+        embeddings: one [queries + passages, d] for each size, queries first. They are normalised in place, because a
+        large batch leaves memory for the embeddings and their gradients, but for no further copy.
         """
         divergence: dict[str, Tensor] = {}
-        before: list[Tensor] = []  # gradients by the vectors as they come
+        before: list[Tensor] = []  # gradients for the vectors as the model gave them
         if self.coordinates is not None:
             divergence, before = self.coordinates.losses_and_gradients(embeddings, plan)
         lengths = [normalize_(each) for each in embeddings] if self.cosine else []
@@ -70,13 +71,16 @@ class ContrastiveLoss:
 
     @property
     def is_prefix_infonce(self) -> bool:
-        """Whether `prefix_infonce_` computes it where sizes are prefixes of one vector (losses/prefix_infonce.py)."""
+        """Whether `prefix_infonce_` can compute the loss of sizes that are prefixes of one vector."""
         (first, *others) = self.terms
         alone = not others and self.taught is None and self.coordinates is None
         return alone and isinstance(first, InfoNCE) and first.is_nested
 
     def prefix_infonce_(self, vectors: Tensor, batch: PairBatch, plan: SizePlan, engine: Passes) -> dict[str, Tensor]:
-        """The loss where `is_prefix_infonce`: `vectors` [queries + passages, d] become their gradients."""
+        """The loss, where `is_prefix_infonce` (trainer/losses/prefix_infonce.py).
+
+        Overwrites `vectors` [queries + passages, d] with their gradients.
+        """
         (term,) = self.terms
         assert isinstance(term, InfoNCE)
         given = Compared([], [], batch, plan, engine, self._guide_vectors(batch, engine))
@@ -90,7 +94,7 @@ class ContrastiveLoss:
 
 
 def _sum(found: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """All terms' losses, those of one name ("loss") added in this order."""
+    """All terms' losses by name. Values of the same name ("loss") are added in this order."""
     losses: dict[str, Tensor] = {}
     for each in found:
         losses |= {name: losses[name] + value if name in losses else value for name, value in each.items()}
@@ -123,7 +127,7 @@ def contrastive_loss(
 
 
 def pair_loss(recipe: Recipe, *, guide: Guide | None = None) -> ContrastiveLoss:
-    """The loss beside masked losses: InfoNCE, without a KL."""
+    """The contrastive loss that is added to masked losses: InfoNCE without a KL."""
     cosine = recipe.objective.similarity == "cosine"
     return ContrastiveLoss(cosine, (_infonce(recipe),), guide=guide if recipe.guide_filters else None)
 

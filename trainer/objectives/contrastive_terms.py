@@ -1,7 +1,7 @@
 """The terms of a contrastive loss over the global batch. Each adds its gradients and returns its losses.
 
-Embeddings and their gradients cross ranks here, and in trainer/objectives/teacher.py: passages are gathered, gradients
-sent home. What is computed of them is in trainer/losses/.
+Embeddings and their gradients cross ranks here, and in trainer/objectives/teacher.py: passages are gathered, and their
+gradients are sent back to the passages' ranks. The mathematics of the losses is in trainer/losses/.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class GuideVectors:
 class Compared:
     """What the terms of a step read, and the gradients to which they add.
 
-    vectors, gradients: one float32 [n + m, d] a size, the queries' rows first; of unit length for cosine.
+    vectors, gradients: one float32 [n + m, d] for each size, the queries' rows first. vectors are unit vectors for
+    cosine.
     """
 
     vectors: list[Tensor]
@@ -58,15 +59,15 @@ class Term(Protocol):
 
 @dataclass(frozen=True)
 class Negatives:
-    """Which passages are no negatives: those known from the texts, if `masks_known`, and those that a filter finds."""
+    """Which passages are left out as false negatives: known ones, if `masks_known`, and those that a filter finds."""
 
     masks_known: bool = True
     filter: MarginFilter | None = None
 
     def known(self, batch: PairBatch, targets: Tensor, counts: list[int]) -> Tensor | None:
-        """Pairs of a query here and a passage of the global batch that is no negative of it, by their hashes.
+        """Pairs of a query of this rank and a passage of the global batch that is no negative of it, by text hashes.
 
-        targets: places in the global batch. counts: every rank's number of passages.
+        targets: the positives' places in the global batch. counts: every rank's number of passages.
         """
         if not self.masks_known:
             return None
@@ -82,7 +83,7 @@ class Negatives:
 class InfoNCE:
     """InfoNCE at every size and, with a `kl_weight`, KL(teacher || size) of the scores (Starbucks §3.1, eq. 4 and 5).
 
-    Both are one term because they are made of the same tiles of scores (trainer/losses/infonce.py).
+    Both are one term because they share the same tiles of scores (trainer/losses/infonce.py).
     """
 
     temperature: float
@@ -120,7 +121,7 @@ class InfoNCE:
             **self._of_the_global_batch(given, counts, device),
         )
         if not alone:
-            # Each passage's gradient, summed over all ranks' queries, goes home.
+            # Each passage's gradient, summed over all ranks' queries, goes back to the passage's rank.
             for gradient, part in zip(given.gradients, scatter_gradients(returned, counts).split(widths, dim=1)):
                 gradient[count:] += part
         losses = {"loss": loss} | _named("loss", plan.names, nce)
@@ -132,7 +133,7 @@ class InfoNCE:
         return not self.kl_weight and (self.negatives.filter is None or self.negatives.filter.by == GUIDE)
 
     def nested_gradients_(self, vectors: Tensor, given: Compared, *, cosine: bool) -> dict[str, Tensor]:
-        """The same loss where `is_nested`: `vectors` [n + m, d], as they come, become their gradients."""
+        """The same loss, where `is_nested`. Overwrites `vectors` [n + m, d], not normalised, with their gradients."""
         plan, count, device = given.plan, len(given.batch.queries), vectors.device
         counts = gather_counts(len(given.batch.passages), device)
         passages = vectors[count:] if len(counts) == 1 else gather_rows(vectors[count:], counts)
@@ -156,7 +157,7 @@ class InfoNCE:
         return {"loss": loss} | _named("loss", plan.names, nce)
 
     def _of_the_global_batch(self, given: Compared, counts: list[int], device: torch.device) -> dict[str, Any]:
-        """What both ways take of all ranks' passages. counts: every rank's number of them."""
+        """The arguments about all ranks' passages, for both ways. counts: every rank's number of passages."""
         targets = given.batch.targets.to(device) + sum(counts[: given.engine.world.rank])
         excluded, guide = self.negatives.known(given.batch, targets, counts), given.guide
         assert guide is not None or self.negatives.filter is None or self.negatives.filter.by != GUIDE
@@ -184,7 +185,8 @@ class CoSENT:
         loss = (per_size * per_size.new_tensor(plan.loss_weights)).sum()
         loss.backward()
         assert similarities.grad is not None
-        # Every rank computed the whole loss, so its own rows' gradient is complete; the value is shared out.
+        # Every rank computes the whole loss, so the gradient of its own rows is complete. Each rank reports an equal
+        # share of the value.
         own = similarities.grad[start : start + count, :, None]  # [n, K, 1]
         for size, (each, gradient) in enumerate(zip(vectors, given.gradients)):
             gradient[:count] += own[:, size] * each[partner]
@@ -197,8 +199,8 @@ class CoSENT:
 class Margins:
     """MarginMSE (Hofstätter et al. 2020, arXiv:2010.02666).
 
-    The mean over the global batch's pairs of a query and a negative of its own of ((s⁺ − s⁻) − (t⁺ − t⁻))², where s and
-    t are the student's and the teacher's scores. Those pairs are on one rank, so nothing is gathered.
+    The mean of ((s⁺ − s⁻) − (t⁺ − t⁻))² over the global batch's pairs of a query and one of its own negatives, where s
+    and t are the student's and the teacher's scores. Both texts of a pair are on one rank, so nothing is gathered.
     """
 
     weight: float
@@ -213,7 +215,7 @@ class Margins:
         def scores_of(queries: Tensor, passages: Tensor) -> Tensor:
             return torch.linalg.vecdot(queries[owner], passages)
 
-        def margins(scores: Tensor) -> Tensor:  # [..., m], the positive's own being 0
+        def margins(scores: Tensor) -> Tensor:  # [..., m]; 0 for the positive itself
             return scores[..., targets][..., owner] - scores
 
         own = torch.stack([scores_of(each[:count], each[count:]) for each in vectors]) / self.temperature  # [K, m]
@@ -236,7 +238,7 @@ class Margins:
 
 @dataclass(frozen=True)
 class Taught:
-    """What a teacher's vectors teach all texts of the global batch (trainer/losses/distillation.py)."""
+    """All texts of the global batch learn a teacher's vectors (trainer/losses/distillation.py)."""
 
     teaching: Teaching
 
@@ -258,7 +260,7 @@ class CoordinateKL:
     detached: bool
 
     def losses_and_gradients(self, embeddings: list[Tensor], plan: SizePlan) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """As a term's, with gradients of its own. embeddings: one [n + m, d] a size, as the model gave them."""
+        """Losses like a term's, and each size's gradient. embeddings: one [n + m, d] a size, as the model gave them."""
         leaves = [each.clone().requires_grad_() for each in embeddings]
         teacher = leaves[plan.full].detach() if self.detached else leaves[plan.full]
         total = sum_over_ranks([float(teacher.shape[0])], teacher.device)[0].to(teacher.dtype)

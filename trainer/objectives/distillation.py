@@ -1,9 +1,10 @@
-"""The distillation objective: texts alone, a frozen teacher's vectors, and every size a student.
+"""The distillation objective: from texts alone, every size learns a frozen teacher's vectors.
 
-A text's vector at (l, d) is pulled to the first d dimensions of the teacher's, so that queries of a small size search
-documents that a larger one has indexed. Where no term compares texts, the loss is a sum over them: micro-batches are
-embedded once, and no rank waits for another's vectors. Relational terms need the batch's vectors first, by gradient
-caching or, where one pass fits in memory, directly (trainer/objectives/backward.py).
+A text's vector at (l, d) is pulled to the first d dimensions of the teacher's vector, so that queries embedded at a
+small size can search documents indexed at a larger one. Where no term compares texts, the loss is a sum over texts:
+each micro-batch is embedded once, and no rank waits for another's vectors. Relational terms need all vectors of the
+batch before their gradient: by gradient caching or, where one pass fits in memory, directly
+(trainer/objectives/backward.py).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from trainer.objectives.teacher import Teaching, texts_of_all_ranks
 
 @dataclass(frozen=True)
 class DistillationObjective:
-    """Every size learns the teacher's vectors; `cached` says how, where terms compare texts."""
+    """Every size learns the teacher's vectors. `cached`: gradient caching, not one pass, where terms compare texts."""
 
     schedule: Schedule
     shape: Shape
@@ -91,7 +92,7 @@ class DistillationObjective:
                 return torch.stack([flow.float() for flow in flows]).sum()
 
             accumulate(engine, chunks, loss_of=loss_of)
-            if not losses:  # of a rank without texts
+            if not losses:  # this rank has no texts
                 zero = torch.zeros((), device=engine.device)
                 losses = {"loss": zero} | {f"distill/{name}": zero for name in plan.names}
         flops = FORWARD_AND_BACKWARD * encoder_flops(self.shape, lengths)

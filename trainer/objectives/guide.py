@@ -1,12 +1,12 @@
-"""A guide: a frozen model whose scores say what is no negative, or are learnt by every size.
+"""A guide: a frozen model whose scores filter out false negatives, or are learnt by every size.
 
-False negatives by a guide are GISTEmbed's (Solatorio 2024, arXiv:2402.16829). What is decided here:
-- The guide reads the batch's own ids, so its tokenizer must be the shards'. Texts have the recipe's prompts.
-- It reads a text as it would be served, cut to its own lengths with the last token, [SEP], kept, and judges by its own
-  similarity. A static guide leaves special tokens out itself, as it always does; an encoder gets them from the batch,
-  whatever the student makes of them.
-- It stands outside of the engine: each rank holds it whole and embeds its own texts, in micro-batches that need not
-  match other ranks'. No dropout, no draw, no gradient, and nothing of it in a checkpoint.
+Filtering by a guide is GISTEmbed's method (Solatorio 2024, arXiv:2402.16829). What is decided here:
+- The guide reads the batch's token ids, so it must have the shards' tokenizer. Texts have the recipe's prompts.
+- The guide reads a text as it would in use: cut to the guide's own lengths, with the last token, [SEP], kept. It
+  compares texts by its own similarity. A static guide leaves special tokens out itself, as it always does; an encoder
+  gets them from the batch, whatever the student does with them.
+- The guide is outside the engine: each rank holds all of it and embeds its own texts, in micro-batches that need not
+  match other ranks'. It has no dropout, draws no random numbers and gets no gradient, and no checkpoint holds it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Guide:
-    """temperature: divides its scores where it teaches. Lengths and budget in tokens, special ones included."""
+    """A frozen model and how it reads texts.
+
+    temperature: divides the model's scores where it teaches. Lengths and the budget are in tokens, special ones
+    included.
+    """
 
     encoder: Encoder
     size: Size
@@ -49,7 +53,7 @@ class Guide:
     def vectors(
         self, queries: Texts, passages: Texts, *, device: torch.device, heartbeat: Callable[[str], None]
     ) -> tuple[Tensor, Tensor]:
-        """float32 [n, g] and [m, g] of these texts, of unit length for cosine."""
+        """The vectors of these queries [n, g] and passages [m, g], float32; unit vectors for cosine."""
         limits = self.query_max_length, self.passage_max_length
         first, second = (
             self.embed(cut(texts, limit), device=device, heartbeat=heartbeat)
@@ -59,7 +63,7 @@ class Guide:
 
     @torch.no_grad()
     def embed(self, texts: Texts, *, device: torch.device, heartbeat: Callable[[str], None]) -> Tensor:
-        """float32 [n, g] of these texts as they are, of unit length for cosine."""
+        """The vectors of these texts without cutting them, float32 [n, g]; unit vectors for cosine."""
         self.encoder.to(device)
         vectors = torch.empty(len(texts), self.size.dim, device=device)
         if self.encoder.is_static and len(texts):
@@ -79,7 +83,7 @@ class Guide:
 
 
 def cut(texts: Texts, longest: int) -> Texts:
-    """Texts of at most `longest` tokens: of longer ones the first, and the last, which ends them."""
+    """Texts of at most `longest` tokens. A longer text keeps its first ones and its last one, which ends it."""
     lengths = texts.lengths
     if not len(texts) or int(lengths.max()) <= longest:
         return texts
@@ -91,7 +95,7 @@ def cut(texts: Texts, longest: int) -> Texts:
 
 
 def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | None:
-    """The recipe's guide, in eval mode without gradients, or None. Whatever is wrong with it is a ConfigError."""
+    """The recipe's guide, in eval mode without gradients, or None. Raises ConfigError for whatever is wrong with it."""
     chosen = recipe.guide
     if not recipe.uses_guide:
         return None
@@ -116,9 +120,9 @@ def load_frozen(
     temperature: float,
     needs_temperature: bool = False,
 ) -> Guide:
-    """A frozen model that reads the batch's own ids, in eval mode. Whatever is wrong with it is a ConfigError.
+    """A frozen model that reads the batch's token ids, in eval mode. Raises ConfigError for whatever is wrong with it.
 
-    section: of the recipe, which names it: "guide". temperature: 0 for its own.
+    section: the recipe's section that names the model, such as "guide". temperature: 0 means the model's own.
     """
     named = f"{section}.model = {source!r}"
     try:

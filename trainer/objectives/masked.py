@@ -1,7 +1,7 @@
 """The masked objective: SMAE, its ablations, MLM and RetroMAE, and the contrastive term of a second stage.
 
-A rank's texts are cut into micro-batches, each a forward and its backward; losses are divided by the global batch's
-counts of predicted tokens before, so that they add up over micro-batches and ranks.
+A rank's texts are cut into micro-batches, and each runs one forward and one backward pass. Losses are first divided by
+the global batch's counts of predicted tokens, so that they add up over micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MaskedObjective:
     token_budget: int
     packed: bool
     loss_scale: float
-    visible_share: float  # what each position sees of the others in enhanced decoding; unused in basic decoding
+    visible_share: float  # of the other positions, for each one in enhanced decoding; unused in basic decoding
     pairs: PairTerm | None
 
     def forward_backward(self, engine: Passes, batch: MaskedBatch, step: int) -> StepReport:
@@ -76,7 +76,7 @@ class MaskedObjective:
 
 
 class TokenPrediction:
-    """The prediction of a step's masked tokens: the loss of each micro-batch, and what they come to."""
+    """The prediction of a step's masked tokens: the loss of each micro-batch, and the step's totals."""
 
     def __init__(self, objective: MaskedObjective, engine: Passes, batch: MaskedBatch, plan: SizePlan) -> None:
         self.objective, self.engine, self.batch, self.plan = objective, engine, batch, plan
@@ -112,7 +112,7 @@ class TokenPrediction:
         return dict(zip(self.names, self.totals.unbind()))
 
     def _inputs(self, rows: Tensor, *, decodes: bool) -> dict[str, Tensor]:
-        """What the model reads of these texts, flat; of the filler where there are none."""
+        """The model's inputs for these texts, flat, or for the filler where there are no texts."""
         batch, device = self.batch, self.engine.device
         if not len(rows):
             batch, rows = _filler_for(batch), torch.tensor([0])
@@ -146,8 +146,9 @@ def _filler_for(batch: MaskedBatch) -> MaskedBatch:
 class PairTerm:
     """The second stage's contrastive term over the batch's pairs (SentMAE §2.2, eq. 9), times `weight`.
 
-    Its gradient with respect to the embeddings is made once from a forward without a graph, as in `grad_cache`, and
-    goes back with the masked losses through the forward they need anyway. `symmetric`: each text is a query in it.
+    Its gradient with respect to the embeddings is computed once, from a forward pass without a graph, as in
+    `grad_cache`. The gradient then goes back together with the masked losses, through the forward pass that they need
+    anyway. `symmetric`: every text is also a query.
     """
 
     loss: ContrastiveLoss
@@ -158,7 +159,7 @@ class PairTerm:
     def first_pass(
         self, engine: Passes, chunks: Sequence[Tensor], pairs: PairBatch, plan: SizePlan, *, embed: Embed, step: int
     ) -> PairGradients:
-        """Embed all texts, and take the loss's gradient by their embeddings. `embed` as in `grad_cache`."""
+        """Embed all texts and compute the loss's gradient for their embeddings. `embed` as in `grad_cache`."""
 
         def seed_forward(rows: Tensor) -> None:
             torch.manual_seed(derive_seed(self.seed, step, engine.world.rank, int(rows[0]) if len(rows) else 0))
@@ -178,15 +179,15 @@ class PairTerm:
 
 @dataclass(frozen=True)
 class PairGradients:
-    """A step's pair losses, and their gradients [texts, d] by each size's embeddings."""
+    """A step's pair losses, and their gradients [texts, d] with respect to each size's embeddings."""
 
     losses: dict[str, Tensor]
     gradients: list[Tensor]
     weight: float
-    seed_forward: Callable[[Tensor], None]  # the same dropout in both forwards of these texts
+    seed_forward: Callable[[Tensor], None]  # gives both forward passes of these texts the same dropout
 
     def added_to(self, loss: Tensor, vectors: Sequence[Tensor], rows: Tensor) -> Tensor:
-        """A micro-batch's loss with what sends these gradients through its embeddings, [rows, d] a size."""
+        """A micro-batch's loss, plus a term that sends these gradients through its embeddings, [rows, d] a size."""
         for vector, gradient in zip(vectors, self.gradients):
             loss = loss + self.weight * (vector.float() * gradient[rows]).sum()
         return loss
@@ -198,9 +199,9 @@ class PairGradients:
 
 
 def both_ways(pairs: PairBatch) -> PairBatch:
-    """Every text as a query, and as a passage: coCondenser's loss (arXiv:2108.05540) of n pairs, 2n terms.
+    """Every text as a query and as a passage: coCondenser's loss (arXiv:2108.05540), with 2n terms for n pairs.
 
-    A text is no negative of itself because equal texts are none (`false_negatives`).
+    A text is never its own negative, because equal texts are left out (`false_negatives`).
     """
     texts, count = concatenate(pairs.queries, pairs.passages), len(pairs.queries)
     hashes = torch.cat([pairs.query_hashes, pairs.passage_hashes])

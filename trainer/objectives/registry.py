@@ -1,9 +1,9 @@
-"""What trains: an objective, and what makes its batches, for each name of `objective.name`.
+"""For each value of `objective.name`: the objective that trains, and the collator that makes its batches.
 
-An objective turns this rank's share of a global batch into gradients in the engine and says what it saw. All it returns
-adds up over ranks: losses are parts of the global batch's means. What else the program asks of an objective is answered
-without torch, by its kind (trainer/config/kinds.py). An objective of another package is one class: a kind with the two
-methods of `Maker` (docs/objectives.md shows one).
+An objective turns this rank's share of a global batch into gradients in the engine and returns a StepReport. All of the
+report adds up over ranks: losses are parts of the global batch's means. An objective's kind (trainer/config/kinds.py)
+answers all other questions of the program, without torch. An objective of another package is one class: a kind with the
+two methods of `Maker` (docs/objectives.md shows one).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class Materials:
-    """What an objective is made of beside its recipe.
+    """What an objective is built from, besides its recipe.
 
     packed: whether the encoder's attention runs over texts without padding. static: whether
     the encoder is a table of token embeddings. guide, teaching: of the frozen models that the recipe names.
@@ -90,7 +90,7 @@ MAKERS: Mapping[str, Maker] = {
 
 
 def maker_of(recipe: Recipe) -> Maker:
-    """What makes the recipe's objective. Raises ConfigError where the kind of another package cannot."""
+    """The maker of the recipe's objective. Raises ConfigError where another package's kind is no Maker."""
     if recipe.objective.name in MAKERS:
         return MAKERS[recipe.objective.name]
     kind = recipe.kind

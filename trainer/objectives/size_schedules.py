@@ -1,8 +1,8 @@
 """The sizes of a step with their weights.
 
-trainer/config/step_sizes.py says which sizes a kind trains; a schedule adds draws, weights and names. It maps a step
-to a SizePlan; losses and models take the plan and know nothing of where it came from. Draws depend on (seed, step)
-alone, so they are the same on all ranks and in both passes of gradient caching.
+trainer/config/step_sizes.py says which sizes a kind trains; a schedule adds draws, weights and names. A schedule maps
+a step to a SizePlan; losses and models take the plan and do not know the schedule. Draws depend on (seed, step) alone,
+so they are the same on all ranks and in both passes of gradient caching.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from trainer.config.step_sizes import StepSizes, around, at_two_depths
 
 @dataclass(frozen=True)
 class SizePlan:
-    """Sizes with the weight of each one's loss and of its KL to the teacher, which is the last size or none of them.
+    """The sizes of a step, each with the weight of its loss and of its KL to the teacher.
 
-    A KL weight of 0 leaves a size out of the KL; a size that teaches has 0. `names` are what metrics call the sizes.
+    The teacher is the last size, or a model outside the plan. A KL weight of 0 leaves a size out of the KL; a size that
+    teaches has 0. `names` are what metrics call the sizes.
     """
 
     names: tuple[str, ...]
@@ -42,9 +43,9 @@ Schedule = Callable[[int], SizePlan]
 
 
 def of_fixed_sizes(sizes: StepSizes, *, reduction: str) -> Schedule:
-    """The same sizes each step, with the weight that the reduction gives each: 1/|S| or 1 (Starbucks §3.1, eq. 4, 5).
+    """The same sizes at every step; the reduction sets each weight to 1/|S| or to 1 (Starbucks §3.1, eq. 4, 5).
 
-    KL runs from the last size to the others; a size that is trained alone has none.
+    The KL runs from the last size to the others; a size that is trained alone has no KL.
     """
     chosen = sizes.fixed
     weight = 1.0 / len(chosen) if reduction == "mean" else 1.0
@@ -57,7 +58,7 @@ def of_fixed_sizes(sizes: StepSizes, *, reduction: str) -> Schedule:
 def two_dimensional(ladder: Ladder, *, seed: int) -> Schedule:
     """2DMSE: n ~ U(1, N−1), d ~ U(1, D−1) each step; L_n^d + L_n^D + L_N^d + L_N^D (Starbucks §3.1, eq. 3).
 
-    KL runs from (N, D) to both sizes of the drawn layer; eq. 3 has none, and the paper names none for 2DMSE.
+    The KL runs from (N, D) to both sizes of the drawn layer. Eq. 3 has no KL, and the paper names none for 2DMSE.
     """
     full = ladder.full
 
@@ -72,10 +73,11 @@ def two_dimensional(ladder: Ladder, *, seed: int) -> Schedule:
 
 
 def two_dimensional_listed(ladder: Ladder, *, seed: int) -> Schedule:
-    """2DMSE as the paper's STS baseline was run: sentence-transformers' Matryoshka2dLoss, in the 3.x of its time.
+    """2DMSE as the paper ran its STS baseline: Matryoshka2dLoss of the sentence-transformers 3.x of its time.
 
-    A layer n ~ U(1, N−1), and a width of the ladder for it and another for the last layer, each of all widths:
-    L = L_N^d + L_n^d' / n. KL runs from (N, D) to (n, D) alone. (From 6.x on the weight 1/n is 1 and n may be 0.)
+    Each step draws a layer n ~ U(1, N−1), a width d for the last layer and a width d' for layer n, both from all widths
+    of the ladder: L = L_N^d + L_n^d' / n. The KL runs from (N, D) to (n, D) alone. (From 6.x on the weight 1/n is 1 and
+    n may be 0.)
     """
     full, dims = ladder.full, [size.dim for size in ladder]
 
@@ -90,10 +92,11 @@ def two_dimensional_listed(ladder: Ladder, *, seed: int) -> Schedule:
 
 
 def two_dimensional_all_widths(ladder: Ladder, *, seed: int) -> Schedule:
-    """2DMSE as in Starbucks' retrieval code (`sub_model_sampling`): a layer of the ladder below the last is drawn.
+    """2DMSE as in Starbucks' retrieval code (`sub_model_sampling`).
 
-    All widths of the ladder are trained at it and at the last layer, their losses summed; KL runs from (N, D) to all
-    the others, those of the last layer too.
+    Each step draws a layer of the ladder below the last one. It trains all widths of the ladder at the drawn layer and
+    at the last layer, and sums their losses. The KL runs from (N, D) to all other sizes, including those of the last
+    layer.
     """
     full, dims = ladder.full, [size.dim for size in ladder]
     below = [size.layers for size in ladder][:-1]
@@ -107,7 +110,7 @@ def two_dimensional_all_widths(ladder: Ladder, *, seed: int) -> Schedule:
     return plan
 
 
-_NAMED_BY_NUMBERS = ("mrl", "adaptive_layers")  # metrics call these kinds' sizes 12x32, also where the ladder has cups
+_NAMED_BY_NUMBERS = ("mrl", "adaptive_layers")  # metrics call these sizes by numbers (12x32), even if named
 _DRAWN = ("drawn_size", "drawn_layers", "drawn_dim", "full")  # what metrics call (n, d), (n, D), (N, d), (N, D)
 
 
@@ -123,10 +126,10 @@ _DRAWING = {
 
 
 def reweighted(schedule: Schedule, *, size_weights: Sequence[float], kl_size_weights: Sequence[float]) -> Schedule:
-    """A schedule of fixed sizes with each one's loss and KL multiplied by a factor; none given: as it was.
+    """A schedule of fixed sizes whose losses and KLs are multiplied by a factor each; an empty list changes nothing.
 
     The factors come on top of the reduction: with "mean" L is 1/|S| Σ w_k L_k, not divided by Σ w_k, so that factors
-    of 1 change nothing. `kl_size_weights`: one a student, which the last size is not where it teaches.
+    of 1 change nothing. `kl_size_weights` has one factor for each student; the last size is no student if it teaches.
     """
     plan = schedule(0)
     loss_factors = size_weights or (1.0,) * len(plan.sizes)
@@ -140,7 +143,7 @@ def reweighted(schedule: Schedule, *, size_weights: Sequence[float], kl_size_wei
 
 
 def taught_from_outside(schedule: Schedule) -> Schedule:
-    """A schedule in which another model teaches: every size is a student, with the weight of its loss."""
+    """A schedule in which another model teaches: every size is a student, and its KL has the weight of its loss."""
 
     def plan(step: int) -> SizePlan:
         own = schedule(step)
@@ -160,7 +163,7 @@ def build_schedule(
     kl_size_weights: Sequence[float] = (),
     teacher_outside: bool = False,
 ) -> Schedule:
-    """The schedule a recipe names in `objective.sizes`, with its factors a size. size: that of the kind "one"."""
+    """The schedule that `objective.sizes` names, with the recipe's factor for each size. size: for the kind "one"."""
     teach = taught_from_outside if teacher_outside else (lambda schedule: schedule)
     sizes = StepSizes(kind, ladder, size)
     if sizes.drawn:

@@ -1,8 +1,8 @@
 """A teacher: a frozen model whose vectors every size learns, and what that adds to a step's gradient.
 
-Its vectors come from a forward pass a step (`live`: the teacher reads the batch's own ids, so its tokenizer must be the
-shards'), or from a store (`stored`: of any tokenizer and width, trainer/objectives/vector_store.py). Nothing of it
-trains and nothing of it is in a checkpoint.
+The vectors come from a forward pass at each step (`live`: the teacher reads the batch's token ids, so it must have the
+shards' tokenizer), or from a store (`stored`: the teacher may have any tokenizer and width,
+trainer/objectives/vector_store.py). The teacher does not train, and no checkpoint holds any of it.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from trainer.objectives.vector_store import VectorStore
 
 
 class Teacher(Protocol):
-    """Whose vectors are learnt."""
+    """A source of the vectors that every size learns."""
 
     @property
     def width(self) -> int: ...
     def vectors(
         self, batch: TextBatch | PairBatch, *, device: torch.device, heartbeat: Callable[[str], None]
     ) -> Tensor:
-        """float32 [n, D] of a batch's texts, of unit length; of pairs the queries' first."""
+        """Unit vectors of a batch's texts, float32 [n, D]. For pairs, the queries' rows come first."""
         ...
 
 
 @dataclass(frozen=True)
 class LiveTeacher:
-    """A forward pass of the frozen model a step."""
+    """Computes the vectors by a forward pass of the frozen model at each step."""
 
     frozen: Guide
 
@@ -70,7 +70,7 @@ class LiveTeacher:
 
 @dataclass(frozen=True)
 class StoredTeacher:
-    """Vectors that were computed once, found by the hash of a text."""
+    """Looks up vectors that were computed once, by the hash of each text."""
 
     store: VectorStore
 
@@ -91,7 +91,7 @@ class StoredTeacher:
 
 
 def load_teacher(recipe: Recipe, sources: Sequence[ShardFolder]) -> Teacher | None:
-    """The recipe's teacher, or None. Whatever is wrong with it is a ConfigError."""
+    """The recipe's teacher, or None. Raises ConfigError for whatever is wrong with it."""
     chosen = recipe.teacher
     if not recipe.is_taught:
         return None
@@ -105,7 +105,7 @@ def load_teacher(recipe: Recipe, sources: Sequence[ShardFolder]) -> Teacher | No
 
 @dataclass(frozen=True)
 class Teaching:
-    """The terms of trainer/losses/distillation.py over all texts of the global batch, of every rank."""
+    """The terms of trainer/losses/distillation.py over the texts of all ranks, the global batch."""
 
     teacher: Teacher
     weights: TeacherConfig
@@ -121,11 +121,11 @@ class Teaching:
         *,
         num_texts: int,
     ) -> dict[str, Tensor]:
-        """This rank's part of the losses; their gradients by unit vectors are added.
+        """This rank's part of the losses. Adds their gradients with respect to the unit vectors to `gradients`.
 
-        units: a size's unit vectors [n, d_k]; taught: the teacher's [n, D]; num_texts: of the global batch. Ranks call
-        it together where terms compare texts. "loss" among the results is the weighted sum, "distill/SIZE" a size's
-        part of it without the size's weight; several terms are told one by one as well.
+        units: each size's unit vectors [n, d_k]. taught: the teacher's unit vectors [n, D]. num_texts: of the global
+        batch. All ranks call it together where terms compare texts. In the result, "loss" is the weighted sum, and
+        "distill/SIZE" a size's part of it without the size's weight. Several terms are also reported as "TERM/SIZE".
         """
         weights, device = self.weights.terms, taught.device
         by_size = torch.zeros(len(units), device=device)
@@ -155,7 +155,7 @@ class Teaching:
                     weight=weights["gram"] * share,
                     num_texts=num_texts,
                 )
-                values.append(value / world.size)  # the same on every rank
+                values.append(value / world.size)  # every rank has the whole value, and the ranks' are summed
             add("gram", torch.stack(values))
         if self.weights.gathers:
             self._add_compared(units, taught, gradients, plan, world, add)
@@ -172,7 +172,10 @@ class Teaching:
         world: World,
         add: Callable[[str, Tensor], None],
     ) -> None:
-        """The terms that need all texts' vectors here: one gather of all widths side by side, and one way home."""
+        """The terms that need all texts' vectors on this rank.
+
+        One gather brings all widths side by side, and one reduce-scatter returns their gradients.
+        """
         device = taught.device
         counts = gather_counts(len(taught), device)
         widths = [unit.shape[1] for unit in units]

@@ -1,13 +1,13 @@
-"""A teacher's vectors on disk, computed once: found by the text, whatever order training reads texts in.
+"""A teacher's vectors on disk, computed once and looked up by text, in whatever order training reads texts.
 
 A store is a folder:
     store.json          format, the teacher's and the students' tokenizer's fingerprints, width, number of blocks
     000007.f16.npy      float16 [n, width]: a block's vectors
     000007.keys.npy     int64 [n, r]: each text's hashes (data/collate.py), one for each length at which it is cut
-A block's keys appear last and by rename: they are the mark that it is done. A text's key is made of the STUDENT's ids,
-so the teacher may have any tokenizer; texts that a student cannot tell apart share the vector of the first of them.
-Numbers are float16, eleven significant bits: a cosine moves by less than 1e-3. Vectors are memory-mapped, so ranks of
-one machine share them; the keys are held by every rank, 8 bytes a text.
+A block's keys are written last, by rename, and are the block's completion marker. A text's key is made of the STUDENT's
+token ids, so the teacher may have any tokenizer; texts that a student cannot tell apart share the vector of the first.
+Vectors are float16, with eleven significant bits, which changes a cosine by less than 1e-3. They are memory-mapped, so
+ranks of one machine share them; every rank holds the keys, 8 bytes a text.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _HINT = "make it again with `python -m trainer.teacher_vectors`"
 
 
 class StoreRecord(Record):
-    """store.json. `blocks` is None until all are there."""
+    """store.json. `blocks` is None until all blocks are written."""
 
     format: Literal[1] = 1
-    teacher: str  # sha256 of its weights, tokenizer, lengths and prompts
-    tokenizer: str  # the fingerprint of the students'
+    teacher: str  # sha256 of the teacher's weights, tokenizer, lengths and prompts
+    tokenizer: str  # fingerprint of the students' tokenizer
     texts: str  # sha256 of the inputs
-    rooms: tuple[_Count, ...]  # tokens of a text, without prompt and special ones, that students read
+    rooms: tuple[_Count, ...]  # tokens of a text that students read, without its prompt and special ones
     width: _Count
     blocks: _Count | None = None
 
@@ -52,14 +52,14 @@ def _vectors_path(folder: Path, block: int) -> Path:
 
 
 def write_block(folder: Path, block: int, keys: np.ndarray, vectors: np.ndarray) -> None:
-    """keys: int64 [n, r]; vectors: float16 [n, width]. The keys come last, so what has keys is whole."""
+    """keys: int64 [n, r]; vectors: float16 [n, width]. Keys are written last: a block with keys is complete."""
     write_atomically(_vectors_path(folder, block), npy_bytes(vectors))
     write_atomically(keys_path(folder, block), npy_bytes(keys))
 
 
 @dataclass(frozen=True)
 class VectorStore:
-    """Open for reading. keys: int64 [n], sorted; rows: int64 [n], each key's row among all blocks' vectors."""
+    """A store, open for reading. keys: int64 [n], sorted; rows: int64 [n], each key's row among all blocks' vectors."""
 
     folder: Path
     fingerprint: str
@@ -105,7 +105,7 @@ class VectorStore:
         )
 
     def find(self, keys: Tensor) -> Tensor:
-        """float32 [n, width] of texts by their hashes, int64 [n]. Raises ConfigError for a text that is not there."""
+        """Vectors float32 [n, width] of texts with these hashes, int64 [n]. Raises ConfigError for a missing text."""
         wanted = keys.cpu().numpy()
         places = np.searchsorted(self.keys, wanted)
         places = np.minimum(places, len(self.keys) - 1)

@@ -1,10 +1,10 @@
 """Handling of losses and gradients that are not finite, and of losses that jump.
 
 A step whose global loss or gradient is not finite is skipped on all ranks together: weights and moments stay as they
-were, its samples count as read. After `max_skipped_steps` of them in a row the run gives up, with the last checkpoint
-as it was. A loss is called a spike when it lies more than `spike_deviations` standard deviations above the running
-mean of the last steps; spikes are flagged, not skipped. All here is a function of global numbers, so all ranks decide
-alike.
+were, and its samples count as read. After `max_skipped_steps` skipped steps in a row the run gives up and leaves the
+last checkpoint as it was. A loss is called a spike when it lies more than `spike_deviations` standard deviations above
+the running mean of the last steps; spikes are flagged, not skipped. Every decision here depends on global numbers
+alone, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from data.ground.errors import CommandEnd
 
 Fault = Literal["non-finite loss", "non-finite gradient", "spike"]
 
-# The mean and the variance of losses forget with this factor a step: they look back about 50 steps.
+# At each step, the mean and the variance of losses keep this share of what they were: they look back about 50 steps.
 _KEPT = 0.98
-# Before so many losses, a mean says nothing.
+# With fewer losses than this, a mean says nothing.
 _FIRST_LOSSES = 20
 
 
 class GaveUp(CommandEnd):
-    """So many steps in a row were skipped that training makes no sense: one sentence."""
+    """Too many steps in a row were skipped for training to make sense; the message is one sentence."""
 
     exit_code = 3
 
 
 @dataclass
 class Health:
-    """What is remembered from step to step; saved with checkpoints, equal on all ranks."""
+    """The state that is kept from step to step; it is saved with checkpoints, and equal on all ranks."""
 
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
-    losses: int = 0  # that the mean and the variance are of
+    losses: int = 0  # the number of losses in the mean and the variance
     loss_mean: float = 0.0
     loss_variance: float = 0.0
 
     def observe(self, loss: float, *, grad_norm: float, spike_deviations: float) -> Fault | None:
-        """Take in a step's global loss and gradient norm; what is wrong with them, or None.
+        """Take in a step's global loss and gradient norm. Returns what is wrong with them, or None.
 
-        spike_deviations: 0 for no spikes. A spike counts for the mean only as far as the line it has crossed.
+        spike_deviations: 0 means that no loss is a spike. In the mean, a spike has the value of the line it crossed.
         """
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self.skipped_steps += 1
@@ -53,7 +53,7 @@ class Health:
         spiked = bool(spike_deviations) and self.losses >= _FIRST_LOSSES and loss > line
         counted = min(loss, line) if spiked else loss
         self.losses += 1
-        # A plain mean while there are few, so that the first loss has no weight of its own.
+        # With few losses this is a plain mean, so that the first loss has no larger weight than the others.
         rate = max(1.0 - _KEPT, 1.0 / self.losses)
         change = counted - self.loss_mean
         self.loss_mean += rate * change

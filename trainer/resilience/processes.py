@@ -1,8 +1,8 @@
 """A process of this machine, told apart from a later one with the same number.
 
-By when it started, counted from the machine's start: /proc/PID/stat's field 22, in clock ticks. The wall clock is no
-measure of that, for it may be set while a run goes on, and /proc/stat's `btime`, from which seconds since the epoch are
-reckoned, moves with it. Where there is no /proc, psutil's seconds since the epoch have to do.
+The two differ in when they started, counted from the machine's start: /proc/PID/stat's field 22, in clock ticks. The
+wall clock is unfit, because it may be set while a run goes on, and /proc/stat's `btime`, from which seconds since the
+epoch are computed, moves with it. Where there is no /proc, psutil's seconds since the epoch are used all the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import psutil
 
 _PROC = Path("/proc")
 HAS_PROC = (_PROC / "self" / "stat").is_file()
-# Ended, and not waited for by its parent.
+# The states of a process that has ended and for which its parent has not waited.
 _ENDED = ("Z", "X", "x")
 
 
@@ -29,7 +29,7 @@ class Process:
 
     @classmethod
     def of(cls, pid: int) -> Self:
-        """Raises psutil.NoSuchProcess where none has that number."""
+        """The process with that number. Raises psutil.NoSuchProcess where there is none."""
         state = _state_of(pid)
         if state is None:
             raise psutil.NoSuchProcess(pid)
@@ -41,13 +41,13 @@ class Process:
 
     @property
     def lives(self) -> bool:
-        """False for one that has ended and was not waited for, too."""
+        """Whether it still runs; False also for a process that has ended and for which its parent has not waited."""
         state = _state_of(self.pid)
         return state is not None and state[0] not in _ENDED and state[1] == self.started
 
 
 def seconds_since_start(now: Callable[[], float] | None = None) -> float:
-    """How long this process has been there. `now`: seconds from the machine's start, sleep included."""
+    """How long ago this process started. `now`: gives the seconds from the machine's start, sleep included."""
     started = Process.me().started
     if not HAS_PROC:
         return max(0.0, time.time() - started)

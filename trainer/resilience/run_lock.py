@@ -1,7 +1,7 @@
-"""One process group a run folder: two that write checkpoints into one folder would end with those of neither.
+"""One process group a run folder: if two wrote checkpoints into one folder, neither would keep its own.
 
 A launcher that is killed can leave ranks behind that are still saving when the next start comes, so a start waits a
-while for the lock. The kernel lets go of it when its holder ends, however it ends.
+while for the lock. The kernel releases the lock when its holder ends, however it ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TextIO
 LOCK = "lock"  # in a run's folder: held by the run that writes there
 # What a run that was killed in its first moment leaves in its folder.
 BEGUN = (LOCK, "recipe.toml.tmp")
-PROBE = ".probe-"  # begins the name of a file that is there for a moment, to see whether the folder can be written
+PROBE = ".probe-"  # prefix of a file that exists for a moment, to see whether the folder can be written
 WAIT_SECONDS = 90.0
 
 log = logging.getLogger(__name__)
@@ -59,5 +59,5 @@ def lock(folder: Path, *, wait_seconds: float = WAIT_SECONDS) -> TextIO:
 
 
 def is_begun(name: str) -> bool:
-    """Whether a file in a run's folder may be of a run that was killed in its first moment."""
+    """Whether a file in a run's folder may be left over from a run that was killed in its first moment."""
     return name in BEGUN or name.startswith(PROBE)

@@ -1,19 +1,19 @@
 """When a run should stop early: signals, a wall-clock limit, a stop file, or a launcher that is gone.
 
-Whatever asks, the step in hand is finished, a checkpoint is saved, STOPPED is written into the run folder, and every
-rank exits with STOPPED_CODE, which job scripts turn into a requeue. Ranks are asked at different times, so the loop
-agrees on a reason by the small sum over ranks that it takes in every step anyway.
+In each case the run finishes the current step, saves a checkpoint and writes STOPPED into the run folder, and every
+rank exits with STOPPED_CODE, which job scripts turn into a requeue. Requests reach the ranks at different times, so the
+loop agrees on a reason in the small sum over ranks that it takes in every step anyway.
 
-- SIGTERM and SIGUSR1 are what schedulers send. Python runs its handlers between bytecodes of the main thread, which
-  may sit in a collective; so a thread of its own reads the interpreter's wakeup file. A second signal ends the process
-  at once. Launchers and schedulers may both pass a signal on, so what comes within SAME_SIGNAL_SECONDS is one.
-- Time is counted from the process' start, by clocks that nobody sets.
+- Schedulers send SIGTERM and SIGUSR1. Python runs its handlers between bytecodes of the main thread, which may be in a
+  collective, so a separate thread reads the interpreter's wakeup file. A second signal ends the process at once.
+  Launchers and schedulers may both pass a signal on, so signals within SAME_SIGNAL_SECONDS count as one.
+- The time limit is counted from the process' start, by clocks that nobody sets.
 - Where only the job's direct task gets signals (Slurm with proctrack/cgroup), a wrapper makes the file that the
   environment variable BARISTA_STOP_FILE names.
 - A launcher that is killed leaves its ranks behind, and the next start would find them still training. The kernel
-  tells of a parent's death; of the `deepspeed` command above `deepspeed.launcher.launch` only its absence tells. Either
-  may have died before a rank has come far enough to look. A study or a selection of seeds, which may start training
-  without a launcher, names itself in the environment variable BARISTA_STARTED_BY.
+  signals a parent's death. The `deepspeed` command above `deepspeed.launcher.launch` is no parent of ranks, so they
+  check that it is still there. Either may have died before a rank checks for the first time. A study or a selection of
+  seeds may start training without a launcher, and names itself in the environment variable BARISTA_STARTED_BY.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from trainer.resilience.processes import Process, seconds_since_start
 
 STOPPED_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
 STOP_FILE_VARIABLE = "BARISTA_STOP_FILE"
-STARTER_VARIABLE = "BARISTA_STARTED_BY"  # a process that runs are to end with, launchers between them or not
+STARTER_VARIABLE = "BARISTA_STARTED_BY"  # the process with which runs must end, with launchers between or without
 SAME_SIGNAL_SECONDS = 3.0
-# In the order in which they win where ranks have several.
+# In order of priority, for ranks that have different reasons.
 REASONS = ("SIGTERM", "SIGUSR1", "stop file", "clock", "launcher gone")
 _SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
 _PARENT_DIED = signal.SIGUSR2
 _LOOK_SECONDS = 0.5
-_GONE = Process(os.getpid(), -1.0)  # none started then
+_GONE = Process(os.getpid(), -1.0)  # no process has this start time
 
 
 class Stopped(CommandEnd):
@@ -56,7 +56,7 @@ class Stopped(CommandEnd):
 
 
 class StopRequests:
-    """Listens while it is entered; `wanted` is what this rank has been asked."""
+    """Listens for requests while it is entered; `wanted` says whether this rank was asked to stop, and why."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class StopRequests:
         stop_file: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """after_minutes: of this process' life, its start included; 0: no limit."""
+        """after_minutes: the time limit, counted from this process' start; 0: no limit."""
         self._clock = clock
         self._deadline = clock() - seconds_since_start() + 60 * after_minutes if after_minutes else float("inf")
         self._file = Path(stop_file) if stop_file else None
@@ -74,15 +74,15 @@ class StopRequests:
         self._closed = threading.Event()
 
     def __enter__(self) -> Self:
-        """Must be called by the main thread, as signal handlers must."""
+        """Must be called by the main thread, which alone may set signal handlers."""
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         self._wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        # The handlers do nothing; that there are some makes the interpreter write each signal's number.
+        # The handlers do nothing, but the interpreter writes a signal's number only where there is a handler.
         handled = [*_SIGNALS, _PARENT_DIED]
         self._handlers = {number: signal.signal(number, lambda *_: None) for number in handled}
         self._launchers = _launchers()
-        # The kernel speaks of the thread that started this process, which in a study is not the main one.
+        # The kernel signals the end of the thread that started this process, which in a study is not the main one.
         self._told_by_kernel = bool(self._launchers) and "RANK" in os.environ
         if self._told_by_kernel:
             signal_at_parents_death(_PARENT_DIED)
@@ -163,7 +163,7 @@ def _launchers() -> list[Process]:
         parents = _above(os.getpid())
         found += [_as_now(process) for process in parents[:1]]
         launch = next((each for each in parents if "deepspeed.launcher.launch" in each.cmdline()), None)
-        # A shell above a launcher may go, as after nohup; the `deepspeed` command does not while its launch.py runs.
+        # A shell above a launcher may end, as after nohup; the `deepspeed` command stays while its launch.py runs.
         above = parents[1:2] if launch in parents[:1] else []
         found += [_as_now(each) for each in above if any("deepspeed" in Path(w).name for w in each.cmdline()[:2])]
         if _died_before(launch):
@@ -172,7 +172,7 @@ def _launchers() -> list[Process]:
 
 
 def _above(pid: int) -> list[psutil.Process]:
-    """A process' parent, its parent's parent and so on. psutil's own `parents` compares times of the wall clock."""
+    """A process' parent, its parent's parent and so on. psutil's own `parents` would compare wall-clock times."""
     found: list[psutil.Process] = []
     while pid := psutil.Process(pid).ppid():
         found.append(psutil.Process(pid))
@@ -187,10 +187,10 @@ def _as_now(process: psutil.Process) -> Process:
 
 
 def _died_before(launch: psutil.Process | None) -> bool:
-    """Whether the launcher, or what started it, died while this rank was starting: an ancestor is missing."""
+    """Whether the launcher, or its parent, died while this rank was starting: an ancestor is missing."""
     if launch is None:
-        # That argument is the `deepspeed` launcher's.
+        # Only the `deepspeed` launcher passes this argument.
         return any(word.startswith("--local_rank=") for word in sys.argv)
     above = launch.ppid()
-    # A process lives in its parent's session unless it began one, or its parent died and another took it in.
+    # A process is in its parent's session unless it began one, or its parent died and another process adopted it.
     return above != 0 and os.getsid(launch.pid) not in (launch.pid, os.getsid(above))

@@ -1,16 +1,17 @@
-"""One rank that dies or hangs ends the job, named and with what was seen of it, instead of a collective without end.
+"""Ends the job when a rank dies or hangs, and says which rank and where, instead of an endless wait in a collective.
 
-Each rank has a thread that writes its main thread's progress into the key-value store at the process group's address
-once a second, and reads what others wrote. A verdict is given on
-- a process of this machine that is gone (every rank looks, at once);
-- a rank whose thread is silent for SILENT_SECONDS: its process or its machine is gone or stands still (rank 0 looks at
-  all, the others at rank 0);
-- no progress of any rank for `hang_seconds`, or three times the longest pause of this run's steps: a collective that
-  some rank has not joined (rank 0 looks). First steps, evaluations and saves may take PATIENCE_SECONDS.
-Alone, a rank watches itself: no progress within a step for as long, by its own clock, ends it. Evaluations, saves and
-the run's beginning and end have no limit then, as nobody waits for them.
-The first verdict counts. It goes into the store; each rank says it and leaves by `os._exit`, for its main thread may
-never return from a collective. An exception that ends one rank is a verdict, too.
+Each rank has a thread that writes a heartbeat once a second, its main thread's progress, into the key-value store at
+the process group's address, and reads the heartbeats of others. A verdict ends the job where
+- a process of this machine is gone (every rank checks, and notices at once);
+- a rank's thread is silent for SILENT_SECONDS, because its process or its machine is gone or stands still (rank 0
+  checks all ranks, the others check rank 0);
+- no rank makes progress until a timeout, because some rank has not joined a collective (rank 0 checks). The timeout is
+  `hang_seconds`, or three times the longest pause of this run's steps if that is longer. First steps, evaluations and
+  saves may take PATIENCE_SECONDS.
+A rank that is alone watches itself: it ends where a step makes no progress until the same timeout, by its own clock.
+Evaluations, saves and the run's beginning and end then have no timeout, because no other rank waits for them.
+The first verdict counts. It goes into the store; each rank prints it and leaves by `os._exit`, because its main thread
+may never return from a collective. An exception that ends one rank is a verdict, too.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _VERDICT = "verdict"
 
 @dataclass
 class _Seen:
-    """What was seen of a rank, by this process' clock: those of machines differ."""
+    """What was last seen of a rank. Times are of this process' clock, because the clocks of machines differ."""
 
     heartbeat: str
     beat_at: float
@@ -57,10 +58,10 @@ class _Seen:
 
 
 class Watchdog:
-    """Entered for as long as ranks depend on each other; `heartbeat` says that the main thread makes progress."""
+    """A context for as long as ranks depend on each other. `heartbeat` says that the main thread makes progress."""
 
     def __init__(self, world: World, *, hang_seconds: float) -> None:
-        """hang_seconds: 0 for never; dead and silent ranks are noticed all the same."""
+        """hang_seconds: 0 means no timeout for progress; dead and silent ranks are still noticed."""
         self._world = world
         self._hang_seconds = hang_seconds
         self._progress, self._phase, self._step, self._patient = 0, "start", 0, True
@@ -75,14 +76,14 @@ class Watchdog:
             if self._hang_seconds:
                 self._thread.start()
             return self
-        # A connection of its own: the process group's is the main thread's.
+        # The thread needs its own connection, because the process group's belongs to the main thread.
         store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             is_master=False,
             timeout=timedelta(seconds=SILENT_SECONDS),
         )
-        # torchrun's store outlives its ranks.
+        # torchrun's store outlives its ranks, so each restart has a prefix of its own.
         self._store = dist.PrefixStore(f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         me = Process.me()
         self._put(f"process/{self._world.rank}", [socket.gethostname(), me.pid, me.started])
@@ -104,7 +105,7 @@ class Watchdog:
                 self._thread.join()
             return
         if error is not None and _is_a_consequence(error):
-            # The thread will see the cause, say it, and leave.
+            # The thread will see the cause, print it, and leave.
             self._thread.join(SILENT_SECONDS + 5.0)
         self._closed.set()
         self._thread.join()
@@ -112,14 +113,14 @@ class Watchdog:
         self._put(f"beat/{self._world.rank}", self._state(0))
 
     def report(self, error: Exception, code: int) -> None:
-        """This rank ends by `error`; unless another ended first, that is what all will say, and leave with `code`."""
+        """Say that this rank ends by `error`. Unless another ended first, all ranks print it and leave with `code`."""
         if self._world.size > 1 and not _is_a_consequence(error):
             sentence = " ".join(f"{type(error).__name__}: {error}".split())
             self._decide(f"rank {self._world.rank} on {socket.gethostname()} failed: {sentence}", code)
             self._let_others_read()
 
     def heartbeat(self, phase: str, *, step: int | None = None, patient: bool | None = None) -> None:
-        """The main thread has got as far as `phase`. `patient`: what now follows may take long; None: as before."""
+        """Note that the main thread reached `phase`. `patient`: what follows may take long; None: as before."""
         now = time.monotonic()
         if not self._patient:
             self._longest_pause = max(self._longest_pause, now - self._beat_at)
@@ -158,14 +159,14 @@ class Watchdog:
         phase, still = self._phase, now - self._beat_at
         limit = max(self._hang_seconds, _PAUSES * self._longest_pause)
         if self._patient:
-            # Of what may take long, loader workers alone can keep a rank waiting for ever.
+            # Among the phases that may take long, only the wait for loader workers can last for ever.
             limit = max(limit, PATIENCE_SECONDS) if phase == NEXT_BATCH else math.inf
         if still <= limit:
             return None
         return f"it has not got on for {still:.0f} s: at {phase!r} of step {self._step}{_about_loaders(phase)}"
 
     def _look(self) -> tuple[str, int] | None:
-        """(Why the job must end, with what code), or None."""
+        """(Why the job must end, its exit code), or None."""
         if self._store.check([_VERDICT]):
             reason, code = json.loads(self._store.get(_VERDICT))
             return reason, code
@@ -200,7 +201,7 @@ class Watchdog:
         places: dict[str, list[int]] = {}
         for rank, (_, _, phase, step, _) in states.items():
             places.setdefault(f"{phase!r} of step {step}", []).append(rank)
-        # The rank that all wait for is most often where fewest are.
+        # The rank for which all others wait is usually in the phase that has the fewest ranks.
         rarest_first = sorted(places.items(), key=lambda item: len(item[1]))
         where = "; ".join(f"{named_ranks(ranks)} at {place}" for place, ranks in rarest_first) + _about_loaders(
             self._phase
@@ -220,25 +221,25 @@ class Watchdog:
         return None
 
     def _decide(self, reason: str, code: int) -> tuple[str, int]:
-        """The verdict that counts: this one, or another's that came first."""
+        """Give this verdict, and return the one that counts: this one, or another rank's that came first."""
         reason, code = json.loads(self._store.compare_set(_VERDICT, "", json.dumps([reason, code])))
         return reason, code
 
     def _leave(self, reason: str, code: int) -> None:
-        # On a line of its own, where a progress bar stands.
+        # The message begins a new line, because a progress bar may be on this one.
         whose = "the run ends" if self._world.size == 1 else f"rank {self._world.rank} ends with the job"
         os.write(2, f"\nerror: {whose}: {without_secrets(reason)}\n".encode())
         self._let_others_read()
         os._exit(code)
 
     def _let_others_read(self) -> None:
-        """The store most often lives in rank 0, and the verdict would go with it."""
+        """Let the other ranks read the verdict before rank 0 ends, because the store usually ends with rank 0."""
         if self._world.is_main and self._world.size > 1:
             time.sleep(2.5 * HEARTBEAT_SECONDS)
 
 
 def _about_loaders(phase: str) -> str:
-    """What is amiss with this rank's loader workers, where it waits for them."""
+    """What is wrong with this rank's loader workers, where the rank waits for them."""
     if phase != NEXT_BATCH:
         return ""
     found = []
@@ -253,5 +254,5 @@ def _about_loaders(phase: str) -> str:
 
 
 def _is_a_consequence(error: BaseException) -> bool:
-    """Whether a collective failed, as it does where another rank is gone."""
+    """Whether the error is a failed collective, as happens where another rank is gone."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
