@@ -2,7 +2,8 @@
 
 What is decided here:
 - Batches are flat: all tokens in one tensor plus offsets, never padded. Moving a batch from a loader process to the
-  trainer costs time per byte, and the trainer cuts micro-batches by length, so padding comes last (`pad_flat`).
+  trainer costs time per byte, and the trainer cuts micro-batches by length, so padding comes last, in the model
+  (models/layout.py).
 - Special tokens are added here, because shards hold ids without them. A document longer than the model reads is cut to
   a random window, drawn anew each epoch (Starbucks §4: "long documents cut to a random window"); queries and passages
   are cut at their end, as they are when a retrieval model is used.
@@ -36,16 +37,17 @@ from data.tokens import Vocabulary
 SOURCE_STRIDE = 2**40
 
 
-def pad_flat(values: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor, *, fill: float) -> torch.Tensor:
-    """Take `rows` (int64 [k]) of flat `values` [T] and pad them at the right with `fill`: [k, longest]."""
-    starts = offsets[rows]  # [k]
-    lengths = offsets[rows + 1] - starts
-    longest = int(lengths.max()) if len(rows) else 0
-    columns = torch.arange(longest, device=values.device)
-    inside = columns < lengths[:, None]  # [k, longest]
-    padded = torch.full((len(rows), longest), fill, dtype=values.dtype, device=values.device)
-    padded[inside] = values[(starts[:, None] + columns)[inside]]
-    return padded
+def take(values: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The values [t] of the texts `rows` (int64 [k]), in that order, from flat `values` [T] of all texts."""
+    lengths = offsets.diff()[rows]
+    starts = offsets[rows] - (lengths.cumsum(0) - lengths)  # [k]: where a text begins, less where it will begin
+    count = int(lengths.sum())
+    return values[torch.arange(count) + starts.repeat_interleave(lengths, output_size=count)]
+
+
+def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
+    """Where each text begins and the last one ends, int64 [n + 1], from the texts' lengths [n]."""
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,9 @@ class Texts:
         """Tokens of each text, int64 [n]."""
         return self.offsets.diff()
 
-    def pad(self, rows: torch.Tensor, *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(input_ids, attention_mask) of the texts `rows`, both int64 [k, length of the longest]."""
-        input_ids = pad_flat(self.tokens, self.offsets, rows, fill=pad_id).long()
-        lengths = self.lengths[rows]
-        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-        return input_ids, (columns < lengths[:, None]).long()
+    def take(self, rows: torch.Tensor) -> Texts:
+        """The texts `rows` (int64 [k]), in that order."""
+        return Texts(take(self.tokens, self.offsets, rows), offsets_of(self.lengths[rows]))
 
 
 def concatenate(first: Texts, second: Texts) -> Texts:

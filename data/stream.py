@@ -178,10 +178,6 @@ class Stream(Iterator[Batch], Generic[Batch]):
         self.repeats += delivery.repeats
 
     @property
-    def pad_id(self) -> int:
-        return self._source.sources[0].vocabulary.pad_id
-
-    @property
     def num_steps(self) -> int:
         """The number of batches from the first sample to the last; the last batch may be short."""
         assert self.total_samples is not None, "an endless stream has no number of steps"

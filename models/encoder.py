@@ -28,11 +28,12 @@ from data.ground.files import refused_by, write_atomically
 from data.ground.records import Record, read_record
 from data.model_folders import SETTINGS_FILE
 from models.heads import check_heads, embedding_size, linear_head, load_heads
+from models.layout import Layout
 from models.loading import build_from_config, load_config, load_pretrained, load_with_head
-from models.packed_attention import Packing, packs
+from models.packed_attention import packs
 from models.sentence_transformers import read_sentence_model
 from models.sizes import Ladder, ModelError, Size
-from models.static_embedding import StaticModel, flatten
+from models.static_embedding import StaticModel
 
 Pooling = Literal["cls", "mean"]
 _Count = Annotated[int, pydantic.Field(ge=1, le=1 << 20)]
@@ -126,6 +127,16 @@ def pool(hidden: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
     return (total / weights.sum(1, keepdim=True).clamp(min=1.0)).to(hidden.dtype)
 
 
+def flat_texts(input_ids: Tensor, attention_mask: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Layout]:
+    """Ids [T] and layout of texts that come flat, with `offsets`, or padded [B, L], with `attention_mask`."""
+    assert (attention_mask is None) != (offsets is None), "texts come padded with a mask, or flat with offsets"
+    if offsets is not None:
+        return input_ids, Layout.of_offsets(offsets)
+    assert attention_mask is not None
+    texts = Layout.of_mask(attention_mask)
+    return texts.pack(input_ids), texts
+
+
 class Encoder(nn.Module):
     """A backbone, its pooling and its heads; `forward` returns the embeddings of all wanted sizes from one pass.
 
@@ -169,6 +180,11 @@ class Encoder(nn.Module):
         return embedding_size(self.heads, hidden_size=self.hidden_size)
 
     @property
+    def pad_id(self) -> int:
+        """The id that stands at padding, where nothing is read."""
+        return int(getattr(self.config, "pad_token_id", None) or 0)
+
+    @property
     def word_embeddings(self) -> nn.Embedding:
         return cast(nn.Embedding, self.backbone.get_input_embeddings())
 
@@ -181,25 +197,26 @@ class Encoder(nn.Module):
         return table(torch.arange(first, first + length, device=table.weight.device))
 
     def hidden_states(
-        self, input_ids: Tensor, attention_mask: Tensor, layers: Sequence[int], *, read: Tensor | None = None
+        self, tokens: Tensor, texts: Layout, layers: Sequence[int], *, read: Tensor | None = None
     ) -> dict[int, Tensor]:
-        """Layer number -> [batch, seq, hidden]; layer 0 is the embedding layer.
+        """Layer number -> [B, L, hidden]; layer 0 is the embedding layer.
 
-        input_ids, attention_mask: [batch, seq]; padding only at the right. read: bool [batch, seq], the positions of
-        the last layer that will be read; None: all. The last layer's output at other positions, and every output at
-        padding, is undefined.
+        tokens: ids of flat texts [T], which are laid out here as the backbone reads them: packed, or padded. read: bool
+        [T], the tokens of the last layer that will be read; None: all. The last layer's output at other tokens, and
+        every output at padding, is undefined.
         """
-        packing = Packing.of(attention_mask) if packs(self.backbone) else None
-        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
-        if packing is not None:
-            inputs = {
-                "input_ids": packing.pack(input_ids)[None],
-                "position_ids": packing.positions[None] + self._first_position,
-                "cu_seq_lens_q": packing.offsets,
-                "max_length_q": packing.longest,
+        packed = packs(self.backbone)
+        if packed:
+            inputs: dict[str, Any] = {
+                "input_ids": tokens.long()[None],
+                "position_ids": texts.positions[None] + self._first_position,
+                "cu_seq_lens_q": texts.offsets.int(),
+                "max_length_q": texts.longest,
             }
+        else:
+            inputs = {"input_ids": texts.pad(tokens.long(), self.pad_id), "attention_mask": texts.mask}
         if read is not None and self._last_layer_skips:
-            inputs[ReadRows.KEYWORD] = read if packing is None else packing.pack(read)[None]
+            inputs[ReadRows.KEYWORD] = read[None] if packed else texts.pad(read)
         out = self.backbone(**inputs, output_hidden_states=True)
         final_norm = _final_norm(self.backbone)
         states = {}
@@ -207,7 +224,7 @@ class Encoder(nn.Module):
             state = out.hidden_states[layer]
             # The backbone has already applied the final norm to the last state.
             state = final_norm(state) if final_norm is not None and 0 < layer < self.num_layers else state
-            states[layer] = state if packing is None else packing.unpack(state[0])
+            states[layer] = texts.pad(state[0]) if packed else state
         return states
 
     def forward(
@@ -218,25 +235,18 @@ class Encoder(nn.Module):
         *,
         offsets: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """One pass for all sizes: a tuple of [batch, size.dim], pooled and cut, not normalised.
+        """One pass for all sizes: a tuple of [B, size.dim], pooled and cut, not normalised.
 
-        A static encoder also takes flat ids [T] with `offsets`, int64 [batch + 1], in place of a mask.
+        input_ids: flat texts [T] with `offsets`, int64 [B + 1]; or padded texts [B, L] with their attention_mask.
         """
+        tokens, texts = flat_texts(input_ids, attention_mask, offsets)
         if self.is_static:
-            if attention_mask is not None:
-                input_ids, offsets = flatten(input_ids, attention_mask)
-            whole = self.backbone(input_ids, offsets)
+            whole = self.backbone(tokens, texts.offsets)
             # The full width is not sliced: the backward pass of a slice would copy the gradient of a large batch.
             return tuple(whole if size.dim == whole.shape[1] else whole[:, : size.dim] for size in sizes)
-        assert attention_mask is not None, "only a static encoder takes flat texts"
-        read = None
-        if self.pooling == "cls":
-            read = torch.zeros_like(attention_mask, dtype=torch.bool)
-            read[:, 0] = True
-        states = self.hidden_states(input_ids, attention_mask, [size.layers for size in sizes], read=read)
-        vectors = {
-            layer: self.head(pool(state, attention_mask, self.pooling), layer) for layer, state in states.items()
-        }
+        read = texts.first if self.pooling == "cls" else None
+        states = self.hidden_states(tokens, texts, [size.layers for size in sizes], read=read)
+        vectors = {layer: self.head(pool(state, texts.mask, self.pooling), layer) for layer, state in states.items()}
         return tuple(vectors[size.layers][:, : size.dim] for size in sizes)
 
     def head(self, pooled: Tensor, layers: int) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.encoder import Encoder, base_of, pool
+from models.encoder import Encoder, base_of, flat_texts, pool
 from models.mae_decoder import MultiSizeDecoder
 from models.mlm_head import head_of
 from models.sizes import Size
@@ -63,9 +63,10 @@ class MaskedAutoencoder(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        attention_mask: Tensor,
+        attention_mask: Tensor | None = None,
         *,
         sizes: Sequence[Size],
+        offsets: Tensor | None = None,
         labels: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
         decoder_labels: Tensor | None = None,
@@ -77,34 +78,37 @@ class MaskedAutoencoder(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Losses of one micro-batch, or its embeddings.
 
-        input_ids, attention_mask, labels, decoder_input_ids, decoder_labels: int64 [B, L]; labels are -100 where no
-        token is predicted. decoder_visible: bool [B, L, L], for enhanced decoding: the positions that each row reads
-        (models/visibility.py); decoder_input_ids are then the unmasked tokens. `encoder_scale`, `decoder_scale`: the
-        term's weight over the GLOBAL batch's count of predicted tokens, so that the losses of micro-batches and ranks
-        add up to the batch's mean.
+        input_ids, labels, decoder_input_ids, decoder_labels: flat texts [T] with `offsets`, int64 [B + 1]; or padded
+        [B, L] with their attention_mask. labels are -100 where no token is predicted. decoder_visible: bool [B, L, L],
+        for enhanced decoding: the positions that each row reads (models/visibility.py); decoder_input_ids are then the
+        unmasked tokens. `encoder_scale`, `decoder_scale`: the term's weight over the GLOBAL batch's count of predicted
+        tokens, so that the losses of micro-batches and ranks add up to the batch's mean.
 
         Returns (loss, encoder losses [S], decoder losses [S]); the latter two are detached, scaled like the loss but
         not weighted by size. With `embeddings` "also", each size's embeddings of these masked texts [B, d] follow; with
         "only", they alone are returned, computed with the same dropout masks. Without `labels`: as `Encoder.forward`.
         """
         if labels is None:
-            return self.encoder(input_ids, attention_mask, sizes)
-        masked = labels != IGNORED  # [B, L]
-        read: Tensor | None = None
-        if embeddings == "no" or self.encoder.pooling == "cls":
-            read = masked.clone()
-            read[:, 0] = True
-        states = self.encoder.hidden_states(input_ids, attention_mask, [size.layers for size in sizes], read=read)
+            return self.encoder(input_ids, attention_mask, sizes, offsets=offsets)
+        tokens, texts = flat_texts(input_ids, attention_mask, offsets)
+        flat = texts.pack if offsets is None else Tensor.long
+        labels = flat(labels)  # [T]
+        predicted = labels != IGNORED
+        reads_all = embeddings != "no" and self.encoder.pooling != "cls"
+        states = self.encoder.hidden_states(
+            tokens, texts, [size.layers for size in sizes], read=None if reads_all else predicted | texts.first
+        )
         pooled: tuple[Tensor, ...] = ()
         if embeddings != "no":
-            by_layer = {layer: pool(state, attention_mask, self.encoder.pooling) for layer, state in states.items()}
+            by_layer = {layer: pool(state, texts.mask, self.encoder.pooling) for layer, state in states.items()}
             pooled = tuple(by_layer[size.layers][:, : size.dim] for size in sizes)
         if embeddings == "only":
             return pooled
+        masked = texts.pad(predicted)  # [B, L]
         cut = [states[size.layers][masked][:, : size.dim] for size in sizes]  # S of [M_enc, d]
         weights = torch.tensor(size_weights, dtype=torch.float32, device=input_ids.device)
-        count = int(masked.sum())
-        targets = labels[masked].repeat(len(sizes))
+        count = int(predicted.sum())
+        targets = labels[predicted].repeat(len(sizes))
         row_weights = (weights * encoder_scale).repeat_interleave(count)
         if decoder_input_ids is None or decoder_labels is None:
             loss, row_losses = self.vocabulary_loss(self.head(cut), targets, row_weights)
@@ -118,15 +122,16 @@ class MaskedAutoencoder(nn.Module):
         else:
             transformed = self.head(cut + first)
             encoder_rows, cls_rows = transformed.split([count * len(sizes), transformed.shape[0] - count * len(sizes)])
-            cls = cls_rows.view(len(sizes), input_ids.shape[0], -1)  # [S, B, D]
+            cls = cls_rows.view(len(sizes), texts.batch, -1)  # [S, B, D]
+        decoder_labels = flat(decoder_labels)
         wanted = decoder_labels != IGNORED
         embed = cast(nn.Module, self.encoder.backbone.embeddings)
-        positions = None if decoder_visible is None else self.encoder.position_vectors(input_ids.shape[1])
+        positions = None if decoder_visible is None else self.encoder.position_vectors(texts.length)
         decoded = self.decoder(
-            embed(input_ids=decoder_input_ids),
-            attention_mask,
+            embed(input_ids=texts.pad(flat(decoder_input_ids), self.encoder.pad_id)),
+            texts.mask,
             cls,
-            wanted,
+            texts.pad(wanted),
             visible=decoder_visible,
             positions=positions,
         )  # [S, M_dec, D]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,36 +24,6 @@ from models.sizes import ModelError
 log = logging.getLogger(__name__)
 
 NAME = "packed"
-
-
-@dataclass(frozen=True)
-class Packing:
-    """The map between a padded batch [B, L] and the packed row of its T tokens."""
-
-    batch: int
-    length: int
-    places: Tensor  # int64 [T]: index of each token in the flattened batch
-    positions: Tensor  # int64 [T]: position of each token within its text
-    offsets: Tensor  # int32 [B + 1]: where each text begins
-    longest: int
-
-    @classmethod
-    def of(cls, attention_mask: Tensor) -> Packing:
-        """Build the map from attention_mask: [B, L], 1 for tokens, 0 for padding."""
-        batch, length = attention_mask.shape
-        counts = attention_mask.sum(1)
-        places = attention_mask.flatten().nonzero().squeeze(1)
-        offsets = F.pad(counts.cumsum(0), (1, 0)).int()
-        return cls(batch, length, places, places % length, offsets, int(counts.max()))
-
-    def pack(self, values: Tensor) -> Tensor:
-        """[B, L, ...] -> [T, ...]."""
-        return values.flatten(0, 1)[self.places]
-
-    def unpack(self, packed: Tensor) -> Tensor:
-        """[T, ...] -> [B, L, ...], zero at padding."""
-        padded = packed.new_zeros((self.batch * self.length, *packed.shape[1:]))
-        return padded.index_copy(0, self.places, packed).unflatten(0, (self.batch, self.length))
 
 
 def packed_attention(

@@ -88,13 +88,6 @@ def cut_table(model: StaticModel, dim: int) -> StaticModel:
     return cut
 
 
-def flatten(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Padded [batch, seq] texts as flat ids [T] and offsets int64 [batch + 1]."""
-    kept = attention_mask.bool()
-    offsets = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.sum(1).cumsum(0)])
-    return input_ids[kept], offsets
-
-
 def build_static(config: Mapping[str, Any], *, vocab_size: int, special_ids: Sequence[int]) -> StaticModel:
     """An untrained table. `config`: model_type = "static", hidden_size, and initializer_range (default 1)."""
     values = {key: value for key, value in config.items() if key != "model_type"}

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel
 
-from data.collate import MaskedBatch, PairBatch, TextBatch, pad_flat
+from data.collate import MaskedBatch, PairBatch, TextBatch
 from models.sizes import Size
 from tests.models.naive import naive_visibility
+from tests.padding import pad_flat
 from tests.trainer.support import recipe_of
 from trainer.build import build_model, open_shards, open_stream
 from trainer.config.schema import Recipe

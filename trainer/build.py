@@ -269,7 +269,7 @@ def _check_own_tokenizer(source: str, sources: Sequence[ShardFolder]) -> None:
             )
 
 
-def build_objective(recipe: Recipe, parts: ModelParts, *, pad_id: int) -> Objective:
+def build_objective(recipe: Recipe, parts: ModelParts) -> Objective:
     schedule = build_schedule(
         recipe.objective.sizes,
         recipe.ladder,
@@ -286,7 +286,6 @@ def build_objective(recipe: Recipe, parts: ModelParts, *, pad_id: int) -> Object
     materials = Materials(
         schedule,
         Shape.of(parts.encoder.config),
-        pad_id=pad_id,
         packed=packs(parts.encoder.backbone),
         static=parts.encoder.is_static,
         guide=parts.guide,

@@ -93,7 +93,7 @@ def replay(recipe: Recipe, parts: ModelParts, stream: Stream, world: World) -> d
     engine.module.train()
     seed_step(recipe.run.seed, step - 1, world.rank)
     batch = next(stream)
-    objective = build_objective(recipe, parts, pad_id=stream.pad_id)
+    objective = build_objective(recipe, parts)
     with first_non_finite_output(engine.module) as found, torch.autograd.set_detect_anomaly(True):
         report = objective.forward_backward(engine, batch, step - 1)
     own = {name: float(value) for name, value in report.losses.items()}

@@ -218,7 +218,7 @@ def _train(
     try:
         reason = train(
             engine,
-            build_objective(recipe, parts, pad_id=stream.pad_id),
+            build_objective(recipe, parts),
             stream,
             state,
             plan=plan,

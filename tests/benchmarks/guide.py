@@ -75,7 +75,7 @@ class Static:
             self.engine = Engine(self.encoder, chosen, start())
         schedule = build_schedule("ladder", chosen.ladder, reduction="mean", seed=0)
         shape = Shape.of(self.encoder.config)
-        self.objective = contrastive(chosen, schedule, shape=shape, pad_id=0, packed=False, static=True)
+        self.objective = contrastive(chosen, schedule, shape=shape, packed=False, static=True)
 
 
 def take_step(of: srl_step.Ours | Static, objective: ContrastiveObjective | TableObjective, batch: PairBatch) -> None:

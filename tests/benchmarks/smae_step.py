@@ -49,6 +49,7 @@ from data.masking import IGNORED
 from data.stream import Sample
 from data.tokens import Vocabulary
 from models.encoder import base_of, build_masked_lm
+from models.layout import Layout
 from models.masked_autoencoder import MaskedAutoencoder
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from tests.benchmarks.support import SHARED, Figures, alternate, peak_mib
@@ -116,7 +117,8 @@ class Subject:
         loss.backward()
 
     def encoder_alone(self, inputs: Inputs) -> None:
-        states = self.model.encoder.hidden_states(inputs[2], inputs[1], [size.layers for size in self.sizes])
+        layout = Layout.of_mask(inputs[1])
+        states = self.model.encoder.hidden_states(layout.pack(inputs[2]), layout, [size.layers for size in self.sizes])
         torch.stack([state.float().mean() for state in states.values()]).sum().backward()
 
 

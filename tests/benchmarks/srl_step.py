@@ -41,6 +41,7 @@ from data.stream import Sample
 from data.tokens import vocabulary_of
 from models.encoder import Encoder, base_of, build_masked_lm
 from tests.benchmarks.support import SHARED, Figures, alternate, peak_mib
+from tests.padding import pad_texts
 from trainer.config.load import build_recipe
 from trainer.config.schema import Recipe
 from trainer.costs.flops import Shape
@@ -89,7 +90,7 @@ class Ours:
             self.engine = Engine(self.encoder, build_recipe(values), start())
         self.engine.train()
         schedule = build_schedule("ladder", chosen.ladder, reduction="mean", seed=0)
-        self.objective = contrastive(chosen, schedule, shape=Shape.of(self.encoder.config), pad_id=0, packed=False)
+        self.objective = contrastive(chosen, schedule, shape=Shape.of(self.encoder.config), packed=False)
 
     def step(self, batch: PairBatch) -> Any:
         report = self.objective.forward_backward(self.engine, batch, 0)
@@ -128,7 +129,7 @@ def columns_of(batch: PairBatch) -> list[dict[str, Tensor]]:
     per_query = len(batch.passages) // len(batch.queries)
     columns = [(batch.queries, torch.arange(len(batch.queries)))]
     columns += [(batch.passages, batch.targets + offset) for offset in range(per_query)]
-    return [dict(zip(("input_ids", "attention_mask"), texts.pad(rows, pad_id=0))) for texts, rows in columns]
+    return [dict(zip(("input_ids", "attention_mask"), pad_texts(texts, rows, pad_id=0))) for texts, rows in columns]
 
 
 def _tokenizer() -> Any:

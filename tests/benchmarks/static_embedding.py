@@ -81,7 +81,7 @@ class Ours:
         self.engine = Engine(self.encoder, chosen, start())
         schedule = build_schedule("ladder", chosen.ladder, reduction="mean", seed=0)
         shape = Shape.of(self.encoder.config)
-        self.objective = contrastive(chosen, schedule, shape=shape, pad_id=0, packed=False, static=True)
+        self.objective = contrastive(chosen, schedule, shape=shape, packed=False, static=True)
 
     def step(self, batch: PairBatch) -> float:
         report = self.objective.forward_backward(self.engine, batch, 0)

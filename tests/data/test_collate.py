@@ -18,13 +18,13 @@ from data.collate import (
     PairCollator,
     SpanCollator,
     Texts,
-    pad_flat,
     text_hashes,
 )
 from data.ground.errors import DataError
 from data.shards.format import Tuple
 from data.stream import Sample
 from data.tokens import Vocabulary
+from tests.padding import pad_flat, pad_texts
 
 CLS, SEP, MASK = 1, 2, 3
 
@@ -203,7 +203,7 @@ def test_padding_equals_a_plain_loop() -> None:
     rows = torch.tensor([2, 0, 3, 1])
     expected = [[103, 104, 105, 106, 107], [100, 101, 102, -1, -1], [108, -1, -1, -1, -1], [-1, -1, -1, -1, -1]]
     assert pad_flat(values, offsets, rows, fill=-1).tolist() == expected
-    input_ids, attention_mask = Texts(values, offsets).pad(rows, pad_id=-1)
+    input_ids, attention_mask = pad_texts(Texts(values, offsets), rows, pad_id=-1)
     assert input_ids.dtype == attention_mask.dtype == torch.int64
     assert input_ids.tolist() == expected
     assert attention_mask.tolist() == [[int(value != -1) for value in row] for row in expected]
@@ -218,9 +218,9 @@ def test_pairs_stand_positive_first_then_negatives(vocabulary: Vocabulary) -> No
     assert batch.passage_query.tolist() == [0, 0, 0, 1, 2, 2, 3, 3, 3]
     assert batch.targets.tolist() == [0, 3, 4, 6]
     assert batch.scores is None
-    queries, _ = batch.queries.pad(torch.arange(4), pad_id=0)
+    queries, _ = pad_texts(batch.queries, torch.arange(4), pad_id=0)
     assert queries.tolist() == [[CLS, 50 + index, 50 + index, 50 + index, SEP] for index in range(4)]
-    passages, _ = batch.passages.pad(torch.arange(len(batch.passages)), pad_id=0)
+    passages, _ = pad_texts(batch.passages, torch.arange(len(batch.passages)), pad_id=0)
     assert passages[:, 1].tolist() == [100 + query for query in batch.passage_query.tolist()]
     number = passages[:, 2] - 10
     for query, (positives, negatives) in enumerate([(1, 3), (2, 0), (1, 1), (3, 9)]):
@@ -234,7 +234,7 @@ def test_pairs_stand_positive_first_then_negatives(vocabulary: Vocabulary) -> No
 def test_positives_and_negatives_are_drawn_uniformly(vocabulary: Vocabulary) -> None:
     collate = PairCollator(vocabulary, query_max_length=8, passage_max_length=8, num_negatives=2, seed=3)
     batch = collate(tuples([(3, 5)] * 300) + tuples([(3, 5)] * 300, epoch=1) + tuples([(3, 5)] * 300, epoch=2))
-    passages, _ = batch.passages.pad(torch.arange(len(batch.passages)), pad_id=0)
+    passages, _ = pad_texts(batch.passages, torch.arange(len(batch.passages)), pad_id=0)
     number = (passages[:, 2] - 10).reshape(900, 3).numpy()
     positives = np.bincount(number[:, 0], minlength=3) / 900
     negatives = np.bincount(number[:, 1:].ravel() - 3, minlength=5) / 900
@@ -322,9 +322,9 @@ def test_prompts_stand_after_cls_and_count_towards_the_length(vocabulary: Vocabu
     }
     collate = PairCollator(vocabulary, **settings, **prompts)  # type: ignore[arg-type]
     batch = collate(samples)
-    queries, _ = batch.queries.pad(torch.arange(2), pad_id=0)
+    queries, _ = pad_texts(batch.queries, torch.arange(2), pad_id=0)
     assert queries.tolist() == [[CLS, 70, 71, 50, 50, 50, SEP], [CLS, 51, 51, 51, 51, 51, SEP]]
-    passages, _ = batch.passages.pad(torch.arange(4), pad_id=0)
+    passages, _ = pad_texts(batch.passages, torch.arange(4), pad_id=0)
     assert passages[:, :3].tolist() == [[CLS, 72, 100]] * 2 + [[CLS, 73, 74]] * 2
     assert passages.shape[1] == 6 and (passages[:, 5] == SEP).all()
     # Hashes are of the text that is left, without its prompt.

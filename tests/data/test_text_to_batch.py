@@ -18,6 +18,7 @@ from data.collate import PairBatch, PairCollator, Texts, text_hashes
 from data.prepare import main
 from data.shards.reader import ShardFolder
 from data.stream import Stream
+from tests.padding import pad_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -57,7 +58,7 @@ def read(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[tuple
 
 
 def seen(texts: Texts) -> list[tuple[int, ...]]:
-    input_ids, attention_mask = texts.pad(torch.arange(len(texts)), pad_id=0)
+    input_ids, attention_mask = pad_texts(texts, torch.arange(len(texts)), pad_id=0)
     return [tuple(row[mask.bool()].tolist()) for row, mask in zip(input_ids, attention_mask)]
 
 

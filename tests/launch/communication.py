@@ -83,7 +83,7 @@ def watch_steps(values: dict[str, Any], world: World, *, steps: int) -> dict[str
     trained = engine.Engine(parts.module, recipe, world)
     trained.train()
     stream = build.open_stream(recipe, sources, rank=world.rank, world_size=world.size)
-    objective = build.build_objective(recipe, parts, pad_id=stream.pad_id)
+    objective = build.build_objective(recipe, parts)
     batches = [next(stream) for _ in range(steps + WARM_UP_STEPS)]
     stream.close()
     seconds: list[float] = []

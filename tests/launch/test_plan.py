@@ -82,7 +82,7 @@ def test_products_are_those_computed(
     sources = build.open_shards(recipe)
     parts = build.build_model(recipe, sources)
     stream = build.open_stream(recipe, sources, rank=0, world_size=1)
-    objective = build.build_objective(recipe, parts, pad_id=stream.pad_id)
+    objective = build.build_objective(recipe, parts)
     batch = next(stream)
     stream.close()
     with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _in_place_product}) as counter:

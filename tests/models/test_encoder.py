@@ -17,6 +17,7 @@ from models.encoder import (
     pool,
     truncate_layers,
 )
+from models.layout import Layout
 from models.packed_attention import check_packs
 from models.sizes import ModelError, Size
 
@@ -188,7 +189,10 @@ def test_the_last_layer_reads_only_what_is_asked(family, checkpointing, attentio
         layer = encoder_layers(encoder.backbone)[-1]
         last = next(m for m in reversed(list(layer.modules())) if isinstance(m, torch.nn.Linear))
         last.register_forward_hook(lambda m, args, out, into=rows: into.append(out.shape[:-1].numel()))
-        state = encoder.hidden_states(ids, mask, [2, 3], read=asked)
+        layout = Layout.of_mask(mask)
+        state = encoder.hidden_states(
+            layout.pack(ids), layout, [2, 3], read=None if asked is None else layout.pack(asked)
+        )
         states.append(state[3][read])
         (state[3][read].square().sum() + state[2].sum() * 0.1).backward()
     torch.testing.assert_close(states[1], states[0], rtol=1e-5, atol=1e-6)
@@ -202,7 +206,8 @@ def test_a_plain_call_after_reading_computes_everything():
     ids, mask = texts()
     encoder = build("bert")
     before = encoder.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
-    encoder.hidden_states(ids, mask, [3], read=torch.eye(3, 12, dtype=torch.bool))
+    layout = Layout.of_mask(mask)
+    encoder.hidden_states(layout.pack(ids), layout, [3], read=layout.pack(torch.eye(3, 12, dtype=torch.bool)))
     after = encoder.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
     assert torch.equal(before, after)
 

@@ -12,6 +12,7 @@ from transformers import BertConfig, BertModel
 
 from models.encoder import Encoder, load_encoder, pool
 from models.heads import HEADS_FILE, check_heads, heads_up_to, linear_head, load_heads, save_heads
+from models.layout import Layout
 from models.sizes import ModelError, Size
 
 HIDDEN, LAYERS = 16, 3
@@ -43,7 +44,8 @@ def test_a_size_is_a_prefix_of_its_depths_head() -> None:
     heads = heads_of((1, 2))
     encoder = Encoder(backbone(), "mean", heads)
     sizes = [Size(1, 4), Size(1, 8), Size(2, 16), Size(3, 8)]
-    states = encoder.hidden_states(IDS, MASK, [1, 2, 3])
+    layout = Layout.of_mask(MASK)
+    states = encoder.hidden_states(layout.pack(IDS), layout, [1, 2, 3])
     pooled = {layer: pool(state, MASK, "mean") for layer, state in states.items()}
     expected = [
         (pooled[1] @ heads["1"].weight.T + heads["1"].bias)[:, :4],

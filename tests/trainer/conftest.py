@@ -13,6 +13,7 @@ from models.static_embedding import StaticConfig, StaticModel
 
 
 def _ids(tokenizer, text: str) -> list[int]:
+    tokenizer.backend_tokenizer.no_truncation()  # which an earlier test may have left on
     return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
 

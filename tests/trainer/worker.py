@@ -64,7 +64,7 @@ def take_steps(values: dict[str, Any], world: World, *, steps: int) -> list[dict
     trained = engine.Engine(parts.module, recipe, world)
     trained.train()
     stream = build.open_stream(recipe, sources, rank=world.rank, world_size=world.size)
-    objective = build.build_objective(recipe, parts, pad_id=stream.pad_id)
+    objective = build.build_objective(recipe, parts)
     results = []
     with counted_chunks() as counts, _counted_bytes() as sent:
         for step in range(steps):

@@ -104,19 +104,14 @@ def padded_tokens(lengths: Tensor, chunks: Sequence[Tensor], *, packed: bool) ->
     return int(lengths.sum() if packed else sum(len(rows) * int(lengths[rows].max()) for rows in chunks))
 
 
-def filler(pad_id: int) -> Texts:
-    """A text of one token, without weight. A rank that has no texts runs its passes on it."""
-    return Texts(torch.tensor([pad_id], dtype=torch.int32), torch.tensor([0, 1]))
+# A text of one token, without weight. A rank that has no texts runs its passes on it.
+FILLER = Texts(torch.zeros(1, dtype=torch.int32), torch.tensor([0, 1]))
 
 
-def embed_texts(
-    engine: Passes, texts: Texts, rows: Tensor, *, sizes: Sequence[Size], pad_id: int
-) -> tuple[Tensor, ...]:
+def embed_texts(engine: Passes, texts: Texts, rows: Tensor, *, sizes: Sequence[Size]) -> tuple[Tensor, ...]:
     """One forward pass of the texts in `rows`, K of [len(rows), d_k], or of the filler where `rows` is empty."""
-    if not len(rows):
-        texts, rows = filler(pad_id), torch.tensor([0])
-    input_ids, attention_mask = texts.pad(rows, pad_id=pad_id)
-    return engine(input_ids.to(engine.device), attention_mask.to(engine.device), sizes=sizes)
+    read = texts.take(rows) if len(rows) else FILLER
+    return engine(read.tokens.to(engine.device), None, sizes=sizes, offsets=read.offsets.to(engine.device))
 
 
 class _HandOver(torch.autograd.Function):

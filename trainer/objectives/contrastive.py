@@ -13,10 +13,10 @@ from trainer.config.schema import Recipe
 from trainer.costs.flops import FORWARD_AND_BACKWARD, Shape, encoder_flops
 from trainer.distributed import derive_seed
 from trainer.objectives.backward import (
+    FILLER,
     Passes,
     StepReport,
     embed_texts,
-    filler,
     grad_cache,
     hand_over,
     in_one,
@@ -37,7 +37,6 @@ class ContrastiveObjective:
     shape: Shape
     token_budget: int
     packed: bool
-    pad_id: int
     cached: bool
     seed: int
     loss: ContrastiveLoss
@@ -53,7 +52,7 @@ class ContrastiveObjective:
         losses = grad_cache(
             engine,
             chunks,
-            embed=lambda rows: embed_texts(engine, texts, rows, sizes=plan.sizes, pad_id=self.pad_id),
+            embed=lambda rows: embed_texts(engine, texts, rows, sizes=plan.sizes),
             loss_and_gradients=lambda embeddings: self.loss.loss_and_gradients(embeddings, batch, plan, engine),
             seed=derive_seed(self.seed, step, engine.world.rank),
             cached=self.cached,
@@ -73,13 +72,12 @@ class TableObjective:
 
     schedule: Schedule
     shape: Shape
-    pad_id: int
     loss: ContrastiveLoss
 
     def forward_backward(self, engine: Passes, batch: PairBatch, step: int) -> StepReport:
         plan = self.schedule(step)
         texts = concatenate(batch.queries, batch.passages)
-        read = texts if len(texts) else filler(self.pad_id)
+        read = texts if len(texts) else FILLER
         tokens, offsets = read.tokens.to(engine.device), read.offsets.to(engine.device)
         (output,) = engine(tokens, None, sizes=(plan.sizes[plan.full],), offsets=offsets)
         vectors = output.detach().float()  # shares a float32 output's memory: nothing reads it again
@@ -105,7 +103,6 @@ def contrastive(
     schedule: Schedule,
     *,
     shape: Shape,
-    pad_id: int,
     packed: bool,
     static: bool = False,
     guide: Guide | None = None,
@@ -113,13 +110,12 @@ def contrastive(
 ) -> ContrastiveObjective | TableObjective:
     loss = contrastive_loss(recipe, guide=guide, teaching=teaching)
     if static:
-        return TableObjective(schedule, shape, pad_id, loss)
+        return TableObjective(schedule, shape, loss)
     return ContrastiveObjective(
         schedule,
         shape,
         token_budget=recipe.token_budget,
         packed=packed,
-        pad_id=pad_id,
         cached=recipe.objective.backward == "grad_cache",
         seed=recipe.run.seed,
         loss=loss,

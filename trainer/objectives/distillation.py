@@ -43,7 +43,6 @@ class DistillationObjective:
     teaching: Teaching
     token_budget: int
     packed: bool
-    pad_id: int
     cached: bool
     seed: int
 
@@ -59,7 +58,7 @@ class DistillationObjective:
         num_texts = texts_of_all_ranks(len(texts), engine.device)
 
         def embed(rows: Tensor) -> tuple[Tensor, ...]:
-            return embed_texts(engine, texts, rows, sizes=plan.sizes, pad_id=self.pad_id)
+            return embed_texts(engine, texts, rows, sizes=plan.sizes)
 
         def learn(vectors: list[Tensor], rows: Tensor | None = None) -> tuple[dict[str, Tensor], list[Tensor]]:
             target = taught if rows is None else taught[rows.to(engine.device)]
@@ -101,7 +100,7 @@ class DistillationObjective:
 
 
 def distillation(
-    recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int, packed: bool, teaching: Teaching
+    recipe: Recipe, schedule: Schedule, *, shape: Shape, packed: bool, teaching: Teaching
 ) -> DistillationObjective:
     return DistillationObjective(
         schedule,
@@ -109,7 +108,6 @@ def distillation(
         teaching,
         token_budget=recipe.token_budget,
         packed=packed,
-        pad_id=pad_id,
         cached=recipe.objective.backward == "grad_cache",
         seed=recipe.run.seed,
     )

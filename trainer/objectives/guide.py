@@ -49,7 +49,6 @@ class Guide:
     query_max_length: int
     passage_max_length: int
     token_budget: int
-    pad_id: int
 
     def vectors(
         self, queries: Texts, passages: Texts, *, device: torch.device, heartbeat: Callable[[str], None]
@@ -75,8 +74,8 @@ class Guide:
             packed = packs(self.encoder.backbone)
             for rows in micro_batches(texts.lengths, token_budget=self.token_budget, packed=packed):
                 heartbeat("guide")
-                input_ids, attention_mask = texts.pad(rows, pad_id=self.pad_id)
-                (part,) = self.encoder(input_ids.to(device), attention_mask.to(device), (self.size,))
+                read = texts.take(rows)
+                (part,) = self.encoder(read.tokens.to(device), None, (self.size,), offsets=read.offsets.to(device))
                 vectors[rows.to(device)] = part.float()
         if self.similarity == "cosine":
             normalize_(vectors)
@@ -173,7 +172,6 @@ def load_frozen(
         query_max_length=min(settings.query_max_length, positions),
         passage_max_length=min(settings.passage_max_length, positions),
         token_budget=recipe.train.micro_batch_size * longest,
-        pad_id=sources[0].vocabulary.pad_id,
     )
 
 

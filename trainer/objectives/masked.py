@@ -8,18 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from data.collate import MaskedBatch, PairBatch, concatenate, pad_flat
+from data.collate import MaskedBatch, PairBatch, concatenate, offsets_of, take
+from models.layout import Layout
 from models.masked_autoencoder import IGNORED
 from models.visibility import visible_positions
 from trainer.config.schema import Recipe
 from trainer.costs.flops import FORWARD_AND_BACKWARD, Shape, masked_flops
 from trainer.distributed import derive_seed, sum_over_ranks
-from trainer.objectives.backward import Embed, Passes, StepReport, accumulate, embed_all, filler, micro_batches
+from trainer.objectives.backward import (
+    FILLER,
+    Embed,
+    Passes,
+    StepReport,
+    accumulate,
+    embed_all,
+    micro_batches,
+    padded_tokens,
+)
 from trainer.objectives.contrastive_loss import ContrastiveLoss, pair_loss
 from trainer.objectives.guide import Guide
 from trainer.objectives.size_schedules import Schedule, SizePlan
@@ -33,7 +42,6 @@ class MaskedObjective:
     shape: Shape
     token_budget: int
     packed: bool
-    pad_id: int
     loss_scale: float
     visible_share: float  # of the other positions, for each one in enhanced decoding; unused in basic decoding
     pairs: PairTerm | None
@@ -63,7 +71,7 @@ class MaskedObjective:
             sizes=plan.sizes,
             enhanced=batch.visibility_keys is not None,
         )
-        padded = batch.num_tokens if self.packed else tokens.padded
+        padded = padded_tokens(lengths, chunks, packed=self.packed)
         return StepReport(losses, batch.num_tokens, padded, FORWARD_AND_BACKWARD * flops)
 
 
@@ -80,26 +88,20 @@ class TokenPrediction:
         self.scales = [objective.loss_scale / count for count in counts]
         self.names = ["loss", *(f"{side}/{name}" for side in sides for name in plan.names)]
         self.totals = torch.zeros(len(self.names), device=engine.device)
-        self.padded = 0  # tokens that the micro-batches computed, padding included
 
     def embed(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Each size's embeddings of these masked texts, and nothing else."""
-        input_ids, attention_mask, labels = self._inputs(rows, decodes=False)
-        return self.engine(input_ids, attention_mask, sizes=self.plan.sizes, **labels, embeddings="only")
+        return self.engine(**self._inputs(rows, decodes=False), sizes=self.plan.sizes, embeddings="only")
 
     def loss(self, rows: Tensor, *, embeddings: str = "no") -> tuple[Tensor, list[Tensor]]:
         """The loss of these texts and, with `embeddings` "also", each size's embeddings [len(rows), d]."""
-        input_ids, attention_mask, more = self._inputs(rows, decodes=True)
-        self.padded += attention_mask.numel()
         loss, encoder_losses, decoder_losses, *vectors = self.engine(
-            input_ids,
-            attention_mask,
+            **self._inputs(rows, decodes=True),
             sizes=self.plan.sizes,
             size_weights=self.plan.loss_weights,
             encoder_scale=self.scales[0],
             decoder_scale=self.scales[-1],
             embeddings=embeddings,
-            **more,
         )
         per_size = torch.cat([encoder_losses, decoder_losses])
         self.totals += torch.cat([loss.detach().view(1), per_size])[: len(self.totals)]
@@ -109,36 +111,31 @@ class TokenPrediction:
     def losses(self) -> dict[str, Tensor]:
         return dict(zip(self.names, self.totals.unbind()))
 
-    def _inputs(self, rows: Tensor, *, decodes: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """The model's padded inputs for these texts, or for the filler where there are no texts."""
-        batch, device, pad_id = self.batch, self.engine.device, self.objective.pad_id
+    def _inputs(self, rows: Tensor, *, decodes: bool) -> dict[str, Tensor]:
+        """The model's inputs for these texts, flat, or for the filler where there are no texts."""
+        batch, device = self.batch, self.engine.device
         if not len(rows):
-            batch, rows = _filler_for(batch, pad_id), torch.tensor([0])
-
-        def pad(values: Tensor, fill: int) -> Tensor:
-            return pad_flat(values, batch.offsets, rows, fill=fill).long().to(device)
-
-        attention_mask = pad(torch.ones_like(batch.encoder_input_ids), 0)
-        more: dict[str, Any] = {"labels": pad(batch.encoder_labels, IGNORED)}
+            batch, rows = _filler_for(batch), torch.tensor([0])
+        offsets = offsets_of(batch.offsets.diff()[rows]).to(device)
+        values = {"input_ids": batch.encoder_input_ids, "labels": batch.encoder_labels}
         if decodes and batch.decoder_input_ids is not None and batch.decoder_labels is not None:
-            more["decoder_input_ids"] = pad(batch.decoder_input_ids, pad_id)
-            more["decoder_labels"] = pad(batch.decoder_labels, IGNORED)
+            values |= {"decoder_input_ids": batch.decoder_input_ids, "decoder_labels": batch.decoder_labels}
+        inputs = {name: take(each, batch.offsets, rows).to(device) for name, each in values.items()}
         if decodes and batch.visibility_keys is not None:
-            keys = batch.visibility_keys[rows].to(device)
-            more["decoder_visible"] = visible_positions(keys, attention_mask, share=self.objective.visible_share)
-        return pad(batch.encoder_input_ids, pad_id), attention_mask, more
+            keys, mask = batch.visibility_keys[rows].to(device), Layout.of_offsets(offsets).mask
+            inputs["decoder_visible"] = visible_positions(keys, mask, share=self.objective.visible_share)
+        return inputs | {"offsets": offsets}
 
 
-def _filler_for(batch: MaskedBatch, pad_id: int) -> MaskedBatch:
-    """The filler as a batch with the same sides as `batch`; none of its tokens is predicted."""
-    text, nothing = filler(pad_id), torch.zeros(1, dtype=torch.int64)
-    ignored = torch.full_like(text.tokens, IGNORED)
+def _filler_for(batch: MaskedBatch) -> MaskedBatch:
+    """The filler as a batch of the sides that `batch` has; nothing of it is predicted."""
+    nothing, ignored = torch.zeros(1, dtype=torch.int64), torch.full_like(FILLER.tokens, IGNORED)
     decodes, draws = batch.decoder_labels is not None, batch.visibility_keys is not None
     return MaskedBatch(
-        text.offsets,
-        text.tokens,
+        FILLER.offsets,
+        FILLER.tokens,
         ignored,
-        decoder_input_ids=text.tokens if decodes else None,
+        decoder_input_ids=FILLER.tokens if decodes else None,
         decoder_labels=ignored if decodes else None,
         sample_ids=nothing,
         visibility_keys=nothing if draws else None,
@@ -224,7 +221,7 @@ def both_ways(pairs: PairBatch) -> PairBatch:
 
 
 def masked(
-    recipe: Recipe, schedule: Schedule, *, shape: Shape, pad_id: int, packed: bool, guide: Guide | None = None
+    recipe: Recipe, schedule: Schedule, *, shape: Shape, packed: bool, guide: Guide | None = None
 ) -> MaskedObjective:
     chosen = recipe.objective
     pairs: PairTerm | None = None
@@ -236,7 +233,6 @@ def masked(
         shape,
         token_budget=recipe.token_budget,
         packed=packed,
-        pad_id=pad_id,
         loss_scale=chosen.loss_scale,
         visible_share=1.0 - chosen.decoder_mask_ratio,
         pairs=pairs,

@@ -34,13 +34,12 @@ class Objective(Protocol):
 class Materials:
     """What an objective is built from, besides its recipe.
 
-    pad_id: the tokenizer's padding id. packed: whether the encoder's attention runs over texts without padding. static:
-    whether the encoder is a table of token embeddings. guide, teaching: from the frozen models that the recipe names.
+    packed: whether the encoder's attention runs over texts without padding. static: whether
+    the encoder is a table of token embeddings. guide, teaching: of the frozen models that the recipe names.
     """
 
     schedule: Schedule
     shape: Shape
-    pad_id: int
     packed: bool
     static: bool = False
     guide: Guide | None = None
@@ -63,7 +62,7 @@ class _Made:
 
 
 def _masked(recipe: Recipe, of: Materials) -> Objective:
-    return masked(recipe, of.schedule, shape=of.shape, pad_id=of.pad_id, packed=of.packed, guide=of.guide)
+    return masked(recipe, of.schedule, shape=of.shape, packed=of.packed, guide=of.guide)
 
 
 def _contrastive(recipe: Recipe, of: Materials) -> Objective:
@@ -71,7 +70,6 @@ def _contrastive(recipe: Recipe, of: Materials) -> Objective:
         recipe,
         of.schedule,
         shape=of.shape,
-        pad_id=of.pad_id,
         packed=of.packed,
         static=of.static,
         guide=of.guide,
@@ -81,7 +79,7 @@ def _contrastive(recipe: Recipe, of: Materials) -> Objective:
 
 def _distill(recipe: Recipe, of: Materials) -> Objective:
     assert of.teaching is not None  # every recipe of this kind has a teacher
-    return distillation(recipe, of.schedule, shape=of.shape, pad_id=of.pad_id, packed=of.packed, teaching=of.teaching)
+    return distillation(recipe, of.schedule, shape=of.shape, packed=of.packed, teaching=of.teaching)
 
 
 MAKERS: Mapping[str, Maker] = {

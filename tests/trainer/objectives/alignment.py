@@ -53,7 +53,7 @@ class AlignmentObjective:
 
         def loss_of(rows: Tensor) -> Tensor:
             nonlocal losses
-            vectors = embed_texts(engine, texts, rows, sizes=plan.sizes, pad_id=self.of.pad_id)
+            vectors = embed_texts(engine, texts, rows, sizes=plan.sizes)
             if not len(rows):  # a rank without texts takes part with a filler
                 return torch.stack([each.float().sum() for each in vectors]).sum() * 0.0
             in_order = rows.argsort()  # they came by length

@@ -37,7 +37,7 @@ def objective_of(recipe: Recipe, **changed: Any) -> ContrastiveObjective:
     schedule = build_schedule(
         recipe.objective.sizes, recipe.ladder, reduction=recipe.objective.reduction, seed=recipe.run.seed
     )
-    objective = contrastive(recipe, schedule, shape=Shape(768, 3072, 12, 100), pad_id=0, packed=False)
+    objective = contrastive(recipe, schedule, shape=Shape(768, 3072, 12, 100), packed=False)
     assert isinstance(objective, ContrastiveObjective)
     return objective
 
