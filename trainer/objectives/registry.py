@@ -34,8 +34,8 @@ class Objective(Protocol):
 class Materials:
     """What an objective is built from, besides its recipe.
 
-    packed: whether the encoder's attention runs over texts without padding. static: whether
-    the encoder is a table of token embeddings. guide, teaching: of the frozen models that the recipe names.
+    packed: whether the encoder's attention runs over texts without padding. static: whether the encoder is a table of
+    token embeddings. guide, teaching: of the frozen models that the recipe names.
     """
 
     schedule: Schedule
