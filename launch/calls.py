@@ -27,7 +27,7 @@ class _Signalled(BaseException):
 
 @contextlib.contextmanager
 def ends_all_it_started() -> Iterator[None]:
-    """A signal ends the commands that this process started, and then this process with exit code 128 + its number."""
+    """On a signal, end the commands that this process started, then exit with 128 plus the number of the signal."""
     adopt_orphans()
 
     def end(number: int, _frame: object) -> None:

@@ -131,7 +131,7 @@ def flat_texts(input_ids: Tensor, attention_mask: Tensor | None, offsets: Tensor
     """Ids [T] and layout of texts that come flat, with `offsets`, or padded [B, L], with `attention_mask`."""
     assert (attention_mask is None) != (offsets is None), "texts come padded with a mask, or flat with offsets"
     if offsets is not None:
-        return input_ids, Layout.of_offsets(offsets)
+        return input_ids, Layout(offsets)
     assert attention_mask is not None
     texts = Layout.of_mask(attention_mask)
     return texts.pack(input_ids), texts

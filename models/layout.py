@@ -18,16 +18,13 @@ from torch import Tensor
 class Layout:
     """B flat texts of T tokens as a batch [B, L], padded at the right.
 
-    offsets: int64 [B + 1], where each text begins, on the device of the tokens. length: L, at least the longest text.
+    offsets: int64 [B + 1], where each text begins, on the device of the tokens. padded_to: L, if the texts came padded;
+    None means the length of the longest text. Everything else is computed when it is first read, because some of it
+    waits for the device, and a token table needs none of it.
     """
 
     offsets: Tensor
-    length: int
-
-    @classmethod
-    def of_offsets(cls, offsets: Tensor) -> Layout:
-        """Of flat texts: L is the length of the longest."""
-        return cls(offsets, int(offsets.diff().max()))
+    padded_to: int | None = None
 
     @classmethod
     def of_mask(cls, attention_mask: Tensor) -> Layout:
@@ -46,6 +43,11 @@ class Layout:
     @cached_property
     def longest(self) -> int:
         return int(self.lengths.max())
+
+    @property
+    def length(self) -> int:
+        """L."""
+        return self.longest if self.padded_to is None else self.padded_to
 
     @cached_property
     def positions(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""The tests mirror the packages. Modules of this folder, such as launcher, reference and run_folder, are shared."""
+"""Each folder holds the tests of the package folder of the same name; all tests share the modules of this folder."""
 
 from pathlib import Path
 

@@ -216,8 +216,8 @@ def _quantised(args: argparse.Namespace) -> int:
     rows: list[Row] = []
     ranges = {}
     for task in sts:
-        # STS takes the cosine of the pairs' vectors, whatever the model's similarity. The vectors are unit vectors,
-        # for int8's ranges.
+        # STS compares vectors by their cosine, whatever similarity the model has. The vectors are scaled to unit length
+        # here, so that the ranges of int8 fit them.
         options: dict[str, Any] = {"similarity": "cosine", "max_length": longest, "prompt": settings.query_prompt}
         first, *variant = (partial(_encoding(args, model, tokenizer, sizes), **options) for model in models)
         rows += sts_rows(first, task, table_variant=variant[0] if variant else None)

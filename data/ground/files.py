@@ -173,7 +173,7 @@ def read_bytes(path: Path | str, *, what: str = "file", hint: str = _RESTORE) ->
 
 
 def read_text(path: Path, *, what: str = "file", hint: str = _RESTORE) -> str:
-    """The content of a text file, which must be UTF-8."""
+    """Read a text file. Its content must be UTF-8."""
     with reading(path, what=what, hint=hint):
         return read_bytes(path, what=what, hint=hint).decode("utf-8")
 

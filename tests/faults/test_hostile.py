@@ -1,4 +1,4 @@
-"""The short form of the hostile cases, one per cause: commands end in a sentence or a result, with clean folders."""
+"""One hostile case for each cause. Each command must end with one sentence or a result, and leave clean folders."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Row:
     released_code: Settings
 
 
-# The amount of data (FineWeb 10BT or 100BT) is no setting, because `data.shards` names the data.
+# No row sets the amount of data (FineWeb 10BT or 100BT): a recipe names its own shards in `data.shards`.
 SMAE = (
     Row(
         "mask ratios",

@@ -266,7 +266,7 @@ class DistillationCosts(ComparingCosts):
         return texts.count if self.recipe.teacher.gathers else 0.0
 
     def _loss_flops(self, texts: Texts, vectors: float) -> float:
-        """Similarities of a rank's texts to all texts, and two gradients; 0 where no texts are compared."""
+        """The similarities of a rank's texts to all texts, and their two gradients; 0 if no term compares texts."""
         return 3 * 2 * texts.count * vectors * self.widths
 
 

@@ -53,7 +53,8 @@ def evaluate_tasks(
 ) -> list[Record]:
     """Score every task at every size.
 
-    All ranks must call this alike. Every rank gets the STS records, only rank 0 the retrieval records.
+    All ranks must call this with the same tasks and sizes. Every rank gets the STS records; only rank 0 gets the
+    retrieval records.
     `sizes`: the sizes to score; `forward` returns their `encoded_sizes`, in that order. Similarity, lengths and prompts
     come from the settings; STS texts take the query prompt and the longer of the two lengths. The caller puts the model
     into eval mode.

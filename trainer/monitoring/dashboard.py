@@ -165,8 +165,8 @@ def shown_sizes(recipe: Recipe) -> list[str]:
 def layout_of(recipe: Recipe) -> Layout:
     """The Custom Scalars tab: categories of charts; a chart shows the tags that its patterns match."""
     evaluation = recipe.evaluation
-    # Runs of several objectives are often under one folder, and TensorBoard shows the charts of all, so each objective
-    # has a title of its own.
+    # TensorBoard merges the charts of all runs below one folder. Each objective has a title of its own, so that its
+    # charts stay apart from those of other objectives.
     title, losses = recipe.kind.charts(recipe)
     metrics = ["spearman"] * bool(evaluation.sts) + ["ndcg_cut_10", "recip_rank_10"] * bool(evaluation.beir)
     scores = {METRIC_LABELS[metric]: [f"^evaluation/.*/{metric}$"] for metric in metrics}

@@ -13,8 +13,6 @@ from data.tokens import load_tokenizer, prompt_ids
 from trainer.config.read_keys import is_read
 from trainer.config.schema import Recipe
 
-Collator = MaskedCollator | SpanCollator | MaskedPairCollator | PairCollator | TextCollator
-
 
 def text_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> TextCollator:
     """The collator of documents without masks, each after its folder's prompt."""

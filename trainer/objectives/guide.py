@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data.collate import Texts
+from data.collate import Texts, offsets_of
 from data.ground.errors import ConfigError, DataError
 from data.model_folders import SETTINGS_FILE
 from data.shards.reader import ShardFolder
@@ -90,7 +90,7 @@ def cut(texts: Texts, longest: int) -> Texts:
     ends = torch.arange(len(texts.tokens)) - texts.offsets[:-1].repeat_interleave(lengths)  # place within the text
     left = lengths.repeat_interleave(lengths)
     kept = (ends < longest - 1) | (ends == left - 1)
-    offsets = torch.cat([lengths.new_zeros(1), lengths.clamp(max=longest).cumsum(0)])
+    offsets = offsets_of(lengths.clamp(max=longest))
     return Texts(texts.tokens[kept], offsets)
 
 

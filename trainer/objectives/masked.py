@@ -122,7 +122,7 @@ class TokenPrediction:
             values |= {"decoder_input_ids": batch.decoder_input_ids, "decoder_labels": batch.decoder_labels}
         inputs = {name: take(each, batch.offsets, rows).to(device) for name, each in values.items()}
         if decodes and batch.visibility_keys is not None:
-            keys, mask = batch.visibility_keys[rows].to(device), Layout.of_offsets(offsets).mask
+            keys, mask = batch.visibility_keys[rows].to(device), Layout(offsets).mask
             inputs["decoder_visible"] = visible_positions(keys, mask, share=self.objective.visible_share)
         return inputs | {"offsets": offsets}
 

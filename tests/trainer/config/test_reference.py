@@ -10,6 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from tests import ROOT
+from trainer.config.kinds import KINDS
 from trainer.config.reference import PAGE, SCHEMA, help_text, json_schema, keys, page
 from trainer.config.schema import Recipe, flat
 
@@ -60,3 +61,9 @@ def test_the_json_schema_takes_every_shipped_recipe(validator: Draft202012Valida
 )
 def test_the_json_schema_refuses_what_a_recipe_may_not_say(wrong: dict[str, Any], validator: Any) -> None:
     assert list(validator.iter_errors(wrong))
+
+
+def test_the_json_schema_completes_every_objective_of_ours() -> None:
+    schema = json.loads((ROOT / SCHEMA).read_text())
+    named, _ = schema["$defs"]["ObjectiveConfig"]["properties"]["name"]["anyOf"]
+    assert named["enum"] == ["", *KINDS]
