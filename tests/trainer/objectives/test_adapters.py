@@ -28,8 +28,8 @@ from models.adapters import add_adapters, freeze_lower_layers, merged_tensors, s
 from models.encoder import Encoder, build_masked_lm, load_encoder
 from models.sizes import ModelError, Size
 from tests import ROOT
-from tests.launcher import launch
 from tests.needs import Lazy, needed, own
+from tests.ranks import run_ranks
 from tests.reference import first_parameters, train_naively
 from tests.run_folder import steps_of, weights
 from tests.trainer.support import MODEL, float32_ds_config, recipe_of, recipe_values
@@ -119,7 +119,7 @@ def launched_steps(
             add(name, ROOT / f"ds_configs/zero{stage}.json")
     assert len(cases) == len(wanted)
     (folder / "cases.json").write_text(json.dumps(cases))
-    launch("tests.trainer.worker", "steps", str(folder / "cases.json"), str(folder), ranks=2)
+    run_ranks("tests.trainer.worker", "steps", str(folder / "cases.json"), str(folder), ranks=2)
     return {case["name"]: torch.load(folder / f"{case['name']}.pt") for case in cases}
 
 
@@ -383,7 +383,7 @@ def launched(
                 cases.append({"task": task, "arguments": [*arguments, *stop, *extra]})
         (folder / f"{label}.json").write_text(json.dumps(cases))
         if cases:
-            launch("tests.trainer.worker", "runs", str(folder / f"{label}.json"), str(folder), ranks=2)
+            run_ranks("tests.trainer.worker", "runs", str(folder / f"{label}.json"), str(folder), ranks=2)
 
     start("first", outputs=("", "-resumed"))
     assert not any((folder / f"{name}-resumed" / "DONE").exists() for name in RUNS)
