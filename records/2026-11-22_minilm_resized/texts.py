@@ -1,6 +1,6 @@
 """The record's texts: sentences, windows of 2 to 8 sentences, premises and hypotheses, and short translated sentences.
 
-    python texts.py --text CORPUS.jsonl.gz... --nli TRIPLETS.tsv... --pairs PAIRS.tsv --leave-out STS.tsv... > texts.jsonl
+    python texts.py --text CORPUS.jsonl.gz... --nli TRIPLETS.tsv... --pairs PAIRS.tsv --leave-out STS.tsv... > FILE
 
 CORPUS: one {"text": ...} a line. TRIPLETS: tab-separated texts with a header. PAIRS: tab-separated with a header, the
 English sentence third. STS: score, sentence, sentence; no text of the output holds one of these sentences on its own.
@@ -85,8 +85,8 @@ def main() -> None:
     texts = list(kept.values())
     draws.shuffle(texts)
     for _, text in texts:
-        print(json.dumps({"text": text}))
-    print(len(texts), "texts:", dict(collections.Counter(source for source, _ in texts)), file=sys.stderr)
+        sys.stdout.write(json.dumps({"text": text}) + "\n")
+    sys.stderr.write(f"{len(texts)} texts: {dict(collections.Counter(source for source, _ in texts))}\n")
 
 
 if __name__ == "__main__":

@@ -106,6 +106,7 @@ def _(folder: Path, assets: Assets) -> Command:
         row("record-cut", "store.json", b'{"blocks"'),
         row("keys-cut", "000000.keys.npy", b"\x93NUMPY"),
         row("vectors-cut", "000000.f16.npy", b"\x93NUMPY"),
+        row("vectors-zipped", "000000.f16.npy", b"PK\x05\x06" + bytes(18)),
         row("vectors-pickled", "000000.f16.npy", b"\x80\x04K\x01."),
     ],
     refused("store"),
@@ -121,18 +122,18 @@ def _(folder: Path, assets: Assets, name: str, content: bytes) -> Command:
 # ---------------------------------------------------------------------------------------------- trainer.teacher_vectors
 
 
-@case("teacher-vectors/whole", done(), holds("store/store.json"))
+@case("vectors/whole", done(), holds("store/store.json"))
 def _(folder: Path, assets: Assets) -> Command:
     return store(folder, assets)
 
 
-@case("teacher-vectors/trained-on", done(), holds("run/model/barista.json"), seconds=120)
+@case("vectors/trained-on", done(), holds("run/model/barista.json"), seconds=120)
 def _(folder: Path, assets: Assets) -> Command:
     ran(store(folder, assets))
     return distill(folder, assets, **STORED)
 
 
-@case("teacher-vectors/stopped-goes-on", done(), holds("store/store.json"), seconds=120)
+@case("vectors/stopped-goes-on", done(), holds("store/store.json"), seconds=120)
 def _(folder: Path, assets: Assets) -> Command:
     command = store(folder, assets)
 
@@ -144,13 +145,13 @@ def _(folder: Path, assets: Assets) -> Command:
     return command
 
 
-@case("teacher-vectors/store-of-something-else", refused("holds something else"), kept("store/thesis.txt"), cause="own")
+@case("vectors/store-of-something-else", refused("holds something else"), kept("store/thesis.txt"), cause="own")
 def _(folder: Path, assets: Assets) -> Command:
     write(folder / "store/thesis.txt", "mine")
     return store(folder, assets)
 
 
-@case("teacher-vectors/store-of-another-teacher", refused("another teacher"), cause="own", seconds=120)
+@case("vectors/store-of-another-teacher", refused("another teacher"), cause="own", seconds=120)
 def _(folder: Path, assets: Assets) -> Command:
     ran(store(folder, assets))
     set_settings(passage_prompt="text: ")(assets.copy(assets.model, folder / "teacher"))
@@ -158,7 +159,7 @@ def _(folder: Path, assets: Assets) -> Command:
 
 
 @family(
-    "teacher-vectors/inputs",
+    "vectors/inputs",
     [
         row("no-texts", "absent.jsonl", (), expect=refused("absent.jsonl")),
         row("no-such-column", "", ("--text-column", "body"), expect=refused("body")),
@@ -172,7 +173,7 @@ def _(folder: Path, assets: Assets, texts: str, arguments: tuple[str, ...]) -> C
     return store(folder, assets, *arguments, texts=texts)
 
 
-@case("teacher-vectors/disk-full", ended_with(2, "store"), cause="own")
+@case("vectors/disk-full", ended_with(2, "store"), cause="own")
 def _(folder: Path, assets: Assets) -> Command:
     small_disk(folder / "store", 8)
     return store(folder, assets)
