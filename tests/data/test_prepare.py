@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from data.corpora.by_id import read_beir_texts
+from data.corpora.options import SourceOptions
 from data.corpora.plan import read_tuples
 from data.ground.errors import CommandEnd, DataError
 from data.inputs import SCRATCH
@@ -318,7 +319,8 @@ def test_real_tuples(
     found = {tuple(item.query.tolist()): item for item in map(ShardFolder(tmp_path / "scifact").tuple, range(300))}
     corpus = read_beir_texts(scifact / "corpus.jsonl")
     (tmp_path / "scratch").mkdir()
-    for record in list(read_tuples([str(scifact)], scratch=tmp_path / "scratch", limit=300))[::25]:
+    options = {"source": SourceOptions(limit=300), "scratch": tmp_path / "scratch"}
+    for record in list(read_tuples([str(scifact)], **options))[::25]:
         assert record["positives"][0] in corpus.values()
         item = found[tuple(words(tiny_tokenizer, record["query"]))]
         assert item.passages[0].tolist() == words(tiny_tokenizer, record["positives"][0])
