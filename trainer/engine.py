@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from data.ground.errors import ConfigError
 from data.ground.files import refused_by
-from trainer.config.load import parse_json
+from trainer.config.load import read_json_object
 from trainer.config.schema import Recipe
 from trainer.distributed import World
 from trainer.optim import adamw
@@ -64,7 +64,7 @@ class Piece:
 def read_ds_config(path: str | Path) -> dict[str, Any]:
     """Read an engine configuration. Raises ConfigError where it sets what the recipe owns, or what cannot work."""
     path = Path(path)
-    values = parse_json(path, "engine.ds_config", hint="shipped ones are ds_configs/zero{0,1,2,3}.json")
+    values = read_json_object(path, "engine.ds_config", hint="shipped ones are ds_configs/zero{0,1,2,3}.json")
     for key in ("zero_optimization", "bf16", "fp16", "torch_autocast"):
         part = values.get(key, {})
         if not isinstance(part, dict):
