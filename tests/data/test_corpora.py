@@ -1,4 +1,4 @@
-"""Readers: every format, on small files and on real rows, whole and in units; mistakes name file and line."""
+"""Readers: every format, on small files and on real rows, whole and in units; errors name file and line."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ def test_ms_marco(marco: Path, tmp_path: Path) -> None:
     assert found[0][2] == ["passage 4", "passage 5", "passage 6"]
 
 
-def test_mistakes_in_ms_marco(marco: Path, tmp_path: Path) -> None:
+def test_errors_in_ms_marco_files(marco: Path, tmp_path: Path) -> None:
     refused("has no queries.dev.tsv", tuples_of, marco, scratch=tmp_path / "s1", split="dev")
     refused("takes a scratch folder", tuples_of, marco)
     absent = write_jsonl(tmp_path / "negatives.jsonl", [{"qid": "7", "neg": ["99"]}])

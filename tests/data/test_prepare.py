@@ -188,7 +188,7 @@ def test_a_finished_folder_is_left_alone_and_others_are_refused(
 
 
 @pytest.mark.processes
-def test_mistakes_get_one_sentence_and_leave_nothing(
+def test_user_errors_get_one_sentence_and_leave_nothing(
     corpus: Path, tiny_tokenizer_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out"
@@ -225,7 +225,7 @@ def documents_with_an_empty_text(folder: Path) -> Path:
     return path
 
 
-def test_a_mended_mistake_goes_on_in_the_same_folder(
+def test_a_corrected_command_goes_on_in_the_same_folder(
     tiny_tokenizer_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = documents_with_an_empty_text(tmp_path)
@@ -466,14 +466,14 @@ def test_a_passage_that_changes_is_another_input(
 
 
 @pytest.mark.parametrize(
-    "lost", ["shard", "cut shard", "receipt", "cut receipt", "manifest", "cut manifest", "tokenizer"]
+    "lost", ["shard", "cut shard", "marker", "cut marker", "manifest", "cut manifest", "tokenizer"]
 )
 def test_what_a_finished_folder_lost_is_written_again(small: list[object], tmp_path: Path, lost: str) -> None:
     assert run(*small) == 0
     output = tmp_path / "out"
     before = contents(output)
     part = lost.split()[-1]
-    path = output / {"shard": "shard-00001-000.tar", "receipt": "units/00001.json", "manifest": "manifest.json"}.get(
+    path = output / {"shard": "shard-00001-000.tar", "marker": "units/00001.json", "manifest": "manifest.json"}.get(
         part, "tokenizer/tokenizer.json"
     )
     if lost.startswith("cut"):

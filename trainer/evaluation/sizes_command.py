@@ -113,6 +113,20 @@ def evaluate_sizes(args: argparse.Namespace) -> int:
             goes_on = f"; the same command goes on with what {kept} kept" if kept else ""
             raise Stopped(f"stopped ({stopped}){goes_on}") from None
 
+    _report(args, sizes, settings, finished, against, output)
+    parts.remove()
+    return 0
+
+
+def _report(
+    args: argparse.Namespace,
+    sizes: Sequence[Size],
+    settings: EmbeddingSettings,
+    finished: Sequence[Results],
+    against: RawResults | None,
+    output: Path | None,
+) -> None:
+    """Print the tables of all results, with their significance, and write what --json and --output ask for."""
     found = [record for of_part, _ in finished for record in of_part]
     records = [record for record in found if not record.document_layers]
     across = [record for record in found if record.document_layers]
@@ -137,8 +151,6 @@ def evaluate_sizes(args: argparse.Namespace) -> int:
         plot_grids(grids, output / "figures")
         write_raw(raw, output / RAW_FILE)
         write_json(output / "results.json", content)
-        parts.remove()
-    return 0
 
 
 @dataclass(frozen=True)

@@ -659,7 +659,7 @@ def test_a_gpu_that_is_not_there(model_folder: Path, beir_folder: Path, capsys: 
     assert "no GPU" in capsys.readouterr().err
 
 
-def test_mistakes_exit_with_2(
+def test_user_errors_exit_with_2(
     model_folder: Path, beir_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     beir = ["--beir", str(beir_folder), "--device", "cpu"]

@@ -369,7 +369,7 @@ def test_what_is_mined_trains(pairs: Path, model: Path, tiny_tokenizer_path: Pat
         (["--model", "absent"], "has no barista.json"),
     ],
 )
-def test_mistakes_are_one_sentence_and_leave_nothing(
+def test_user_errors_are_one_sentence_and_leave_nothing(
     arguments: list[str], message: str, pairs: Path, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
