@@ -21,7 +21,6 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TypeAlias
 
 from data.corpora.options import MOST_NEGATIVES, TEXT_SPLITS, TUPLE_FORMATS
 from data.documentation import (
@@ -29,6 +28,7 @@ from data.documentation import (
 )
 from data.ground.command import INTERRUPTED_CODE, exit_code_of, log_to_stderr
 from data.ground.errors import DataError
+from data.ground.options import SubParsers
 from data.inputs import check_name
 from data.keyed_random import check_seed
 from data.lines import LONGEST_LINE
@@ -37,8 +37,6 @@ from data.preparation.workers import default_processes
 from data.shards.format import CHUNK_SAMPLES
 from data.shards.writer import SHARD_BYTES
 from data.tokens import LARGEST_ID
-
-SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _parser() -> argparse.ArgumentParser:

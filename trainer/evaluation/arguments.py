@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-from data.ground.options import LARGEST_SEED, count
+from data.ground.options import LARGEST_SEED, SubParsers, count
 from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS
 from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
 from trainer.evaluation.tasks.retrieval import DEFAULT_PASSAGES_PER_BLOCK, DEFAULT_TOP_K
-
-SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 class Command(NamedTuple):
