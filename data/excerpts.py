@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
+from data.corpora.options import SourceOptions
 from data.corpora.plan import plan_documents
 from data.corpora.read import read_split
 from data.corpora.splits import Document
@@ -80,7 +81,7 @@ def _digest(text: str) -> bytes:
 
 
 def _texts_of(inputs: Sequence[str]) -> Iterator[str]:
-    for input_split in plan_documents(inputs, skip_empty=True):
+    for input_split in plan_documents(inputs, source=SourceOptions(skip_empty=True)):
         yield from (cast(Document, record)["text"] for _, record in read_split(input_split))
 
 

@@ -22,12 +22,13 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from data.corpora.plan import MOST_NEGATIVES, TEXT_SPLITS, TUPLE_FORMATS
+from data.corpora.options import MOST_NEGATIVES, TEXT_SPLITS, TUPLE_FORMATS
 from data.documentation import (
     DOCUMENTED_PACKAGES,
 )
 from data.ground.command import INTERRUPTED_CODE, exit_code_of, log_to_stderr
 from data.ground.errors import DataError
+from data.ground.options import SubParsers
 from data.inputs import check_name
 from data.keyed_random import check_seed
 from data.lines import LONGEST_LINE
@@ -41,106 +42,60 @@ from data.tokens import LARGEST_ID
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m data.prepare", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    inputs_help = "files, folders, quoted globs, addresses of tars, or the name of a Hugging Face data set"
+    for add_command in (_add_documents, _add_tuples, _add_tokenizer, _add_installed_docs):
+        command = add_command(commands)
+        command.add_argument("--verbose", action="store_true", help="log every finished input split")
+    return parser
 
-    documents = commands.add_parser(
+
+def _add_documents(commands: SubParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
         "documents",
         help="texts to shards of documents, for pre-training",
         description="Tokenize documents from .parquet, .jsonl, .tsv and .txt files (.gz and .zst of the text formats), "
         "WebDataset .tar files or a Hugging Face data set, without truncation, into shards. Run the same "
         "command again after a kill.",
     )
-    documents.add_argument("inputs", nargs="+", metavar="INPUT", help=inputs_help)
-    _shard_options(documents)
-    _source_options(documents)
-    _text_options(documents)
-    documents.add_argument(
+    _inputs(parser)
+    _shard_options(parser)
+    _source_options(parser)
+    _text_options(parser)
+    parser.add_argument(
         "--skip-first",
         metavar="N",
         type=int,
         default=0,
         help="leave out the first N records of the first input, to evaluate on them (default 0)",
     )
-    documents.set_defaults(
+    parser.set_defaults(
         run=prepare_shards,
         identity=[
-            "text_column",
-            "text_split",
-            "subset",
-            "split",
-            "skip_first",
-            "limit",
-            "seed",
-            "shard_megabytes",
-            "chunk_samples",
+            *("text_column", "text_split", "subset", "split", "skip_first", "limit", "seed"),
+            *("shard_megabytes", "chunk_samples"),
         ],
     )
+    return parser
 
-    tuples = commands.add_parser(
+
+def _add_tuples(commands: SubParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
         "tuples",
         help="training examples (query, positives, negatives) and graded pairs to shards, for fine-tuning",
         description="Tokenize queries with their positive and negative passages from .parquet, .jsonl and .tsv files, "
         "a Hugging Face data set, MS MARCO's own files or a BEIR folder, without truncation, into shards. "
         "Run the same command again after a kill.",
     )
-    tuples.add_argument("inputs", nargs="+", metavar="INPUT", help=inputs_help)
-    _shard_options(tuples)
-    _source_options(tuples)
-    tuples.add_argument(
-        "--format",
-        choices=TUPLE_FORMATS,
-        default="auto",
-        help="columns: by column name; nli: TSV with a header, columns anchor, entailed, contradicted; sts: TSV "
-        "without a header, columns score, sentence1, sentence2; msmarco: folder of collection.tsv, queries.SPLIT.tsv "
-        "and qrels.SPLIT.tsv; beir: folder of corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; "
-        "auto: msmarco or beir if the folder's files are theirs, else columns (default)",
-    )
-    tuples.add_argument("--query-column", metavar="NAME", help="default: query, anchor, question or sentence1")
-    tuples.add_argument(
-        "--positive-column",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="may be repeated; holds a text, a list of texts or of {title, text} passages "
-        "(default: positive, positives, pos, positive_passages, answer or sentence2)",
-    )
-    tuples.add_argument(
-        "--negative-column",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="may be repeated (default, if no column is named: negative, negatives, negative_1, hard_negative, neg, "
-        "negative_passages and the like)",
-    )
-    tuples.add_argument(
-        "--score-column", metavar="NAME", help="makes graded pairs (default, if no column is named: score, if present)"
-    )
-    tuples.add_argument(
-        "--columns",
-        metavar="NAME,NAME,...",
-        type=lambda text: text.split(","),
-        default=[],
-        help="the columns of TSV files that have no header",
-    )
-    tuples.add_argument(
-        "--negatives",
-        metavar="FILE",
-        help='hard negatives by id for msmarco and beir, jsonl (.gz, .zst): {"qid", "neg": [ids]} or '
-        '{"qid", "neg": {system: [ids]}}, as in sentence-transformers\' msmarco-hard-negatives',
-    )
-    tuples.add_argument(
-        "--max-negatives",
-        metavar="N",
-        type=int,
-        default=50,
-        help="at most N of --negatives for each query (default 50)",
-    )
-    tuples.add_argument(
+    _inputs(parser)
+    _shard_options(parser)
+    _source_options(parser)
+    _column_options(parser)
+    _hard_negatives_options(parser)
+    parser.add_argument(
         "--skip-rows", metavar="FILE", help="0-based data rows to drop, one number a line; one input only"
     )
-    tuples.add_argument("--query-prompt", metavar="TEXT", default="", help="put before every query")
-    tuples.add_argument("--passage-prompt", metavar="TEXT", default="", help="put before every passage")
-    tuples.set_defaults(
+    parser.add_argument("--query-prompt", metavar="TEXT", default="", help="put before every query")
+    parser.add_argument("--passage-prompt", metavar="TEXT", default="", help="put before every passage")
+    parser.set_defaults(
         run=prepare_shards,
         identity=[
             *("subset", "split", "limit", "seed", "shard_megabytes", "chunk_samples", "format", "query_column"),
@@ -148,59 +103,78 @@ def _parser() -> argparse.ArgumentParser:
             *("skip_rows", "query_prompt", "passage_prompt"),
         ],
     )
+    return parser
 
-    tokenizer = commands.add_parser(
+
+def _add_tokenizer(commands: SubParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
         "tokenizer",
         help="train a WordPiece tokenizer on documents",
         description="Train a WordPiece tokenizer with BERT's special tokens and normaliser; AutoTokenizer loads it.",
     )
-    tokenizer.add_argument("inputs", nargs="+", metavar="INPUT", help=inputs_help)
-    tokenizer.add_argument("--output", required=True, metavar="FOLDER", help="a new or empty folder")
-    tokenizer.add_argument("--vocab-size", metavar="N", type=int, default=30522, help="tokens (default 30522)")
-    tokenizer.add_argument("--min-frequency", metavar="N", type=int, default=2, help="of a token (default 2)")
-    tokenizer.add_argument("--keep-case", action="store_true", help="do not lower-case")
-    tokenizer.add_argument("--max-length", metavar="N", type=int, default=512, help="model_max_length (default 512)")
-    _source_options(tokenizer)
-    _text_options(tokenizer)
-    tokenizer.set_defaults(
+    _inputs(parser)
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="a new or empty folder")
+    parser.add_argument("--vocab-size", metavar="N", type=int, default=30522, help="tokens (default 30522)")
+    parser.add_argument("--min-frequency", metavar="N", type=int, default=2, help="of a token (default 2)")
+    parser.add_argument("--keep-case", action="store_true", help="do not lower-case")
+    parser.add_argument("--max-length", metavar="N", type=int, default=512, help="model_max_length (default 512)")
+    _source_options(parser)
+    _text_options(parser)
+    parser.set_defaults(
         run=train_tokenizer,
         identity=[
             *("text_column", "text_split", "subset", "split", "limit"),
             *("vocab_size", "min_frequency", "keep_case", "max_length"),
         ],
     )
+    return parser
 
-    docs = commands.add_parser(
+
+def _add_installed_docs(commands: SubParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
         "installed-docs",
         help="a corpus from the documentation of the installed packages",
         description="Collect the docstrings of installed packages by parsing their files: documents.jsonl, pairs.jsonl "
         "(query: summary, positive: body) and held-out/, a BEIR folder of summaries and bodies that occur in neither.",
     )
-    docs.add_argument("--output", required=True, metavar="FOLDER", help="a new or empty folder")
-    docs.add_argument(
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="a new or empty folder")
+    parser.add_argument(
         "--package",
         metavar="NAME",
         action="append",
         default=[],
         help=f"may be repeated (default: those installed of {', '.join(DOCUMENTED_PACKAGES)})",
     )
-    docs.add_argument("--held-out", metavar="N", type=int, default=500, help="evaluation queries (default 500)")
-    docs.add_argument("--bodies", metavar="N", type=int, default=5000, help="evaluation passages (default 5000)")
-    docs.add_argument("--processes", metavar="N", type=int, default=default_processes(), help=_PROCESSES_HELP)
-    docs.set_defaults(run=collect_documentation, identity=["package", "held_out", "bodies"])
-
-    for command in (documents, tuples, tokenizer, docs):
-        command.add_argument("--verbose", action="store_true", help="log every finished input split")
+    parser.add_argument("--held-out", metavar="N", type=int, default=500, help="evaluation queries (default 500)")
+    parser.add_argument("--bodies", metavar="N", type=int, default=5000, help="evaluation passages (default 5000)")
+    _processes_option(parser)
+    parser.set_defaults(run=collect_documentation, identity=["package", "held_out", "bodies"])
     return parser
 
 
-_PROCESSES_HELP = "default: the CPUs this command may use"
+def _inputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="files, folders, quoted globs, addresses of tars, or the name of a Hugging Face data set",
+    )
+
+
+def _processes_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--processes",
+        metavar="N",
+        type=int,
+        default=default_processes(),
+        help="default: the CPUs this command may use",
+    )
 
 
 def _shard_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="FOLDER", help="a new or empty folder, or an unfinished one")
     parser.add_argument("--tokenizer", required=True, metavar="NAME", help="folder or hub name of a fast tokenizer")
-    parser.add_argument("--processes", metavar="N", type=int, default=default_processes(), help=_PROCESSES_HELP)
+    _processes_option(parser)
     parser.add_argument(
         "--shard-megabytes", metavar="N", type=int, default=SHARD_BYTES // 2**20, help="largest shard (default 128)"
     )
@@ -233,6 +207,61 @@ def _text_options(parser: argparse.ArgumentParser) -> None:
         choices=TEXT_SPLITS,
         default="blank-lines",
         help="what divides the documents of a .txt file (default blank-lines)",
+    )
+
+
+def _column_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--format",
+        choices=TUPLE_FORMATS,
+        default="auto",
+        help="columns: by column name; nli: TSV with a header, columns anchor, entailed, contradicted; sts: TSV "
+        "without a header, columns score, sentence1, sentence2; msmarco: folder of collection.tsv, queries.SPLIT.tsv "
+        "and qrels.SPLIT.tsv; beir: folder of corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; "
+        "auto: msmarco or beir if the folder's files are theirs, else columns (default)",
+    )
+    parser.add_argument("--query-column", metavar="NAME", help="default: query, anchor, question or sentence1")
+    parser.add_argument(
+        "--positive-column",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="may be repeated; holds a text, a list of texts or of {title, text} passages "
+        "(default: positive, positives, pos, positive_passages, answer or sentence2)",
+    )
+    parser.add_argument(
+        "--negative-column",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="may be repeated (default, if no column is named: negative, negatives, negative_1, hard_negative, neg, "
+        "negative_passages and the like)",
+    )
+    parser.add_argument(
+        "--score-column", metavar="NAME", help="makes graded pairs (default, if no column is named: score, if present)"
+    )
+    parser.add_argument(
+        "--columns",
+        metavar="NAME,NAME,...",
+        type=lambda text: text.split(","),
+        default=[],
+        help="the columns of TSV files that have no header",
+    )
+
+
+def _hard_negatives_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--negatives",
+        metavar="FILE",
+        help='hard negatives by id for msmarco and beir, jsonl (.gz, .zst): {"qid", "neg": [ids]} or '
+        '{"qid", "neg": {system: [ids]}}, as in sentence-transformers\' msmarco-hard-negatives',
+    )
+    parser.add_argument(
+        "--max-negatives",
+        metavar="N",
+        type=int,
+        default=50,
+        help="at most N of --negatives for each query (default 50)",
     )
 
 

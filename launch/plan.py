@@ -33,7 +33,7 @@ from launch.scaling import (
     best_of_stage,
     recommended,
 )
-from trainer.config.load import load_recipe, parse_json
+from trainer.config.load import load_recipe, read_json_object
 from trainer.config.schema import Recipe
 from trainer.costs.counts import Shape
 from trainer.costs.objective_costs import costs_of
@@ -217,7 +217,7 @@ def _config_of(name: str, option: str) -> tuple[dict[str, Any], str]:
             f"the shape of {name!r} is not known here; give {option}, the path of its config.json "
             f"or one of {', '.join(_KNOWN)}"
         )
-    return parse_json(path, "the model's", hint="give a model's config.json"), str(path)
+    return read_json_object(path, "the model's", hint="give a model's config.json"), str(path)
 
 
 def _number(values: dict[str, Any], said: str, *names: str, default: int) -> int:

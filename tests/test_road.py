@@ -25,7 +25,7 @@ from tests.launcher import launch, run_process
 from tests.run_folder import steps_of, weights
 from tests.trainer.support import float32_ds_config, recipe_values
 from trainer import evaluate
-from trainer.evaluation.encoding.encode import encode, encoder_forward
+from trainer.evaluation.encoding.encode import encoding_of
 
 pytestmark = pytest.mark.launch
 
@@ -114,15 +114,9 @@ def test_its_export_loads_and_gives_its_vectors(tuned: Path, tmp_path: Path) -> 
     run_process([sys.executable, "-m", "trainer.export", "--model", str(tuned / "model"), "--output", str(tmp_path)])
     settings, texts = EmbeddingSettings.load(tuned / "model"), made_up_texts(5)
     assert settings is not None and [str(size) for size in settings.sizes] == SIZES
-    ours = encode(
-        encoder_forward(load_encoder(tuned / "model").eval(), list(settings.sizes)),
-        AutoTokenizer.from_pretrained(tuned / "model"),
-        texts,
-        list(settings.sizes),
-        similarity=settings.similarity,
-        max_length=settings.passage_max_length,
-        device="cpu",
-    )
+    encoder, tokenizer = load_encoder(tuned / "model"), AutoTokenizer.from_pretrained(tuned / "model")
+    encode = encoding_of(encoder, tokenizer, list(settings.sizes), device="cpu")
+    ours = encode(texts, similarity=settings.similarity, max_length=settings.passage_max_length)
     for size, vectors in ours.items():
         exported = SentenceTransformer(str(tmp_path / settings.sizes.name(size)), device="cpu")
         np.testing.assert_allclose(exported.encode(texts), vectors, atol=1e-5)

@@ -1,11 +1,10 @@
 """Checkpoints that are whole or absent.
 
-A checkpoint is a folder with one safetensors file for each rank, and a manifest. A file holds its rank's checkpoint
-fragments, here called pieces: ranges of the flattened elements of float32 parameters and Adam moments, each named
-`kind/start/parameter`. So any number of ranks at any ZeRO stage and precision can read a checkpoint, and each rank
-reads only the ranges that it needs. The manifest holds the rest, a few global numbers: random draws are derived from
-(seed, step, rank) and (seed, epoch, sample), so no generator is stored. Nothing is pickled, so a checkpoint cannot run
-code when it is read.
+A checkpoint is a folder with one safetensors file for each rank, and a manifest. A file holds its rank's fragments:
+ranges of the flattened elements of float32 parameters and Adam moments, each named `kind/start/parameter`. So any
+number of ranks at any ZeRO stage and precision can read a checkpoint, and each rank reads only the ranges that it
+needs. The manifest holds the rest, a few global numbers: random draws are derived from (seed, step, rank) and (seed,
+epoch, sample), so no generator is stored. Nothing is pickled, so a checkpoint cannot run code when it is read.
 
 Whole or absent: all ranks write into `tmp-step_N` and fsync. Each rank reports the size and sha256 of its file, or what
 went wrong. Rank 0 writes the manifest, renames the folder (the commit) and moves `latest`. If any rank failed, the
@@ -15,9 +14,9 @@ that another version wrote, is not damaged: the start ends with one sentence and
 checkpoints that it has neither written nor looked at only if they are whole and older than what is kept. `latest` is
 for people; the run loads the newest whole folder.
 
-Training goes on while files are written: each rank copies its pieces to host memory, and a thread writes the copy. The
-thread takes part in no collective, because its collectives could mix with those of training. Instead, the ranks agree
-that all have written in the sum that they take anyway at the end of a later step, and commit then.
+Training goes on while files are written: each rank copies its fragments to host memory, and a thread writes the copy.
+The thread takes part in no collective, because its collectives could mix with those of training. Instead, the ranks
+agree that all have written in the sum that they take anyway at the end of a later step, and commit then.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from data.ground.errors import DataError, OtherFormat
 from data.ground.files import sync, write_atomically
 from data.ground.records import Record, check_record, digest_of, parse_json
 from trainer.distributed import Refused, World, gather_objects
-from trainer.engine import MASTER, MOMENTS, Piece
+from trainer.engine import MASTER, MOMENTS, Fragment
 
 log = logging.getLogger(__name__)
 
@@ -99,15 +98,15 @@ class Loadable(Protocol):
     world: World
 
     def shapes(self) -> dict[str, list[int]]: ...
-    def load(self, read: Callable[[Piece], Tensor], *, optimizer_steps: int) -> None: ...
+    def load(self, read: Callable[[Fragment], Tensor], *, optimizer_steps: int) -> None: ...
 
 
 class Saveable(Loadable, Protocol):
     """Something whose values a checkpoint can save (trainer/engine.py)."""
 
     def optimizer_steps(self) -> int: ...
-    def pieces_to_save(self) -> list[Piece]: ...
-    def read(self, piece: Piece) -> Tensor: ...
+    def fragments_to_save(self) -> list[Fragment]: ...
+    def read(self, fragment: Fragment) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -140,10 +139,10 @@ class Pending:
         """Whether this rank's file is written, so that `finish` does not wait for it."""
         return self._thread is None or not self._thread.is_alive()
 
-    def write(self, pieces: Sequence[Piece], read: Callable[[Piece], Tensor], *, overlap: bool) -> None:
+    def write(self, fragments: Sequence[Fragment], read: Callable[[Fragment], Tensor], *, overlap: bool) -> None:
         def work() -> None:
             file = self.tmp / f"rank_{self.world.rank:05d}.safetensors"
-            _, self._failure = _failure(lambda: self.files.update({file.name: write_pieces(file, pieces, read)}))
+            _, self._failure = _failure(lambda: self.files.update({file.name: write_fragments(file, fragments, read)}))
 
         if overlap:
             self._thread = threading.Thread(target=work)
@@ -235,12 +234,12 @@ class Checkpointer:
         }
         pending = Pending(world, tmp or final, final, facts, error, begin)
         if error is None:
-            pieces = engine.pieces_to_save()
+            fragments = engine.fragments_to_save()
             if overlap:
-                copies = {piece: engine.read(piece).to("cpu", copy=True) for piece in pieces}
-                pending.write(pieces, copies.__getitem__, overlap=True)
+                copies = {fragment: engine.read(fragment).to("cpu", copy=True) for fragment in fragments}
+                pending.write(fragments, copies.__getitem__, overlap=True)
             else:
-                pending.write(pieces, engine.read, overlap=False)
+                pending.write(fragments, engine.read, overlap=False)
         pending.still_seconds = time.perf_counter() - begin
         return pending
 
@@ -476,14 +475,14 @@ def _fresh(path: Path) -> Path:
     return next(each for each in names if not os.path.lexists(each))
 
 
-def write_pieces(path: Path, pieces: Sequence[Piece], read: Callable[[Piece], Tensor]) -> dict[str, Any]:
-    """Write pieces as one safetensors file, reading them one by one. Returns the file's size and sha256."""
+def write_fragments(path: Path, fragments: Sequence[Fragment], read: Callable[[Fragment], Tensor]) -> dict[str, Any]:
+    """Write fragments as one safetensors file, reading them one by one. Returns the file's size and sha256."""
     header: dict[str, Any] = {}
     end = 0
-    for piece in pieces:
-        numel = piece.stop - piece.start
+    for fragment in fragments:
+        numel = fragment.stop - fragment.start
         begin, end = end, end + numel * _FLOAT32_BYTES
-        header[f"{piece.kind}/{piece.start}/{piece.name}"] = {
+        header[f"{fragment.kind}/{fragment.start}/{fragment.name}"] = {
             "dtype": "F32",
             "shape": [numel],
             "data_offsets": [begin, end],
@@ -499,17 +498,17 @@ def write_pieces(path: Path, pieces: Sequence[Piece], read: Callable[[Piece], Te
 
         put(len(text).to_bytes(8, "little"))
         put(text)
-        for piece in pieces:
-            values = read(piece)
-            assert values.dtype == torch.float32 and values.shape == (piece.stop - piece.start,), piece
+        for fragment in fragments:
+            values = read(fragment)
+            assert values.dtype == torch.float32 and values.shape == (fragment.stop - fragment.start,), fragment
             put(values.cpu().contiguous().numpy().data.cast("B"))
         file.flush()
         os.fsync(file.fileno())
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
-class _SavedPieces:
-    """A checkpoint's files as one: any range of any parameter, put together from the pieces that hold it."""
+class _SavedFragments:
+    """A checkpoint's files as one: any range of any parameter, put together from the fragments that hold it."""
 
     def __init__(self) -> None:
         self._runs: dict[tuple[str, str], list[tuple[int, int, Any]]] = defaultdict(list)
@@ -526,7 +525,7 @@ class _SavedPieces:
             runs.sort(key=lambda run: run[0])
 
     def lacks(self, kind: str, name: str, numel: int) -> bool:
-        """Whether the pieces fail to cover a parameter's elements from first to last, each exactly once."""
+        """Whether the fragments fail to cover a parameter's elements from first to last, each exactly once."""
         reached = 0
         for start, stop, _ in self._runs[kind, name]:
             if start != reached:
@@ -534,21 +533,21 @@ class _SavedPieces:
             reached = stop
         return reached != numel
 
-    def read(self, piece: Piece) -> Tensor:
+    def read(self, fragment: Fragment) -> Tensor:
         """float32 [stop - start]."""
-        values = torch.empty(piece.stop - piece.start)
-        for start, stop, run in self._runs[piece.kind, piece.name]:
-            begin, end = max(start, piece.start), min(stop, piece.stop)
+        values = torch.empty(fragment.stop - fragment.start)
+        for start, stop, run in self._runs[fragment.kind, fragment.name]:
+            begin, end = max(start, fragment.start), min(stop, fragment.stop)
             if begin < end:
-                values[begin - piece.start : end - piece.start] = run[begin - start : end - start]
+                values[begin - fragment.start : end - fragment.start] = run[begin - start : end - start]
         return values
 
 
 def _open(
     path: Path, manifest: Mapping[str, Any], engine: Loadable, stack: ExitStack
-) -> tuple[_SavedPieces, Problem | None]:
-    """A checkpoint's pieces, and the problem where they are not the pieces that the engine needs."""
-    saved = _SavedPieces()
+) -> tuple[_SavedFragments, Problem | None]:
+    """A checkpoint's fragments, and the problem where they are not the fragments that the engine needs."""
+    saved = _SavedFragments()
 
     def look() -> None:
         saved.open(path, sorted(manifest["files"]), stack)

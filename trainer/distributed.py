@@ -45,6 +45,11 @@ class World:
     size: int
     device: torch.device
 
+    @classmethod
+    def alone(cls, device: torch.device | str = "cpu") -> World:
+        """A World of one rank."""
+        return cls(0, 0, 1, torch.device(device))
+
     @property
     def is_main(self) -> bool:
         return self.rank == 0
@@ -86,7 +91,7 @@ def start() -> World:
 
 def join(device: torch.device) -> World:
     """This process' World among the ranks of its launcher, or a World of one rank on `device`."""
-    return start() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else World(0, 0, 1, device)
+    return start() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else World.alone(device)
 
 
 def free_port() -> int:

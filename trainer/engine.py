@@ -10,9 +10,9 @@ clipping, optimizer and schedule belong to the recipe and are refused in the JSO
 - At stage 0 DeepSpeed reports no gradient norm, so this module clips and knows the norm.
 - A step with a gradient that is not finite is skipped: at stage 0 by this module, and from stage 1 on by DeepSpeed,
   which must be told to look for it in bf16.
-- The values of a checkpoint are handed out as pieces: ranges of a parameter's elements, named by parameter and range.
-  Pieces do not depend on the ZeRO stage, the precision or the number of ranks, so any engine can load what any other
-  saved, and no rank needs more than its part. DeepSpeed's own files are not used, because it reads them by
+- The values of a checkpoint are handed out as fragments: ranges of a parameter's elements, named by parameter and
+  range. They do not depend on the ZeRO stage, the precision or the number of ranks, so any engine can load what any
+  other saved, and no rank needs more than its part. DeepSpeed's own files are not used, because it reads them by
   unrestricted pickle.
 """
 
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from data.ground.errors import ConfigError
 from data.ground.files import refused_by
-from trainer.config.load import parse_json
+from trainer.config.load import read_json_object
 from trainer.config.schema import Recipe
 from trainer.distributed import World
 from trainer.optim import adamw
@@ -52,7 +52,7 @@ MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")  # the kinds of values of 
 
 
 @dataclass(frozen=True)
-class Piece:
+class Fragment:
     """Elements [start, stop) of a flattened parameter: the float32 values, or one of Adam's moments of them."""
 
     kind: str  # master | exp_avg | exp_avg_sq
@@ -64,7 +64,7 @@ class Piece:
 def read_ds_config(path: str | Path) -> dict[str, Any]:
     """Read an engine configuration. Raises ConfigError where it sets what the recipe owns, or what cannot work."""
     path = Path(path)
-    values = parse_json(path, "engine.ds_config", hint="shipped ones are ds_configs/zero{0,1,2,3}.json")
+    values = read_json_object(path, "engine.ds_config", hint="shipped ones are ds_configs/zero{0,1,2,3}.json")
     for key in ("zero_optimization", "bf16", "fp16", "torch_autocast"):
         part = values.get(key, {})
         if not isinstance(part, dict):
@@ -288,31 +288,31 @@ class Engine:
         assert len(counts) <= 1, f"parameters have taken different numbers of steps: {sorted(counts)}"
         return counts.pop() if counts else 0
 
-    def pieces(self) -> list[Piece]:
-        """The pieces that this rank holds."""
+    def fragments(self) -> list[Fragment]:
+        """The fragments that this rank holds."""
         kinds = (MASTER, *MOMENTS) if self.optimizer_steps() else (MASTER,)
         held = ((name, self._held(p)) for name, p in self._trained.items())
-        return [Piece(kind, name, *span) for name, span in held if span[0] < span[1] for kind in kinds]
+        return [Fragment(kind, name, *span) for name, span in held if span[0] < span[1] for kind in kinds]
 
-    def pieces_to_save(self) -> list[Piece]:
-        """This rank's share of the pieces. At stage 0 every rank holds all of them, and they are dealt out in turn."""
-        return self.pieces()[self.world.rank :: self.world.size] if self.stage == 0 else self.pieces()
+    def fragments_to_save(self) -> list[Fragment]:
+        """This rank's share of the fragments. At stage 0 every rank holds all, and they are dealt out in turn."""
+        return self.fragments()[self.world.rank :: self.world.size] if self.stage == 0 else self.fragments()
 
-    def read(self, piece: Piece) -> Tensor:
-        """The values of a piece that this rank holds: float32 [stop - start]."""
+    def read(self, fragment: Fragment) -> Tensor:
+        """The values of a fragment that this rank holds: float32 [stop - start]."""
         if self.stage != 3:
-            return self._view(piece)
+            return self._view(fragment)
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
-        parameter = self._trained[piece.name]
-        if piece.kind == MASTER:
+        parameter = self._trained[fragment.name]
+        if fragment.kind == MASTER:
             part = safe_get_local_fp32_param(parameter)
         else:
-            part = safe_get_local_optimizer_state(parameter, piece.kind)
-        return part.detach()[: piece.stop - piece.start]
+            part = safe_get_local_optimizer_state(parameter, fragment.kind)
+        return part.detach()[: fragment.stop - fragment.start]
 
-    def load(self, read: Callable[[Piece], Tensor], *, optimizer_steps: int) -> None:
-        """Take parameters and optimizer state from `read`, which is asked for this rank's pieces. All ranks call it."""
+    def load(self, read: Callable[[Fragment], Tensor], *, optimizer_steps: int) -> None:
+        """Take parameters and optimizer state from `read`, which gives this rank's fragments. All ranks call it."""
         for tensor in self._stepped():
             self._inner.state.pop(tensor, None)
             if optimizer_steps:
@@ -320,8 +320,8 @@ class Engine:
                 moments = {kind: torch.zeros_like(tensor, requires_grad=False) for kind in MOMENTS}
                 self._inner.state[tensor] = {"step": taken, **moments}
         with torch.no_grad():
-            for piece in self.pieces():
-                self._write(piece, read(piece))
+            for fragment in self.fragments():
+                self._write(fragment, read(fragment))
         self._refresh_weights()
 
     @property
@@ -348,34 +348,34 @@ class Engine:
         address = parameter._hp_mapping.lp_fragment_address
         return address.start, address.start + address.numel
 
-    def _view(self, piece: Piece) -> Tensor:
-        """A view of a piece in the memory that holds it, at stages 0 to 2; float32 [stop - start]."""
-        parameter = self._trained[piece.name]
+    def _view(self, fragment: Fragment) -> Tensor:
+        """A view of a fragment in the memory that holds it, at stages 0 to 2; float32 [stop - start]."""
+        parameter = self._trained[fragment.name]
         if self.stage == 0:
-            whole = parameter if piece.kind == MASTER else self._inner.state[parameter][piece.kind]
+            whole = parameter if fragment.kind == MASTER else self._inner.state[parameter][fragment.kind]
             return whole.detach().view(-1)
         mapping = parameter._hp_mapping
         flat = self._stepped()[mapping.param_group_index]
-        if piece.kind != MASTER:
-            flat = self._inner.state[flat][piece.kind]
+        if fragment.kind != MASTER:
+            flat = self._inner.state[flat][fragment.kind]
         address = mapping.get_hp_fragment_address()
         return flat.detach().narrow(0, address.start, address.numel)
 
-    def _write(self, piece: Piece, values: Tensor) -> None:
+    def _write(self, fragment: Fragment, values: Tensor) -> None:
         if self.stage != 3:
-            self._view(piece).copy_(values)
+            self._view(fragment).copy_(values)
             return
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
-        parameter = self._trained[piece.name]
+        parameter = self._trained[fragment.name]
         part = torch.zeros(parameter.partition_numel(), device=values.device)
         part[: values.numel()] = values
-        if piece.kind == MASTER:
+        if fragment.kind == MASTER:
             safe_set_local_fp32_param(parameter, part)
             # Also set the weights that forward passes gather, in their own precision.
             parameter.ds_tensor.copy_(part)
         else:
-            safe_set_local_optimizer_state(parameter, part, piece.kind)
+            safe_set_local_optimizer_state(parameter, part, fragment.kind)
 
     def _refresh_weights(self) -> None:
         """Update the weights of forward passes to the values of the float32 masters."""

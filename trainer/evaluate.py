@@ -38,7 +38,8 @@ from data.ground.errors import ConfigError
 from data.ground.whole_folder import check_file
 from models.encoder import EmbeddingSettings, Encoder
 from models.sizes import Size
-from trainer.evaluation.arguments import Command, build_parser
+from trainer.evaluation import arguments
+from trainer.evaluation.arguments import Command
 from trainer.evaluation.encoding.encode import EncodeTexts, encoding_of
 from trainer.evaluation.latency import measure_costs
 from trainer.evaluation.quantised import (
@@ -68,7 +69,7 @@ _QUANTISED_FILES = ("quantised.json", "quantised.md", "figures")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser(_COMMANDS).parse_args(argv)
+    args = arguments.build_parser(_COMMANDS).parse_args(argv)
     log_to_stderr()
     return exit_code_of(lambda: _carry_out(args))
 
@@ -340,15 +341,15 @@ def _mteb(args: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS: dict[str, Command] = {
-    "sizes": evaluate_sizes,
-    "score": _score,
-    "compare": _compare,
-    "latency": _latency,
-    "rerank": _rerank,
-    "quantised": _quantised,
-    "transfer": _transfer,
-    "mteb": _mteb,
+_COMMANDS = {
+    "sizes": Command(evaluate_sizes, arguments.add_sizes),
+    "score": Command(_score, arguments.add_score),
+    "compare": Command(_compare, arguments.add_compare),
+    "latency": Command(_latency, arguments.add_latency),
+    "rerank": Command(_rerank, arguments.add_rerank),
+    "quantised": Command(_quantised, arguments.add_quantised),
+    "transfer": Command(_transfer, arguments.add_transfer),
+    "mteb": Command(_mteb, arguments.add_mteb),
 }
 
 

@@ -29,8 +29,9 @@ from typing import Any
 import numpy as np
 from transformers.utils import logging as hf_logging
 
-from data.corpora.plan import TUPLE_FORMATS, corpus_of, plan_tuples
-from data.corpora.splits import InputSplit
+from data.corpora.options import TUPLE_FORMATS, SourceOptions, TupleOptions
+from data.corpora.plan import corpus_of, plan_tuples
+from data.corpora.splits import InputSplit, TupleLayout
 from data.ground.command import run_command
 from data.ground.errors import ConfigError, UserError
 from data.ground.files import sha256_of
@@ -148,19 +149,14 @@ _READING = (
 
 
 def _units(args: argparse.Namespace, scratch: Path) -> list[InputSplit]:
-    return plan_tuples(
-        args.inputs,
-        scratch=scratch,
-        format=args.format,
-        split=args.split,
-        columns=args.columns,
-        query_column=args.query_column,
-        positive_columns=args.positive_column,
-        negative_columns=args.negative_column,
+    tuples = TupleOptions(
+        args.format,
+        TupleLayout(args.query_column or "", tuple(args.positive_column), tuple(args.negative_column)),
+        tuple(args.columns),
         skip_rows=args.skip_rows,
-        skip_empty=args.skip_empty,
-        limit=args.limit,
     )
+    source = SourceOptions(args.limit, skip_empty=args.skip_empty, split=args.split)
+    return plan_tuples(args.inputs, tuples, source, scratch=scratch)
 
 
 def _files_of(name: str) -> list[Path]:
@@ -190,9 +186,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--rerank", metavar="SIZE", help="a larger size that orders and scores the best (none)")
     add("--corpus", nargs="+", default=[], metavar="FILE", help="corpus.jsonl or collection.tsv to search as well")
     add("--keep-negatives", action="store_true", help="put the input's own negatives before the mined ones")
+    _rule_options(parser)
+    _reading_options(parser)
+    _running_options(parser)
+    return parser
 
-    group = parser.add_argument_group("which matches become negatives")
-    add = group.add_argument
+
+def _rule_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("which matches become negatives").add_argument
     add(
         "--num-negatives",
         type=count(most=10_000),
@@ -226,8 +227,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--sampling", choices=("top", "random"), default="top", help="of those that are left (%(default)s)")
     add("--seed", type=count(least=0, most=LARGEST_SEED), default=0, help="of random sampling (%(default)s)")
 
-    group = parser.add_argument_group("reading, as for data.prepare tuples")
-    add = group.add_argument
+
+def _reading_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("reading, as for data.prepare tuples").add_argument
     add("--format", choices=TUPLE_FORMATS, default="auto")
     add("--split", default="train", help="of MS MARCO and BEIR folders (%(default)s)")
     add("--columns", type=lambda text: text.split(","), default=[], metavar="NAME,...", help="of TSV without a header")
@@ -238,8 +240,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--skip-empty", action="store_true")
     add("--limit", type=count(), metavar="N", help="tuples to read")
 
-    group = parser.add_argument_group("running")
-    add = group.add_argument
+
+def _running_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("running").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one (%(default)s)")
     add(
         "--batch-tokens",
@@ -250,7 +253,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--queries-per-block", type=count(), default=QUERIES_PER_BLOCK, metavar="N", help="(%(default)s)")
     add("--passages-per-block", type=count(), default=PASSAGES_PER_BLOCK, metavar="N", help="(%(default)s)")
     add("--stop-after-minutes", type=real(least=0), default=0.0, metavar="M", help="then end with code 75 (0: do not)")
-    return parser
 
 
 if __name__ == "__main__":

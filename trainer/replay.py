@@ -28,7 +28,7 @@ from trainer.build import ModelParts, build_objective
 from trainer.checkpoint import Checkpointer
 from trainer.config.schema import Recipe
 from trainer.distributed import World, gather_objects, seed_step, sum_over_ranks
-from trainer.engine import MASTER, Piece
+from trainer.engine import MASTER, Fragment
 from trainer.loop import RunState, TrainState
 
 log = logging.getLogger(__name__)
@@ -63,13 +63,13 @@ class PlainEngine:
     def shapes(self) -> dict[str, list[int]]:
         return {name: list(p.shape) for name, p in self.module.named_parameters() if p.requires_grad}
 
-    def load(self, read: Callable[[Piece], Tensor], *, optimizer_steps: int) -> None:
+    def load(self, read: Callable[[Fragment], Tensor], *, optimizer_steps: int) -> None:
         """Load only the weights, because there is no optimizer that needs its moments."""
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():
                 if parameter.requires_grad:
-                    piece = Piece(MASTER, name, 0, parameter.numel())
-                    parameter.copy_(read(piece).view(parameter.shape))
+                    fragment = Fragment(MASTER, name, 0, parameter.numel())
+                    parameter.copy_(read(fragment).view(parameter.shape))
 
 
 def replay(recipe: Recipe, parts: ModelParts, stream: Stream, world: World) -> dict[str, Any]:

@@ -22,9 +22,10 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from data.collate import text_hashes
-from data.corpora.plan import TEXT_SPLITS, plan_documents, plan_tuples
+from data.corpora.options import TEXT_SPLITS, SourceOptions
+from data.corpora.plan import plan_documents, plan_tuples
 from data.corpora.read import read_split
-from data.corpora.splits import Document, InputSplit
+from data.corpora.splits import Document, DocumentLayout, InputSplit
 from data.encoding import TextEncoder
 from data.ground.command import log_to_stderr, run_command
 from data.ground.errors import ConfigError
@@ -67,13 +68,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ConfigError(
             f'{args.config} stores no vectors; set teacher.vectors = "stored", teacher.model and teacher.store'
         )
+    source = SourceOptions(skip_empty=True)
     with tempfile.TemporaryDirectory() as scratch:
         if recipe.reads_documents:
-            units = plan_documents(
-                args.texts, text_column=args.text_column, text_split=args.text_split, skip_empty=True
-            )
+            units = plan_documents(args.texts, DocumentLayout(args.text_column, args.text_split), source)
         else:
-            units = plan_tuples(args.texts, scratch=Path(scratch), skip_empty=True)
+            units = plan_tuples(args.texts, source=source, scratch=Path(scratch))
         store_vectors(recipe, units, join(choose_device("auto")))
 
 

@@ -22,9 +22,17 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from data.corpora.by_id import TextIndex, read_beir_texts, read_hard_negatives, read_qrels
+from data.corpora.options import (
+    DEFAULT_LAYOUT,
+    DEFAULT_SOURCE,
+    DEFAULT_TUPLES,
+    TEXT_SPLITS,
+    SourceOptions,
+    TupleOptions,
+)
 from data.corpora.read import read_split
 from data.corpora.rows import hub_dataset, open_parquet, require_columns, rows_of
 from data.corpora.splits import (
@@ -41,15 +49,12 @@ from data.ground.errors import DataError
 from data.ground.files import first_line, read_text
 from data.ground.secrets import without_secrets
 from data.inputs import FileKind, check_name, find_inputs, kind_of
-from data.lines import LONGEST_LINE, ByteCounter, decoded, is_compressed, lines
+from data.lines import ByteCounter, decoded, is_compressed, lines
 
 logger = logging.getLogger(__name__)
 SMALLEST_SPLIT_BYTES = 4 * 2**20
 LARGEST_SPLIT_BYTES = 256 * 2**20
-MOST_NEGATIVES = 2**16
 SPLITS_WANTED = 16
-TEXT_SPLITS = ("blank-lines", "lines", "file")
-TUPLE_FORMATS = ("auto", "columns", "nli", "sts", "msmarco", "beir")
 _QUERY_NAMES = ("query", "anchor", "question", "sentence1")
 _POSITIVE_NAMES = ("positive", "positives", "pos", "positive_passages", "answer", "entailed", "sentence2")
 # Known headers of NLI triplets. Without this check, the first triplet of a file without a header would be lost.
@@ -62,142 +67,129 @@ _NLI_NAMES = (
 
 def plan_documents(
     inputs: Sequence[str],
+    layout: DocumentLayout = DEFAULT_LAYOUT,
+    source: SourceOptions = DEFAULT_SOURCE,
     *,
-    text_column: str = "text",
-    text_split: str = "blank-lines",
-    skip_empty: bool = False,
-    subset: str | None = None,
-    split: str = "train",
     skip: int = 0,
-    limit: int | None = None,
-    longest_line: int = LONGEST_LINE,
     output: Path | None = None,
 ) -> list[InputSplit]:
     """Cut files, globs, folders and hub data sets into input splits of documents.
 
-    The first `skip` records of the first input split are left out, to evaluate on them, say; then at most `limit`
-    records are taken. Lines of more than `longest_line` bytes are refused. Files in the folder `output` are no inputs.
+    The first `skip` records of the first input split are left out, to evaluate on them, say; `source.limit` counts the
+    records after them. Files in the folder `output` are no inputs.
     """
-    if text_split not in TEXT_SPLITS:
-        raise DataError(f"text split {text_split!r} is unknown; use one of {', '.join(TEXT_SPLITS)}")
-    layout = DocumentLayout(text_column, text_split)
-    input_splits: list[InputSplit] = []
+    if layout.text_split not in TEXT_SPLITS:
+        raise DataError(f"text split {layout.text_split!r} is unknown; use one of {', '.join(TEXT_SPLITS)}")
     paths = find_inputs(inputs, output=output)
     split_bytes = _split_bytes(paths)
-    for path in paths:
-        kind = kind_of(path)
-        if kind == "hub":
-            input_splits += _hub_splits(str(path), layout, subset=subset, split=split)
-            continue
-        if kind == "tar":
-            input_splits.append(_tar_split(path, layout))
-            continue
-        file = Path(path)
-        if kind == "tsv":
-            columns, header_size = _header(file, longest_line)
-            require_columns(file, columns, [text_column])
-            input_splits += _line_splits(
-                file, kind, layout, start=header_size, columns=columns, split_bytes=split_bytes
-            )
-        elif kind == "parquet":
-            require_columns(file, _parquet_columns(file), [text_column])
-            input_splits += _parquet_splits(file, layout, split_bytes=split_bytes)
-        else:
-            whole = kind == "txt" and text_split != "lines"
-            input_splits += _line_splits(file, kind, layout, split_bytes=None if whole else split_bytes)
     input_splits = [
-        replace(input_split, skip_empty=skip_empty, longest_line=longest_line) for input_split in input_splits
+        replace(input_split, skip_empty=source.skip_empty, longest_line=source.longest_line)
+        for path in paths
+        for input_split in _document_splits(path, layout, source, split_bytes=split_bytes)
     ]
     if input_splits and skip:
         input_splits[0] = replace(input_splits[0], skip=skip)
-    return _limited(input_splits, limit)
+    return _limited(input_splits, source.limit)
+
+
+def _document_splits(
+    path: Path | str, layout: DocumentLayout, source: SourceOptions, *, split_bytes: int
+) -> list[InputSplit]:
+    """The input splits of one input of documents."""
+    kind = kind_of(path)
+    if kind == "hub":
+        return _hub_splits(str(path), layout, subset=source.subset, split=source.split)
+    if kind == "tar":
+        return [_tar_split(path, layout)]
+    file = Path(path)
+    if kind == "tsv":
+        columns, header_size = _header(file, source.longest_line)
+        require_columns(file, columns, [layout.text_column])
+        return _line_splits(file, kind, layout, start=header_size, columns=columns, split_bytes=split_bytes)
+    if kind == "parquet":
+        require_columns(file, _parquet_columns(file), [layout.text_column])
+        return _parquet_splits(file, layout, split_bytes=split_bytes)
+    whole = kind == "txt" and layout.text_split != "lines"
+    return _line_splits(file, kind, layout, split_bytes=None if whole else split_bytes)
 
 
 def plan_tuples(
     inputs: Sequence[str],
+    tuples: TupleOptions = DEFAULT_TUPLES,
+    source: SourceOptions = DEFAULT_SOURCE,
     *,
     scratch: Path | None = None,
-    format: str = "auto",
-    query_column: str | None = None,
-    positive_columns: Sequence[str] = (),
-    negative_columns: Sequence[str] = (),
-    score_column: str | None = None,
-    columns: Sequence[str] = (),
-    negatives_file: str | None = None,
-    max_negatives: int = 50,
-    skip_rows: str | None = None,
-    skip_empty: bool = False,
-    subset: str | None = None,
-    split: str = "train",
-    limit: int | None = None,
-    longest_line: int = LONGEST_LINE,
     output: Path | None = None,
 ) -> list[InputSplit]:
     """Cut training examples (a query with positives and negatives, or graded pairs) into input splits.
 
-    Formats: "columns" reads jsonl, TSV and parquet by column name (`columns` names the columns of a TSV file without a
-    header); "nli" reads a TSV with a header whose columns are anchor, entailed, contradicted; "sts" a TSV without a
-    header whose columns are score, sentence1, sentence2; "msmarco" and "beir" read folders. "auto" recognises these
-    folders by their files and reads everything else as "columns". `scratch` is an empty folder that holds the index of
-    MS MARCO and BEIR passages until the input splits have been read. `longest_line` and `output` as in
-    `plan_documents`.
+    `scratch` is an empty folder that holds the index of MS MARCO and BEIR passages until the input splits have been
+    read. Files in the folder `output` are no inputs.
     """
-    if format not in TUPLE_FORMATS:
-        raise DataError(f"format {format!r} is unknown; use one of {', '.join(TUPLE_FORMATS)}")
-    if len(set(columns)) < len(columns) or not all(columns):
-        raise DataError(f"the columns {', '.join(columns)} are not distinct names; name each column once")
-    if not 0 <= max_negatives <= MOST_NEGATIVES:
-        raise DataError(f"{max_negatives} negatives a query cannot be kept; give between 0 and {MOST_NEGATIVES}")
-    wanted = TupleLayout(query_column or "", tuple(positive_columns), tuple(negative_columns), score_column)
-    skipped = _read_row_numbers(skip_rows) if skip_rows else ()
+    skipped = _read_row_numbers(tuples.skip_rows) if tuples.skip_rows else ()
     if skipped and len(inputs) > 1:
         raise DataError("rows to skip are counted within one file; prepare one input at a time")
-    input_splits, files = _folders_by_id(
-        inputs, scratch, format=format, split=split, negatives=negatives_file, most=max_negatives
-    )
-    if negatives_file and files:
+    by_id, files = _folders_by_id(inputs, tuples, split=source.split, scratch=scratch)
+    if tuples.negatives_file and files:
         raise DataError(f"{files[0]} is no MS MARCO or BEIR folder, so the hard negatives file does not apply to it")
     paths = find_inputs(files, output=output)
-    split_bytes = None if skipped else _split_bytes(paths)
     if skipped and len(paths) > 1:
         raise DataError("rows to skip are counted within one file; prepare one input at a time")
+    # Rows to skip are counted over a whole input, so one process reads it.
+    split_bytes = None if skipped else _split_bytes(paths)
+    input_splits = [*by_id, *_tuple_splits(paths, tuples, source, split_bytes=split_bytes)]
+    if len({input_split.graded for input_split in input_splits}) > 1:
+        raise DataError("some inputs have scores and others have none; prepare graded pairs into a folder of their own")
+    input_splits = [
+        replace(input_split, skip_empty=source.skip_empty, skip_rows=skipped, longest_line=source.longest_line)
+        for input_split in input_splits
+    ]
+    return _limited(input_splits, source.limit)
+
+
+class _Columns(NamedTuple):
+    """What is known of a file of training examples before its rows are read."""
+
+    names: tuple[str, ...]
+    header_bytes: int
+    wanted: TupleLayout  # the columns asked for
+
+
+def _tuple_splits(
+    paths: Sequence[Path | str], tuples: TupleOptions, source: SourceOptions, *, split_bytes: int | None
+) -> list[InputSplit]:
+    """The input splits of all inputs of training examples but folders by id. Without `split_bytes`, each is whole."""
+    input_splits: list[InputSplit] = []
     said: set[tuple[str, ...]] = set()
-    looked_at: tuple[tuple[str, ...], int, TupleLayout] | None = None
+    remote: _Columns | None = None
     for path in paths:
         kind = kind_of(path)
         if kind == "hub":
-            # Rows to skip are counted over the whole data set, so one process reads it.
-            input_splits += _hub_splits(str(path), wanted, subset=subset, split=split, whole=bool(skipped))
+            input_splits += _hub_splits(
+                str(path), tuples.wanted, subset=source.subset, split=source.split, whole=split_bytes is None
+            )
             continue
-        elsewhere = isinstance(path, str)
-        found = looked_at if elsewhere else None
-        if found is None:
-            found = _columns_of(path, kind, wanted, format=format, given=tuple(columns), longest=longest_line)
-        if elsewhere:
-            looked_at = found  # one remote tar stands for all of them: looking at another means fetching it
-        names, start, asked = found
-        layout = _tuple_layout(path, names, asked, by_row=kind in ("jsonl", "tar"))
-        _say_unread(path, names, layout, said)
+        if isinstance(path, str):
+            # One remote tar stands for all of them: looking at another means fetching it.
+            found = remote = remote or _columns_of(path, kind, tuples, longest=source.longest_line)
+        else:
+            found = _columns_of(path, kind, tuples, longest=source.longest_line)
+        layout = _tuple_layout(path, found.names, found.wanted, by_row=kind in ("jsonl", "tar"))
+        _say_unread(path, found.names, layout, said)
         if kind == "tar":
             input_splits.append(_tar_split(path, layout))
         elif kind == "parquet":
             input_splits += _parquet_splits(Path(path), layout, split_bytes=split_bytes)
         else:
-            in_order = names if kind == "tsv" else ()  # the rows of other formats name their columns
+            columns = found.names if kind == "tsv" else ()  # the rows of other formats name their columns
             input_splits += _line_splits(
-                Path(path), kind, layout, start=start, columns=in_order, split_bytes=split_bytes
+                Path(path), kind, layout, start=found.header_bytes, columns=columns, split_bytes=split_bytes
             )
-    if len({input_split.graded for input_split in input_splits}) > 1:
-        raise DataError("some inputs have scores and others have none; prepare graded pairs into a folder of their own")
-    input_splits = [
-        replace(input_split, skip_empty=skip_empty, skip_rows=skipped, longest_line=longest_line)
-        for input_split in input_splits
-    ]
-    return _limited(input_splits, limit)
+    return input_splits
 
 
 def _folders_by_id(
-    inputs: Sequence[str], scratch: Path | None, *, format: str, split: str, negatives: str | None, most: int
+    inputs: Sequence[str], tuples: TupleOptions, *, split: str, scratch: Path | None
 ) -> tuple[list[InputSplit], list[str]]:
     """(the input splits of MS MARCO and BEIR folders, the names of all other inputs)."""
     input_splits: list[InputSplit] = []
@@ -205,7 +197,7 @@ def _folders_by_id(
     folders: set[Path] = set()
     for number, name in enumerate(inputs):
         check_name(name, "input")
-        found = format if format != "auto" else _folder_format(Path(name))
+        found = tuples.format if tuples.format != "auto" else _folder_format(Path(name))
         if found not in ("msmarco", "beir"):
             files.append(name)
             continue
@@ -216,34 +208,32 @@ def _folders_by_id(
             raise DataError(f"folder {name} names passages by id, which takes a scratch folder for their index")
         target = scratch / f"{number:03d}"
         target.mkdir(parents=True)
-        input_splits += _id_splits(Path(name), target, found, split=split, negatives=negatives, most=most)
+        input_splits += _id_splits(
+            Path(name), target, found, split=split, negatives=tuples.negatives_file, most=tuples.max_negatives
+        )
     return input_splits, files
 
 
-def _columns_of(
-    path: Path | str, kind: FileKind, wanted: TupleLayout, *, format: str, given: tuple[str, ...], longest: int
-) -> tuple[tuple[str, ...], int, TupleLayout]:
-    """(column names, bytes of the header line, the columns asked for) of a file of training examples.
-
-    given: the names of --columns, for a TSV file without a header.
-    """
-    if format in ("nli", "sts") and kind != "tsv":
-        raise DataError(f"{path} is not a .tsv file, which format {format} needs; use --format columns")
+def _columns_of(path: Path | str, kind: FileKind, tuples: TupleOptions, *, longest: int) -> _Columns:
+    """The columns of a file of training examples. `longest`: bytes of a line at most."""
+    wanted = tuples.wanted
+    if tuples.format in ("nli", "sts") and kind != "tsv":
+        raise DataError(f"{path} is not a .tsv file, which format {tuples.format} needs; use --format columns")
     if kind in ("jsonl", "tar"):
-        return _first_keys(path, kind, longest), 0, wanted
+        return _Columns(_first_keys(path, kind, longest), 0, wanted)
     path = Path(path)
     if kind == "parquet":
-        return _parquet_columns(path), 0, wanted
+        return _Columns(_parquet_columns(path), 0, wanted)
     if kind != "tsv":
         raise DataError(f"{path} is plain text, which has no queries; give jsonl, TSV or parquet")
-    if format == "sts":
-        return ("score", "sentence1", "sentence2"), 0, wanted
-    if format == "nli":
+    if tuples.format == "sts":
+        return _Columns(("score", "sentence1", "sentence2"), 0, wanted)
+    if tuples.format == "nli":
         return _nli_header(path, longest)
-    if given:
-        _refuse_header(path, given, longest)
-        return given, 0, wanted
-    return *_header(path, longest), wanted
+    if tuples.columns:
+        _refuse_header(path, tuples.columns, longest)
+        return _Columns(tuples.columns, 0, wanted)
+    return _Columns(*_header(path, longest), wanted)
 
 
 def _split_bytes(paths: Sequence[Path | str]) -> int:
@@ -365,7 +355,7 @@ def _first_cells(path: Path, longest: int) -> tuple[tuple[str, ...], int]:
     return tuple(decoded(line, f"{path}:1").removeprefix("\ufeff").rstrip("\r\n").split("\t")), len(line)
 
 
-def _nli_header(path: Path, longest: int) -> tuple[tuple[str, ...], int, TupleLayout]:
+def _nli_header(path: Path, longest: int) -> _Columns:
     names, size = _header(path, longest)
     if len(names) < 3:
         raise DataError(f"{path} has {len(names)} columns, but NLI triplets are anchor, entailed, contradicted")
@@ -374,7 +364,7 @@ def _nli_header(path: Path, longest: int) -> tuple[tuple[str, ...], int, TupleLa
             f"{path}:1 is no header of NLI triplets (anchor, entailed, contradicted, or other usual names), but "
             f"{', '.join(map(repr, names[:3]))}; put one before the triplets, or name the columns with --columns"
         )
-    return names, size, TupleLayout(names[0], (names[1],), (names[2],))
+    return _Columns(names, size, TupleLayout(names[0], (names[1],), (names[2],)))
 
 
 def _refuse_header(path: Path, names: tuple[str, ...], longest: int) -> None:

@@ -6,9 +6,13 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 LARGEST_COUNT = 2**31 - 1  # of texts, tokens, documents
 LARGEST_SEED = 2**63 - 1
+
+SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""What `add_subparsers` returns; argparse has no public name for it."""
 
 
 def count(*, least: int = 1, most: int = LARGEST_COUNT) -> Callable[[str], int]:

@@ -17,9 +17,10 @@ from typing import cast
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from data.corpora.options import SourceOptions, TupleOptions
 from data.corpora.plan import plan_documents, plan_tuples
 from data.corpora.read import read_split
-from data.corpora.splits import Document, InputSplit
+from data.corpora.splits import Document, DocumentLayout, InputSplit, TupleLayout
 from data.documentation import (
     DOCUMENTED_PACKAGES,
     STANDARD_LIBRARY,
@@ -135,39 +136,35 @@ def _is_whole(output: Path) -> bool:
 
 
 def _plan_documents(arguments: argparse.Namespace, output: Path) -> list[InputSplit]:
-    return plan_documents(
-        arguments.inputs,
-        text_column=arguments.text_column,
-        text_split=arguments.text_split,
-        skip_empty=arguments.skip_empty,
-        subset=arguments.subset,
-        split=arguments.split,
-        skip=getattr(arguments, "skip_first", 0),
-        limit=arguments.limit,
-        longest_line=arguments.longest_line * 2**20,
-        output=output,
-    )
+    layout = DocumentLayout(arguments.text_column, arguments.text_split)
+    skip = getattr(arguments, "skip_first", 0)
+    return plan_documents(arguments.inputs, layout, _source_options(arguments), skip=skip, output=output)
 
 
 def _plan_tuples(arguments: argparse.Namespace, output: Path) -> list[InputSplit]:
-    return plan_tuples(
-        arguments.inputs,
-        scratch=output / SCRATCH,
-        format=arguments.format,
-        query_column=arguments.query_column,
-        positive_columns=arguments.positive_column,
-        negative_columns=arguments.negative_column,
-        score_column=arguments.score_column,
-        columns=arguments.columns,
+    tuples = TupleOptions(
+        arguments.format,
+        TupleLayout(
+            arguments.query_column or "",
+            tuple(arguments.positive_column),
+            tuple(arguments.negative_column),
+            arguments.score_column,
+        ),
+        tuple(arguments.columns),
         negatives_file=arguments.negatives,
         max_negatives=arguments.max_negatives,
         skip_rows=arguments.skip_rows,
+    )
+    return plan_tuples(arguments.inputs, tuples, _source_options(arguments), scratch=output / SCRATCH, output=output)
+
+
+def _source_options(arguments: argparse.Namespace) -> SourceOptions:
+    return SourceOptions(
+        limit=arguments.limit,
+        longest_line=arguments.longest_line * 2**20,
         skip_empty=arguments.skip_empty,
         subset=arguments.subset,
         split=arguments.split,
-        limit=arguments.limit,
-        longest_line=arguments.longest_line * 2**20,
-        output=output,
     )
 
 

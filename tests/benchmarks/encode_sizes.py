@@ -33,7 +33,7 @@ from transformers.utils import logging as hf_logging
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
 from models.sizes import Ladder
 from tests.benchmarks.support import SHARED, Figures
-from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS, encode, encoder_forward
+from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS, encoding_of
 from trainer.evaluation.tasks.retrieval import load_beir
 from trainer.exporting.sizes import export_sizes
 
@@ -101,21 +101,12 @@ def main() -> None:
         folders = export_sizes(folder / "model", folder / "export")
         load = partial(SentenceTransformer, device="cpu")
         peers: list[Any] = [load(str(folders[ladder.name(size)])) for size in ladder]
-        encoder = load_encoder(folder / "model").eval()
-        sizes = list(ladder)
+        encode = encoding_of(
+            load_encoder(folder / "model"), tokenizer, list(ladder), device="cpu", batch_tokens=args.batch_tokens
+        )
 
         def ours() -> list[np.ndarray]:
-            vectors = encode(
-                encoder_forward(encoder, sizes),
-                tokenizer,
-                texts,
-                sizes,
-                similarity="cosine",
-                max_length=MAX_LENGTH,
-                device="cpu",
-                batch_tokens=args.batch_tokens,
-            )
-            return list(vectors.values())
+            return list(encode(texts, similarity="cosine", max_length=MAX_LENGTH).values())
 
         def cut_peers(batch: int) -> list[np.ndarray]:
             return [peer.encode(texts, batch_size=batch, show_progress_bar=False) for peer in peers]

@@ -50,7 +50,7 @@ from trainer.config.schema import Recipe
 from trainer.costs.flops import Shape
 from trainer.distributed import start
 from trainer.engine import Engine
-from trainer.evaluation.encoding.encode import _text_encoder, encode, encoder_forward
+from trainer.evaluation.encoding.encode import _text_encoder, encoding_of
 from trainer.objectives.contrastive import contrastive
 from trainer.objectives.size_schedules import build_schedule
 from trainer.optim import adamw
@@ -250,12 +250,11 @@ def main() -> None:
 
         texts = [text for found in pairs.values() for pair in found[: 50 if args.quick else None] for text in pair]
         texts = list(dict.fromkeys(texts))
-        forward = encoder_forward(ours.encoder.eval(), [Size(1, DIMS[-1])])
+        encode = encoding_of(ours.encoder, tokenizer, [Size(1, DIMS[-1])], device="cpu")
 
         def encode_ours() -> None:
             _text_encoder.cache_clear()  # so that words are met for the first time
-            shared = {"similarity": "cosine", "max_length": 10**6, "device": "cpu", "flat": True}
-            encode(forward, tokenizer, texts, [Size(1, DIMS[-1])], **shared)
+            encode(texts, similarity="cosine", max_length=10**6)
 
         def encode_theirs(batch_size: int) -> None:
             theirs.serving.encode(texts, batch_size=batch_size, show_progress_bar=False)

@@ -378,7 +378,7 @@ def test_collators_and_batches_pickle(vocabulary: Vocabulary) -> None:
     assert equal(pickle.loads(pickle.dumps(pairs))(tuples([(1, 2)])), pickle.loads(pickle.dumps(pair_batch)))
 
 
-def test_mistakes_are_refused(vocabulary: Vocabulary) -> None:
+def test_invalid_settings_are_refused(vocabulary: Vocabulary) -> None:
     for options, sentence in (
         ({"max_length": 2}, "max_length is 2"),
         ({"encoder_mask_ratio": 0.6}, "raise the decoder's ratio"),

@@ -1,11 +1,11 @@
-"""Readers: every format, on small files and on real rows, whole and in units; mistakes name file and line."""
+"""Readers: every format, on small files and on real rows, whole and in units; errors name file and line."""
 
 from __future__ import annotations
 
 import gzip
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ import zstandard
 from data.corpora import plan as planning
 from data.corpora import rows as rows_module
 from data.corpora.by_id import TextIndex, read_beir_texts, read_qrels
+from data.corpora.options import SourceOptions, TupleOptions
 from data.corpora.plan import plan_documents, plan_tuples, read_documents, read_tuples
 from data.corpora.read import read_split
-from data.corpora.splits import place
+from data.corpora.splits import DocumentLayout, TupleLayout, place
 from data.ground.errors import DataError
 
 
@@ -35,12 +36,29 @@ def write_tsv(path: Path, rows: Iterable[Sequence[object]]) -> Path:
     return path
 
 
-def texts_of(*inputs: Path | str, **options: Any) -> list[str]:
-    return [record["text"] for record in read_documents([str(name) for name in inputs], **options)]
+def texts_of(
+    *inputs: Path | str, text_column: str = "text", text_split: str = "blank-lines", **source: Any
+) -> list[str]:
+    layout = DocumentLayout(text_column, text_split)
+    records = read_documents([str(name) for name in inputs], layout=layout, source=SourceOptions(**source))
+    return [record["text"] for record in records]
 
 
-def tuples_of(*inputs: Path | str, **options: Any) -> list[tuple[str, list[str], list[str], float | None]]:
-    records = read_tuples([str(name) for name in inputs], **options)
+def tuples_of(
+    *inputs: Path | str,
+    query_column: str = "",
+    positive_columns: Sequence[str] = (),
+    negative_columns: Sequence[str] = (),
+    score_column: str | None = None,
+    columns: Sequence[str] = (),
+    scratch: Path | None = None,
+    **options: Any,
+) -> list[tuple[str, list[str], list[str], float | None]]:
+    source = {name: options.pop(name) for name in [field.name for field in fields(SourceOptions)] if name in options}
+    wanted = TupleLayout(query_column, tuple(positive_columns), tuple(negative_columns), score_column)
+    tuples = TupleOptions(wanted=wanted, columns=tuple(columns), **options)
+    names = [str(name) for name in inputs]
+    records = read_tuples(names, tuples=tuples, source=SourceOptions(**source), scratch=scratch)
     return [(record["query"], record["positives"], record["negatives"], record["score"]) for record in records]
 
 
@@ -88,7 +106,7 @@ def test_units_hold_every_record_once_in_order(
     pyarrow.parquet.write_table(table, tmp_path / "c.parquet", row_group_size=3)
     (tmp_path / "d.txt").write_text("".join(f"line {number}\n" for number in range(50)))
     for name, expected in (("a.jsonl", TEXTS), ("c.parquet", TEXTS), ("d.txt", [f"line {i}" for i in range(50)])):
-        units = plan_documents([str(tmp_path / name)], text_split="lines")
+        units = plan_documents([str(tmp_path / name)], DocumentLayout(text_split="lines"))
         assert (len(units) == 1) == (name[0] in one_unit)
         assert texts_of(tmp_path / name, text_split="lines") == expected
     assert [query for query, *_ in tuples_of(tmp_path / "b.tsv")] == [f"q{number}" for number in range(50)]
@@ -96,7 +114,7 @@ def test_units_hold_every_record_once_in_order(
         place(unit, position) for unit in plan_tuples([str(tmp_path / "b.tsv")]) for position, _ in read_split(unit)
     ]
     assert positions == [f"{tmp_path / 'b.tsv'}:{line}" for line in range(2, 52)]
-    limited = plan_documents([str(tmp_path / "a.jsonl")], limit=20)
+    limited = plan_documents([str(tmp_path / "a.jsonl")], source=SourceOptions(limit=20))
     assert [record for unit in limited for _, record in read_split(unit)] == [{"text": text} for text in TEXTS[:20]]
 
 
@@ -177,7 +195,7 @@ def test_hub_data_sets_stream_in_shards(tmp_path: Path, monkeypatch: pytest.Monk
     for number in range(3):
         write_jsonl(tmp_path / f"{number}.jsonl", ({"text": f"{number}-{row}"} for row in range(4)))
     local_hub(tmp_path, monkeypatch)
-    units = plan_documents(["someone/corpus"], subset="small")
+    units = plan_documents(["someone/corpus"], source=SourceOptions(subset="small"))
     assert [unit.source for unit in units] == [f"hub:someone/corpus/small/train[{shard}/3]" for shard in range(3)]
     assert texts_of("someone/corpus", subset="small") == [f"{number}-{row}" for number in range(3) for row in range(4)]
     refused("has no column 'body'", texts_of, "someone/corpus", subset="small", text_column="body")
@@ -313,7 +331,7 @@ def test_ms_marco(marco: Path, tmp_path: Path) -> None:
     assert found[0][2] == ["passage 4", "passage 5", "passage 6"]
 
 
-def test_mistakes_in_ms_marco(marco: Path, tmp_path: Path) -> None:
+def test_errors_in_ms_marco_files(marco: Path, tmp_path: Path) -> None:
     refused("has no queries.dev.tsv", tuples_of, marco, scratch=tmp_path / "s1", split="dev")
     refused("takes a scratch folder", tuples_of, marco)
     absent = write_jsonl(tmp_path / "negatives.jsonl", [{"qid": "7", "neg": ["99"]}])

@@ -162,7 +162,7 @@ def test_real_documentation(real: Documentation, tmp_path: Path) -> None:
     assert len((tmp_path / "documents.jsonl").read_text("utf-8").splitlines()) == len(real.documents)
 
 
-def test_mistakes_are_refused(sample: None) -> None:
+def test_user_errors_are_refused(sample: None) -> None:
     with pytest.raises(DataError, match="'no_such_package' is not installed"):
         installed_docstrings(["no_such_package"])
     with pytest.raises(DataError, match="top-level import name"):

@@ -303,7 +303,7 @@ def test_a_text_in_which_no_word_fits_stays_as_it_is(vocabulary: Vocabulary) -> 
     assert (inputs == tokens).all() and (labels == IGNORED).all()
 
 
-def test_mistakes_are_refused(vocabulary: Vocabulary) -> None:
+def test_invalid_settings_are_refused(vocabulary: Vocabulary) -> None:
     tokens, offsets = batch_of([10])
     tables = MaskingTables.of(vocabulary)
     with pytest.raises(DataError, match="between 0 and 1"):

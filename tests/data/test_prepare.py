@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from data.corpora.by_id import read_beir_texts
+from data.corpora.options import SourceOptions
 from data.corpora.plan import read_tuples
 from data.ground.errors import CommandEnd, DataError
 from data.inputs import SCRATCH
@@ -187,7 +188,7 @@ def test_a_finished_folder_is_left_alone_and_others_are_refused(
 
 
 @pytest.mark.processes
-def test_mistakes_get_one_sentence_and_leave_nothing(
+def test_user_errors_get_one_sentence_and_leave_nothing(
     corpus: Path, tiny_tokenizer_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out"
@@ -224,7 +225,7 @@ def documents_with_an_empty_text(folder: Path) -> Path:
     return path
 
 
-def test_a_mended_mistake_goes_on_in_the_same_folder(
+def test_a_corrected_command_goes_on_in_the_same_folder(
     tiny_tokenizer_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = documents_with_an_empty_text(tmp_path)
@@ -318,7 +319,8 @@ def test_real_tuples(
     found = {tuple(item.query.tolist()): item for item in map(ShardFolder(tmp_path / "scifact").tuple, range(300))}
     corpus = read_beir_texts(scifact / "corpus.jsonl")
     (tmp_path / "scratch").mkdir()
-    for record in list(read_tuples([str(scifact)], scratch=tmp_path / "scratch", limit=300))[::25]:
+    options = {"source": SourceOptions(limit=300), "scratch": tmp_path / "scratch"}
+    for record in list(read_tuples([str(scifact)], **options))[::25]:
         assert record["positives"][0] in corpus.values()
         item = found[tuple(words(tiny_tokenizer, record["query"]))]
         assert item.passages[0].tolist() == words(tiny_tokenizer, record["positives"][0])
@@ -464,14 +466,14 @@ def test_a_passage_that_changes_is_another_input(
 
 
 @pytest.mark.parametrize(
-    "lost", ["shard", "cut shard", "receipt", "cut receipt", "manifest", "cut manifest", "tokenizer"]
+    "lost", ["shard", "cut shard", "marker", "cut marker", "manifest", "cut manifest", "tokenizer"]
 )
 def test_what_a_finished_folder_lost_is_written_again(small: list[object], tmp_path: Path, lost: str) -> None:
     assert run(*small) == 0
     output = tmp_path / "out"
     before = contents(output)
     part = lost.split()[-1]
-    path = output / {"shard": "shard-00001-000.tar", "receipt": "units/00001.json", "manifest": "manifest.json"}.get(
+    path = output / {"shard": "shard-00001-000.tar", "marker": "units/00001.json", "manifest": "manifest.json"}.get(
         part, "tokenizer/tokenizer.json"
     )
     if lost.startswith("cut"):

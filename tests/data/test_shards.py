@@ -138,8 +138,8 @@ def test_ids_are_as_narrow_as_the_vocabulary_allows(tmp_path, tiny_tokenizer):
     assert token_dtype(2**16 + 1) == np.uint32
     with SplitWriter(tmp_path, 0, kind="documents", vocabulary_size=70_000) as writer:
         writer.add_document([5, 69_999])
-        receipt = writer.close()
-    with tarfile.open(tmp_path / receipt.shards[0].name) as tar:
+        marker = writer.close()
+    with tarfile.open(tmp_path / marker.shards[0].name) as tar:
         ids = np.load(io.BytesIO(tar.extractfile("00000-000000.tok.npy").read()), allow_pickle=False)
     assert ids.dtype == np.uint32 and ids.tolist() == [5, 69_999]
 
@@ -478,7 +478,7 @@ def test_binary_marks_count_for_nothing(copy, tmp_path):
 @pytest.mark.parametrize(
     "content", [b"", b"{}", b"[]", b"[" * 100_000, b"\xff", b'{"format": 1, "unit": 1e999}', b'{"format": 1}']
 )
-def test_a_damaged_receipt_means_an_unwritten_unit(tmp_path, content, caplog):
+def test_a_damaged_marker_means_an_unwritten_unit(tmp_path, content, caplog):
     with SplitWriter(tmp_path, 0, kind="documents", vocabulary_size=9) as writer:
         writer.add_document([1])
     path = tmp_path / "units" / "00000.json"
@@ -521,8 +521,8 @@ def test_samples_that_cannot_be_written(tmp_path, texts):
     # A caller may drop a refused sample and go on: nothing of it is kept.
     refused("no tokens", lambda: tuples.add_tuple([1, 2], [[3, 4], []]))
     tuples.add_tuple([1, 2], [[3]])
-    receipt = tuples.close()
-    assert (receipt.samples, receipt.tokens) == (1, 3)
+    marker = tuples.close()
+    assert (marker.samples, marker.tokens) == (1, 3)
     graded = SplitWriter(tmp_path / "g", 0, kind="tuples", graded=True, vocabulary_size=50)
     refused("score nan", lambda: graded.add_tuple([1], [[2]], score=float("nan")))
     refused("kind 'images'", lambda: SplitWriter(tmp_path, 0, kind="images", vocabulary_size=5))  # type: ignore[arg-type]
@@ -580,8 +580,8 @@ def test_a_unit_that_outgrows_a_chunk_in_tokens_is_cut(tmp_path, monkeypatch):
     with SplitWriter(tmp_path, 0, kind="documents", vocabulary_size=9) as writer:
         for _ in range(10):
             writer.add_document([1] * 40)
-        receipt = writer.close()
-    assert [chunk.samples for shard in receipt.shards for chunk in shard.chunks] == [3, 3, 3, 1]
+        marker = writer.close()
+    assert [chunk.samples for shard in marker.shards for chunk in shard.chunks] == [3, 3, 3, 1]
 
 
 def test_units_without_samples_are_skipped_but_a_folder_needs_some(tmp_path, tiny_tokenizer):
@@ -593,14 +593,14 @@ def test_units_without_samples_are_skipped_but_a_folder_needs_some(tmp_path, tin
     assert finish_folder(tmp_path, 2, tokenizer=tiny_tokenizer).samples == 1
 
 
-def test_finished_splits_are_known_by_their_receipts(tmp_path, texts):
+def test_finished_splits_are_known_by_their_markers(tmp_path, texts):
     settings = {"source": "a.jsonl", "rows": (0, 10)}
     assert finished_split(tmp_path, 0, settings=settings) is None
     with SplitWriter(tmp_path, 0, kind="documents", vocabulary_size=2000, settings=settings, **OPTIONS) as writer:
         for text in texts[:50]:
             writer.add_document(text)
-    receipt = finished_split(tmp_path, 0, settings={"source": "a.jsonl", "rows": [0, 10]})
-    assert receipt is not None and receipt.samples == 50
+    marker = finished_split(tmp_path, 0, settings={"source": "a.jsonl", "rows": [0, 10]})
+    assert marker is not None and marker.samples == 50
     refused("another rows", lambda: finished_split(tmp_path, 0, settings={"source": "a.jsonl", "rows": [0, 11]}))
     os.truncate(first_tar(tmp_path), 100)
     assert finished_split(tmp_path, 0, settings=settings) is None, "a damaged unit must be written again"

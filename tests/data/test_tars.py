@@ -14,7 +14,9 @@ import webdataset
 
 from data import prepare
 from data.corpora import tars
+from data.corpora.options import SourceOptions, TupleOptions
 from data.corpora.plan import plan_documents, plan_tuples, read_documents, read_tuples
+from data.corpora.splits import DocumentLayout
 from data.ground.errors import DataError
 from data.shards.reader import ShardFolder
 
@@ -56,7 +58,7 @@ def test_texts_are_those_that_webdataset_reads(tmp_path: Path) -> None:
 
 def test_fields_of_json_members_are_columns(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "x.tar", [{"__key__": "1", "json": {"body": "a text", "id": 3}}])
-    assert list(read_documents([str(path)], text_column="body")) == [{"text": "a text"}]
+    assert list(read_documents([str(path)], layout=DocumentLayout("body"))) == [{"text": "a text"}]
     with pytest.raises(DataError, match=r"x.tar sample 0 .*'text'.*'body', 'id'"):
         list(read_documents([str(path)]))
 
@@ -149,7 +151,7 @@ def test_a_tar_that_is_cut_or_none(tmp_path: Path) -> None:
 def test_a_member_longer_than_a_line_may_be_is_not_read(tmp_path: Path) -> None:
     path = members(tmp_path / "x.tar", {"1.txt": b"a" * 2000})
     with pytest.raises(DataError, match=r"1.txt: a line or a document is longer"):
-        list(read_documents([str(path)], longest_line=1000))
+        list(read_documents([str(path)], source=SourceOptions(longest_line=1000)))
 
 
 def test_half_a_surrogate_pair_is_replaced_as_in_lines(tmp_path: Path) -> None:
@@ -163,7 +165,7 @@ def test_half_a_surrogate_pair_is_replaced_as_in_lines(tmp_path: Path) -> None:
 def test_a_format_of_tsv_files_is_refused(tmp_path: Path) -> None:
     rows = [{"__key__": "1", "query.txt": "q", "positive.txt": "p"}]
     with pytest.raises(DataError, match=r"x.tar is not a .tsv file, which format nli needs"):
-        plan_tuples([str(write_tar(tmp_path / "x.tar", rows))], format="nli")
+        plan_tuples([str(write_tar(tmp_path / "x.tar", rows))], TupleOptions("nli"))
 
 
 def test_an_address_s_password_is_in_no_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

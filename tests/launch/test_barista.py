@@ -44,7 +44,7 @@ def test_without_a_command_the_map_is_shown(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("name", ["finetun", "x" * 5000])
-def test_a_command_that_there_is_not_is_a_mistake(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_a_user_error(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name]) == 2
     shown = capsys.readouterr()
     assert not shown.out

@@ -235,7 +235,7 @@ def on_hosts(hosts: Sequence[Host], folder: Path, arguments: Sequence[str], *, p
         ([], {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "SLURM_JOB_NODELIST is not set"),
     ],
 )
-def test_mistakes_are_refused_before_anything_is_looked_at(
+def test_user_errors_are_refused_before_anything_is_looked_at(
     arguments: list[str],
     changes: dict[str, str],
     said: str,

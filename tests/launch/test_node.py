@@ -117,12 +117,12 @@ def test_refusals(tmp_path):
         (("--ranks=1", f"--logs={'x' * 300}"), {}, "File name too long"),
     ],
 )
-def test_mistakes_are_one_sentence(tmp_path, monkeypatch, capfd, arguments, changes, words):
+def test_user_errors_are_one_sentence(tmp_path, monkeypatch, capfd, arguments, changes, words):
     assert words in told(tmp_path, monkeypatch, capfd, *arguments, **changes)
 
 
 @pytest.mark.processes
-def test_a_command_that_is_not_there_is_a_mistake(tmp_path, monkeypatch, capfd):
+def test_a_missing_command_is_a_user_error(tmp_path, monkeypatch, capfd):
     said = told(tmp_path, monkeypatch, capfd, "--ranks=1")
     assert "/no/such: No such file or directory" in said
     assert (tmp_path / "logs/node-000.exit").read_text() == "2\n", "what the job's script decides by"

@@ -361,7 +361,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (("absent.toml",), "absent.toml"),
     ],
 )
-def test_a_mistake_is_one_sentence(
+def test_a_user_error_is_one_sentence(
     arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -254,7 +254,7 @@ def test_watching_ends_with_the_runs(
         (lambda folder: folder / "shrinking", "the ladder does not increase"),
     ],
 )
-def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Any, said: str) -> None:
+def test_user_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Any, said: str) -> None:
     plant(tmp_path / "run", [step(10)])
     (tmp_path / "empty").mkdir()
     recipes = {"damaged": "[model", "foreign": "[tool]", "shrinking": "[model]\nladder = [[2, 32], [1, 64]]"}

@@ -19,7 +19,7 @@ from data.tokens import load_tokenizer, tokenizer_fingerprint
 from models.encoder import EmbeddingSettings, load_encoder, load_masked_lm
 from models.sentence_transformers import read_sentence_model
 from models.sizes import ModelError
-from trainer.evaluation.encoding.encode import encode, encoder_forward
+from trainer.evaluation.encoding.encode import encoding_of
 from trainer.evaluation.subject import load_model
 
 sentence_transformers = pytest.importorskip("sentence_transformers", reason="needs the package sentence-transformers")
@@ -117,15 +117,11 @@ def our_vectors(folder: Path, texts: list[str], *, side: str = "query", **change
     encoder, tokenizer, settings = load_model(folder, **changes)
     assert settings is not None
     full = settings.sizes.full
-    return encode(
-        encoder_forward(encoder.eval(), [full]),
-        tokenizer,
+    return encoding_of(encoder, tokenizer, [full], device="cpu")(
         texts,
-        [full],
         similarity=settings.similarity,
         max_length=getattr(settings, f"{side}_max_length"),
         prompt=getattr(settings, f"{side}_prompt"),
-        device="cpu",
     )[full]
 
 

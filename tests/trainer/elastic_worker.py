@@ -26,7 +26,7 @@ from data.stream import Sample, Stream
 from trainer import build, checkpoint, run
 from trainer.config.kinds import kind_named
 from trainer.distributed import World, start
-from trainer.engine import MASTER, Engine, Piece
+from trainer.engine import MASTER, Engine, Fragment
 
 
 class Recorded:
@@ -66,22 +66,22 @@ def _broken(control: str, world: World) -> Iterator[None]:
     elif control == "moments stay behind":
         write = Engine._write
 
-        def weights_alone(self: Engine, piece: Piece, values: Tensor) -> None:
-            if piece.kind == MASTER:
-                write(self, piece, values)
+        def weights_alone(self: Engine, fragment: Fragment, values: Tensor) -> None:
+            if fragment.kind == MASTER:
+                write(self, fragment, values)
 
         with patch(Engine, "_write", weights_alone):
             yield
     elif control == "rank 1 has no room at its second save":
-        write_pieces, saves = checkpoint.write_pieces, iter(range(1, 100))
+        write_fragments, saves = checkpoint.write_fragments, iter(range(1, 100))
 
         def full(path: Path, *rest: Any) -> dict[str, Any]:
             if next(saves) == 2 and world.rank == 1:
                 path.write_bytes(b"a part")
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            return write_pieces(path, *rest)
+            return write_fragments(path, *rest)
 
-        with patch(checkpoint, "write_pieces", full):
+        with patch(checkpoint, "write_fragments", full):
             yield
     else:
         raise ValueError(f"no control {control!r}")

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
 from models.heads import save_heads
 from models.sizes import Size
-from trainer.evaluation.encoding.encode import encode, encoder_forward
+from trainer.evaluation.encoding.encode import encoding_of
 
 LADDER = ((1, 8), (2, 12), (4, 32))
 CONFIGS = {
@@ -69,16 +69,8 @@ def our_vectors(
     model: Path, texts: list[str], sizes: list[Size], prompt: str = "", *, max_length: int = 48
 ) -> dict[Size, np.ndarray]:
     """What our own encoder gives, size -> [n, dim]."""
-    encoder = load_encoder(model).eval()
+    encoder = load_encoder(model)
     settings = EmbeddingSettings.load(model)
     assert settings is not None
-    return encode(
-        encoder_forward(encoder, sizes),
-        AutoTokenizer.from_pretrained(model),
-        texts,
-        sizes,
-        similarity=settings.similarity,
-        max_length=max_length,
-        prompt=prompt,
-        device="cpu",
-    )
+    encode = encoding_of(encoder, AutoTokenizer.from_pretrained(model), sizes, device="cpu")
+    return encode(texts, similarity=settings.similarity, max_length=max_length, prompt=prompt)

@@ -174,14 +174,14 @@ def numbers(kind: str, here: list[bool]) -> Iterator[None]:
 
 @contextmanager
 def saving(kind: str) -> Iterator[None]:
-    write = checkpoint.write_pieces
+    write = checkpoint.write_fragments
 
     def interrupted(*args: Any) -> Any:
         if kind == "signal in a save":
             os.kill(os.getpid(), signal.SIGTERM)
         return write(*args)
 
-    with patch(checkpoint, "write_pieces", interrupted):
+    with patch(checkpoint, "write_fragments", interrupted):
         yield
 
 

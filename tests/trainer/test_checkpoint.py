@@ -36,7 +36,7 @@ from tests.trainer.support import float32_ds_config, recipe_values
 from trainer import checkpoint
 from trainer.checkpoint import Checkpointer, Saves
 from trainer.distributed import Refused, World
-from trainer.engine import MASTER, MOMENTS, Piece
+from trainer.engine import MASTER, MOMENTS, Fragment
 from trainer.loop import RunState, TrainState
 from trainer.resilience.anomalies import Health
 
@@ -61,21 +61,21 @@ class Held:
     def optimizer_steps(self) -> int:
         return self.steps
 
-    def pieces_to_save(self) -> list[Piece]:
+    def fragments_to_save(self) -> list[Fragment]:
         rank, size = self.world.rank, self.world.size
-        pieces = [
-            Piece(kind, name, len(values) * rank // size, len(values) * (rank + 1) // size)
+        fragments = [
+            Fragment(kind, name, len(values) * rank // size, len(values) * (rank + 1) // size)
             for (kind, name), values in self.values.items()
         ]
-        return [piece for piece in pieces if self.steps or piece.kind == MASTER]
+        return [fragment for fragment in fragments if self.steps or fragment.kind == MASTER]
 
-    def read(self, piece: Piece) -> Tensor:
-        return self.values[piece.kind, piece.name][piece.start : piece.stop]
+    def read(self, fragment: Fragment) -> Tensor:
+        return self.values[fragment.kind, fragment.name][fragment.start : fragment.stop]
 
-    def load(self, read: Callable[[Piece], Tensor], *, optimizer_steps: int) -> None:
+    def load(self, read: Callable[[Fragment], Tensor], *, optimizer_steps: int) -> None:
         self.steps = optimizer_steps
-        for piece in self.pieces_to_save():
-            self.values[piece.kind, piece.name][piece.start : piece.stop] = read(piece)
+        for fragment in self.fragments_to_save():
+            self.values[fragment.kind, fragment.name][fragment.start : fragment.stop] = read(fragment)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def saved(tmp_path: Path) -> Checkpointer:
 
 
 def write(path: Path, held: Held) -> dict[str, Any]:
-    return checkpoint.write_pieces(path, held.pieces_to_save(), held.read)
+    return checkpoint.write_fragments(path, held.fragments_to_save(), held.read)
 
 
 def written_by(ranks: Iterable[int], folder: Path, *, size: int) -> Checkpointer:
@@ -153,8 +153,8 @@ def test_any_ranks_read_what_any_ranks_wrote(ranks: int, readers: int, tmp_path:
     for rank in range(readers):
         held = Held(0.5, rank=rank, size=readers)
         assert written.load_newest(held) == {"step": 1}
-        for piece in held.pieces_to_save():
-            assert torch.equal(held.read(piece), whole.read(piece))
+        for fragment in held.fragments_to_save():
+            assert torch.equal(held.read(fragment), whole.read(fragment))
 
 
 def test_a_piece_of_another_rank_that_is_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -517,14 +517,14 @@ def test_nothing_is_read_by_unrestricted_pickle() -> None:
 def test_a_save_that_fails_leaves_what_was_there(
     number: int, saved: Checkpointer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At the first read of a piece and in the middle of the file; the next save makes good."""
+    """At the first read of a fragment and in the middle of the file; the next save makes good."""
     reads = iter(range(100))
 
     class Failing(Held):
-        def read(self, piece: Piece) -> Tensor:
+        def read(self, fragment: Fragment) -> Tensor:
             if next(reads) == number:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return super().read(piece)
+            return super().read(fragment)
 
     assert saved.save(Failing(3), {"step": 3}) is None
     assert "No space left" in caplog.text and "step_00000003" in caplog.text
@@ -543,13 +543,13 @@ def test_an_unwritable_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 def test_training_goes_on_while_a_copy_is_written(saved: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is saved is what was there at the start; until it is committed, the one before it is the newest."""
-    go_on, write_pieces = threading.Event(), checkpoint.write_pieces
+    go_on, write_fragments = threading.Event(), checkpoint.write_fragments
 
     def slow(*args: Any) -> dict[str, Any]:
         assert go_on.wait(60)
-        return write_pieces(*args)
+        return write_fragments(*args)
 
-    monkeypatch.setattr(checkpoint, "write_pieces", slow)
+    monkeypatch.setattr(checkpoint, "write_fragments", slow)
     reported: list[int] = []
     held, state = Held(3), {"step": 3}
     saves = Saves(
@@ -593,7 +593,7 @@ def test_a_thread_that_cannot_write(saved: Checkpointer, monkeypatch: pytest.Mon
 
     held = Held(3)
     with monkeypatch.context() as context:
-        context.setattr(checkpoint, "write_pieces", full)
+        context.setattr(checkpoint, "write_fragments", full)
         pending = saved.begin(held, {"step": 3}, overlap=True)
         assert saved.finish(pending) is None
     assert names(saved) == ["latest", "step_00000001", "step_00000002"]

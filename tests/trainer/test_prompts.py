@@ -15,7 +15,8 @@ from data.shards.writer import SplitWriter, finish_folder
 from models.sizes import Size
 from tests.trainer.support import recipe_of, recipe_values
 from trainer.build import open_shards, open_stream
-from trainer.evaluation.encoding.encode import encode
+from trainer.distributed import World
+from trainer.evaluation.encoding.encode import Embedder, encode
 from trainer.exporting.model_folder import embedding_settings
 
 QUERY_LENGTH, PASSAGE_LENGTH = 14, 24
@@ -62,9 +63,9 @@ def as_evaluation_reads(tokenizer: Any, prompts: list[str], texts: list[str], ma
         found.extend(input_ids.tolist())
         return (torch.zeros(len(input_ids), 1),)
 
-    options = {"similarity": "dot", "max_length": max_length, "device": "cpu"}
+    embedder = Embedder(forward, tokenizer, [Size(1, 1)], World.alone())
     for prompt, text in zip(prompts, texts, strict=True):
-        encode(forward, tokenizer, [text], [Size(1, 1)], prompt=prompt, **options)
+        encode(embedder, [text], similarity="dot", max_length=max_length, prompt=prompt)
     return found
 
 

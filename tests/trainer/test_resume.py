@@ -117,18 +117,19 @@ def runs(request: pytest.FixtureRequest, launched: dict[str, Path]) -> dict[str,
 
 
 def trained(run: Path) -> dict[str, torch.Tensor]:
-    """The float32 parameters in a run's last checkpoint, put together from the pieces of its ranks."""
-    pieces: dict[str, dict[int, torch.Tensor]] = {}
+    """The float32 parameters in a run's last checkpoint, put together from the fragments of its ranks."""
+    fragments: dict[str, dict[int, torch.Tensor]] = {}
     folder = run / "checkpoints" / "step_00000006"
     for file in sorted(folder.glob("*.safetensors")):
         for key, values in load_file(file).items():
             kind, start, name = key.split("/", 2)
             if kind == "master":
-                pieces.setdefault(name, {})[int(start)] = values
+                fragments.setdefault(name, {})[int(start)] = values
     shapes = json.loads((folder / "manifest.json").read_text())["parameters"]
-    assert pieces.keys() == shapes.keys()
+    assert fragments.keys() == shapes.keys()
     return {
-        name: torch.cat([parts[start] for start in sorted(parts)]).view(shapes[name]) for name, parts in pieces.items()
+        name: torch.cat([parts[start] for start in sorted(parts)]).view(shapes[name])
+        for name, parts in fragments.items()
     }
 
 

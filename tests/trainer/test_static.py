@@ -25,7 +25,8 @@ from tests.run_folder import lines_of
 from tests.trainer.support import float32_ds_config, recipe_of, recipe_values
 from trainer import static_init
 from trainer.build import build_model, open_shards
-from trainer.evaluation.encoding.encode import encode, encoder_forward
+from trainer.distributed import World
+from trainer.evaluation.encoding.encode import Embedder, encode, encoder_forward
 from trainer.evaluation.tasks.sts import cosine_of_pairs, read_sts, score_sts
 from trainer.exporting.sizes import export_sizes
 from trainer.static_init import principal_components, sif_weights
@@ -167,8 +168,8 @@ def vectors_of(
         return encoder(input_ids, attention_mask, sizes)
 
     forward = encoder_forward(encoder, sizes) if flat else padded
-    shared = {"similarity": "cosine", "max_length": max_length, "device": "cpu"}
-    return encode(forward, load_tokenizer(folder), texts, sizes, flat=flat, **shared)
+    embedder = Embedder(forward, load_tokenizer(folder), sizes, World.alone(), flat=flat)
+    return encode(embedder, texts, similarity="cosine", max_length=max_length)
 
 
 def test_flat_encoding_equals_padded(folder: Path, docstrings: list[str]) -> None:

@@ -82,7 +82,7 @@ def parse_toml(path: Path, what: str, *, hint: str) -> dict[str, Any]:
         raise ConfigError(f"{what} {path} is not valid TOML ({error}); fix that line") from None
 
 
-def parse_json(path: Path, what: str, *, hint: str) -> dict[str, Any]:
+def read_json_object(path: Path, what: str, *, hint: str) -> dict[str, Any]:
     """A JSON file's object. For errors: `what` names the kind of file, and `hint` says how to get a right one."""
     text = _text_of(path, what, hint=hint)
     try:

@@ -5,32 +5,36 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple
 
-from data.ground.options import LARGEST_SEED, count
+from data.ground.options import LARGEST_SEED, SubParsers, count
 from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS
 from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
 from trainer.evaluation.tasks.retrieval import DEFAULT_PASSAGES_PER_BLOCK, DEFAULT_TOP_K
 
-Command = Callable[[argparse.Namespace], int]
-SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+class Command(NamedTuple):
+    """A command: what runs it, and what adds its parser under its name."""
+
+    run: Callable[[argparse.Namespace], int]
+    add_parser: Callable[[SubParsers, str], argparse.ArgumentParser]
 
 
 def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
-    """The parser of all commands. `commands`: a command's name -> the function that runs it."""
+    """The parser of all commands. `commands`: by their names, in the order in which --help shows them."""
     parser = argparse.ArgumentParser(prog="python -m trainer.evaluate", description="Evaluate embeddings and rankings.")
     added = parser.add_subparsers(required=True, metavar=f"{{{','.join(commands)}}}")
 
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
 
-    for name, add_options in _COMMANDS.items():
-        add_options(added).set_defaults(command=commands[name])
+    for name, command in commands.items():
+        command.add_parser(added, name).set_defaults(command=command.run)
     return parser
 
 
-def _sizes(added: SubParsers) -> argparse.ArgumentParser:
+def add_sizes(added: SubParsers, name: str) -> argparse.ArgumentParser:
     parser = added.add_parser(
-        "sizes",
+        name,
         help="score a model at many sizes, all from one pass over the texts",
         description="Score a model at many sizes, all from one pass over the texts, and print a table per task.",
     )
@@ -85,9 +89,9 @@ def _sizes(added: SubParsers) -> argparse.ArgumentParser:
     return parser
 
 
-def _score(added: SubParsers) -> argparse.ArgumentParser:
+def add_score(added: SubParsers, name: str) -> argparse.ArgumentParser:
     parser = added.add_parser(
-        "score",
+        name,
         help="score a run file under trec_eval's names",
         description="Score a TREC run file; the numbers are trec_eval's.",
     )
@@ -109,9 +113,9 @@ def _score(added: SubParsers) -> argparse.ArgumentParser:
     return parser
 
 
-def _compare(added: SubParsers) -> argparse.ArgumentParser:
+def add_compare(added: SubParsers, name: str) -> argparse.ArgumentParser:
     parser = added.add_parser(
-        "compare",
+        name,
         help="test evaluations against another, size by size",
         description="Test the trained models of some `sizes` outputs against another's, size by size: paired t-test "
         "over queries, Fisher's z for STS. Marks: † significantly better, ‡ significantly worse (p < 0.05).",
@@ -123,9 +127,9 @@ def _compare(added: SubParsers) -> argparse.ArgumentParser:
     return parser
 
 
-def _latency(added: SubParsers) -> argparse.ArgumentParser:
+def add_latency(added: SubParsers, name: str) -> argparse.ArgumentParser:
     parser = added.add_parser(
-        "latency",
+        name,
         help="milliseconds a query, parameters and index bytes of each size",
         description="Time the encoding of one query at a time, with the encoder cut to each size's layers.",
     )
@@ -139,9 +143,9 @@ def _latency(added: SubParsers) -> argparse.ArgumentParser:
     return parser
 
 
-def _rerank(added: SubParsers) -> argparse.ArgumentParser:
+def add_rerank(added: SubParsers, name: str) -> argparse.ArgumentParser:
     parser = added.add_parser(
-        "rerank",
+        name,
         help="search with a small size, rerank with a large: quality, latency, memory",
         description="Search with a small size and rerank the best documents with a large one, against each size "
         "searching alone: quality with significance against the large one alone, milliseconds a query, memory.",
@@ -159,9 +163,9 @@ def _rerank(added: SubParsers) -> argparse.ArgumentParser:
     return parser
 
 
-def _quantised(added: SubParsers) -> argparse.ArgumentParser:
+def add_quantised(added: SubParsers, name: str) -> argparse.ArgumentParser:
     parser = added.add_parser(
-        "quantised",
+        name,
         help="what int8 and binary embeddings lose, size by size",
         description="Score every size in float32, int8 and one bit a dimension, with significance against float32; a "
         "static model with an int8 token table too.",
@@ -175,9 +179,9 @@ def _quantised(added: SubParsers) -> argparse.ArgumentParser:
     return parser
 
 
-def _transfer(added: SubParsers) -> argparse.ArgumentParser:
+def add_transfer(added: SubParsers, name: str) -> argparse.ArgumentParser:
     parser = added.add_parser(
-        "transfer",
+        name,
         help="SentEval's classification tasks on frozen embeddings, at every size",
         description="Logistic regression on frozen embeddings: SentEval's transfer tasks, from its own files.",
     )
@@ -196,9 +200,9 @@ def _transfer(added: SubParsers) -> argparse.ArgumentParser:
     return parser
 
 
-def _mteb(added: SubParsers) -> argparse.ArgumentParser:
+def add_mteb(added: SubParsers, name: str) -> argparse.ArgumentParser:
     parser = added.add_parser(
-        "mteb",
+        name,
         help="any task of the package mteb, NanoBEIR's among them (needs it, and its data sets)",
         description="Run tasks of the package mteb with the model at some sizes and print each task's main score.",
     )
@@ -209,18 +213,6 @@ def _mteb(added: SubParsers) -> argparse.ArgumentParser:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the scores to this file")
     return parser
-
-
-_COMMANDS = {
-    "sizes": _sizes,
-    "score": _score,
-    "compare": _compare,
-    "latency": _latency,
-    "rerank": _rerank,
-    "quantised": _quantised,
-    "transfer": _transfer,
-    "mteb": _mteb,
-}
 
 
 def _task_options(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from models.encoder import EmbeddingSettings, Encoder
 from trainer.config.schema import Recipe
 from trainer.distributed import World
 from trainer.engine import Engine
+from trainer.evaluation.encoding.encode import Embedder
 from trainer.evaluation.run import evaluate_tasks
 from trainer.evaluation.tasks.retrieval import RetrievalData, load_beir
 from trainer.evaluation.tasks.sts import STSTask, read_sts
@@ -56,17 +57,7 @@ class Evaluator:
             return engine(input_ids, mask_or_offsets, sizes=sizes)
 
         engine.train(False)
-        records = evaluate_tasks(
-            forward,
-            tokenizer,
-            sizes,
-            self.settings,
-            sts=self.sts,
-            retrieval=self.retrieval,
-            device=world.device,
-            flat=static,
-            rank=world.rank,
-            world_size=world.size,
-        )
+        embedder = Embedder(forward, tokenizer, sizes, world, flat=static)
+        records = evaluate_tasks(embedder, sizes, self.settings, sts=self.sts, retrieval=self.retrieval)
         engine.train(True)
         return {f"{r.task}/{r.metric}/{r.size}": r.value for r in records if r.metric in _SHOWN}

@@ -29,7 +29,7 @@ from models.encoder import EmbeddingSettings, Encoder
 from models.sizes import Size
 from trainer.distributed import World, gather_objects, join
 from trainer.evaluation.encoding.across import Searched, across_depths, encoded_sizes
-from trainer.evaluation.encoding.encode import encode, encoder_forward
+from trainer.evaluation.encoding.encode import Embedder, encode, encoder_forward
 from trainer.evaluation.results.comparison import across_verdicts, check_same_items, verdicts_of
 from trainer.evaluation.results.output import output_folder, results_content, write_json, write_text
 from trainer.evaluation.results.parts import PARTS_FOLDER, Parts, Results
@@ -43,7 +43,7 @@ from trainer.evaluation.results.report import (
     plot_records,
     results_markdown,
 )
-from trainer.evaluation.run import evaluate_tasks, known_metrics
+from trainer.evaluation.run import Outputs, evaluate_tasks, known_metrics
 from trainer.evaluation.search.vectors import VectorStore, open_store, read_store, texts_digest, weights_digest, widest
 from trainer.evaluation.subject import choose_device, load_subject, untrained_encoder
 from trainer.evaluation.tasks.corpus import Progress, counted, encoded_blocks, merge_keys, stored_blocks, watched
@@ -52,6 +52,7 @@ from trainer.evaluation.tasks.retrieval import (
     Block,
     RetrievalData,
     Run,
+    SearchOptions,
     bm25_run,
     check_run_names,
     load_beir,
@@ -112,6 +113,20 @@ def evaluate_sizes(args: argparse.Namespace) -> int:
             goes_on = f"; the same command goes on with what {kept} kept" if kept else ""
             raise Stopped(f"stopped ({stopped}){goes_on}") from None
 
+    _report(args, sizes, settings, finished, against, output)
+    parts.remove()
+    return 0
+
+
+def _report(
+    args: argparse.Namespace,
+    sizes: Sequence[Size],
+    settings: EmbeddingSettings,
+    finished: Sequence[Results],
+    against: RawResults | None,
+    output: Path | None,
+) -> None:
+    """Print the tables of all results, with their significance, and write what --json and --output ask for."""
     found = [record for of_part, _ in finished for record in of_part]
     records = [record for record in found if not record.document_layers]
     across = [record for record in found if record.document_layers]
@@ -136,8 +151,6 @@ def evaluate_sizes(args: argparse.Namespace) -> int:
         plot_grids(grids, output / "figures")
         write_raw(raw, output / RAW_FILE)
         write_json(output / "results.json", content)
-        parts.remove()
-    return 0
 
 
 @dataclass(frozen=True)
@@ -161,29 +174,20 @@ class _Subject:
         self, sts: Sequence[STSTask], beir: Sequence[RetrievalData], parts: Parts, output: Path | None
     ) -> list[Results]:
         """The results, one entry per task in the order given. Every rank must call it; only rank 0 gets them."""
-        args, world, flat = self.args, self.world, self.model.is_static
-        forward = encoder_forward(self.model, self.sizes, dtype=getattr(torch, args.dtype))
-        # A single process may stop in any pass. Among ranks, a rank must not leave a pass that all of them make.
-        forward = watched(forward, self.wanted) if world.size == 1 else forward
+        world = self.world
         run = partial(
             evaluate_tasks,
-            forward,
-            self.tokenizer,
+            self._embedder,
             self.searched,
             self.settings,
-            device=world.device,
-            flat=flat,
-            method=self.method,
-            top_k=args.top_k,
-            batch_tokens=args.batch_tokens,
+            search=SearchOptions(
+                self.args.top_k,
+                self.args.ignore_identical_ids,
+                merge=partial(merge_keys, world=world) if world.size > 1 else None,
+            ),
             blocks_of=self._blocks_of,
-            merge=partial(merge_keys, world=world) if world.size > 1 else None,
-            ignore_identical_ids=args.ignore_identical_ids,
-            rank=world.rank,
-            world_size=world.size,
-            progress=sys.stderr.isatty(),
-            on_run=_run_writer(output, self.method) if args.save_runs and output else None,
         )
+        outputs = Outputs(self.method, _run_writer(output, self.method) if self.args.save_runs and output else None)
         tasks: list[STSTask | RetrievalData] = [*sts, *beir]
         keys = {task.name: self._decided_by(task) for task in tasks} if parts.folder else {}
         found = {name: parts.load(self.method, name, key) for name, key in keys.items()}
@@ -197,37 +201,58 @@ class _Subject:
         # The pairs of all STS files are encoded in one pass, because they are few.
         if pairs := [task for task in sts if task.name not in done]:
             raw = RawResults()
-            records = run(sts=pairs, raw=raw)
+            records = run(sts=pairs, outputs=dataclasses.replace(outputs, raw=raw))
             for task in pairs:
                 keep(task.name, [record for record in records if record.task == task.name], raw.of_task(task.name))
         for data in beir:
             if data.name not in done:
                 raw = RawResults()
-                keep(data.name, run(retrieval=[data], raw=raw), raw)
+                keep(data.name, run(retrieval=[data], outputs=dataclasses.replace(outputs, raw=raw)), raw)
         return [results[task.name] for task in tasks] if world.is_main else []
+
+    @property
+    def _embedder(self) -> Embedder:
+        """The model at all sizes, on all ranks together."""
+        forward = encoder_forward(self.model, self.sizes, dtype=getattr(torch, self.args.dtype))
+        # A single process may stop in any pass. Among ranks, a rank must not leave a pass that all of them make.
+        forward = watched(forward, self.wanted) if self.world.size == 1 else forward
+        return Embedder(
+            forward,
+            self.tokenizer,
+            self.sizes,
+            self.world,
+            flat=self.model.is_static,
+            batch_tokens=self.args.batch_tokens,
+            progress=sys.stderr.isatty(),
+        )
+
+    def _embedder_of_blocks(self, sizes: Sequence[Size], progress: Progress) -> Embedder:
+        """The model at `sizes`, on this rank alone."""
+        flat = self.model.is_static
+        forward = encoder_forward(self.model, sizes, dtype=getattr(torch, self.args.dtype))
+        return Embedder(
+            counted(watched(forward, self.wanted), progress, flat=flat),
+            self.tokenizer,
+            sizes,
+            World.alone(self.world.device),
+            flat=flat,
+            batch_tokens=self.args.batch_tokens,
+        )
 
     def _blocks_of(self, data: RetrievalData) -> Iterable[Block]:
         args, settings, world = self.args, self.settings, self.world
-        flat = self.model.is_static
         share = max(1, -(-len(data.documents) // world.size))
         rows = min(args.passages_per_block, share)
         store = None
         if args.vectors:
             store = self._store(data, rows_per_block=min(rows, _STORED_ROWS_PER_BLOCK))
-        whole = store.sizes if store else widest(self.sizes)
         progress = Progress(data.name, shown=world.is_main)
-        forward = encoder_forward(self.model, whole, dtype=getattr(torch, args.dtype))
         encode_whole = partial(
             encode,
-            counted(watched(forward, self.wanted), progress, flat=flat),
-            self.tokenizer,
-            sizes=whole,
+            self._embedder_of_blocks(store.sizes if store else widest(self.sizes), progress),
             similarity="dot",  # vectors are normalised after the cut
             max_length=settings.passage_max_length,
             prompt=settings.passage_prompt,
-            device=world.device,
-            flat=flat,
-            batch_tokens=args.batch_tokens,
         )
         if store:
             return stored_blocks(

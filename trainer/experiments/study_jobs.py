@@ -86,12 +86,12 @@ def finished_steps(run: Run) -> int:
 
 def is_evaluated(study: Study, result: Result) -> bool:
     """Whether the raw results exist, and come from this model and from the command that would be run now."""
-    receipt = receipt_of(result)
+    marker = marker_of(result)
     if result.run is not None and not is_done(result.run):
         return False
-    if not has_results(result) or not receipt.is_file():
+    if not has_results(result) or not marker.is_file():
         return False
-    return read_json(receipt, hint="remove it; what it is of is then made again") == receipt_content(study, result)
+    return read_json(marker, hint="remove it; what it is of is then made again") == marker_content(study, result)
 
 
 def evaluation_command(study: Study, result: Result) -> list[str]:
@@ -128,24 +128,25 @@ def _training(study: Study, run: Run, work: Work, *, needs: frozenset[str]) -> J
 
 
 def _evaluation(study: Study, result: Result) -> Job:
-    def write_receipt() -> None:
-        write_atomically(receipt_of(result), json.dumps(receipt_content(study, result), indent=1) + "\n")
+    def write_marker() -> None:
+        write_atomically(marker_of(result), json.dumps(marker_content(study, result), indent=1) + "\n")
 
     return Job(
         f"evaluate {result.name}",
         f"evaluate {'grid' if study.grid and ',' in result.sizes else 'sizes'}",
         lambda: evaluation_command(study, result),
         frozenset() if result.run is None else frozenset({result.run.name}),
-        before=lambda: receipt_of(result).unlink(missing_ok=True),
-        after=write_receipt,
+        before=lambda: marker_of(result).unlink(missing_ok=True),
+        after=write_marker,
     )
 
 
-def receipt_of(result: Result) -> Path:
+def marker_of(result: Result) -> Path:
+    """The completion marker of an evaluation. Studies of earlier versions have markers of this name, too."""
     return result.folder.with_name(f"{result.folder.name}.receipt.json")
 
 
-def receipt_content(study: Study, result: Result) -> dict[str, object]:
+def marker_content(study: Study, result: Result) -> dict[str, object]:
     """The completion marker's content: the command, and a digest of the weights in the model's folder or below it.
 
     For a hub name the digest covers no weights.

@@ -19,7 +19,7 @@ from data.ground.files import reading
 from data.ground.records import Record, parse_record, read_record
 from data.ground.secrets import without_secrets
 from models.sizes import Size
-from trainer.config.load import as_toml, build_recipe, parse_json, read_toml
+from trainer.config.load import as_toml, build_recipe, read_json_object, read_toml
 from trainer.evaluation.results.report import METRIC_LABELS, markdown_table
 
 log = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ def _data(folder: str) -> str:
     manifest = Path(folder) / "manifest.json"
     if "://" in folder or not manifest.is_file():
         return f"{without_secrets(folder)} (not on this machine)"
-    totals = parse_json(manifest, "file", hint="make the shards again").get("totals", {})
+    totals = read_json_object(manifest, "file", hint="make the shards again").get("totals", {})
     counts = [f"{totals[key]:,} {key}" for key in ("samples", "tokens") if isinstance(totals.get(key), int)]
     return f"{folder}" + (f" ({', '.join(counts)})" if counts else "")
 

@@ -31,9 +31,9 @@ from trainer.exporting.folders import (
     write_size,
     write_static,
 )
+from trainer.exporting.manifest import check_output, write_manifest
 from trainer.exporting.model_card import LIMITS, Results, base_model_of, results_section, training_section
 from trainer.exporting.onnx_files import PRECISIONS, Check, check_onnx, write_onnx
-from trainer.exporting.receipt import check_output, write_receipt
 
 log = logging.getLogger(__name__)
 ENCODER_FOLDER = "encoder"
@@ -157,7 +157,7 @@ def export_sizes(
                 for folder, of_folder in checks.items()
                 if of_folder
             }
-        write_receipt(partial, content)
+        write_manifest(partial, content)
     names = [*chosen, *(pair.name for pair in pairs)]
     log.info("exported %s to %s", ", ".join(names), output)
     return {name: output / name for name in names}

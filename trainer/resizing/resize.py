@@ -20,9 +20,10 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from data import prepare
+from data.corpora.options import SourceOptions
 from data.corpora.plan import plan_documents, plan_tuples
 from data.corpora.read import read_split
-from data.corpora.splits import Document, InputSplit
+from data.corpora.splits import Document, DocumentLayout, InputSplit
 from data.ground.errors import ConfigError
 from data.ground.files import read_text, write_atomically
 from data.ground.records import read_record
@@ -33,11 +34,11 @@ from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from trainer.config.load import load_recipe
 from trainer.distributed import gather_objects, join
 from trainer.evaluation.encoding.across import Searched, SizePair, encoded_sizes
-from trainer.evaluation.encoding.encode import encoder_forward, encoding_of
+from trainer.evaluation.encoding.encode import embedder_of, encoding_of
 from trainer.evaluation.latency import measure_costs
 from trainer.evaluation.results.output import results_content, write_json
 from trainer.evaluation.results.report import HEADLINE_METRICS, Record
-from trainer.evaluation.run import evaluate_tasks
+from trainer.evaluation.run import Outputs, evaluate_tasks
 from trainer.evaluation.subject import choose_device, load_model
 from trainer.evaluation.tasks.retrieval import RetrievalData, load_beir
 from trainer.evaluation.tasks.sts import STSTask, read_sts
@@ -97,14 +98,8 @@ class Resize:
         return self._plan(skip=len(self.held_out), limit=self.limit)
 
     def _plan(self, *, skip: int = 0, limit: int | None = None) -> list[InputSplit]:
-        return plan_documents(
-            self.texts,
-            text_column=self.text_column,
-            text_split=self.text_split,
-            skip_empty=True,
-            skip=skip,
-            limit=limit,
-        )
+        layout = DocumentLayout(self.text_column, self.text_split)
+        return plan_documents(self.texts, layout, SourceOptions(limit, skip_empty=True), skip=skip)
 
 
 def propose_ladder(num_layers: int, width: int) -> Ladder:
@@ -147,7 +142,8 @@ def resize(asked: Resize, *, prepare_only: bool = False) -> str:
     stages = [(TRAINING, asked.units)]
     with tempfile.TemporaryDirectory() as scratch:
         if asked.pairs:
-            stages.append((PAIR_TRAINING, plan_tuples(asked.pairs, scratch=Path(scratch), skip_empty=True)))
+            source = SourceOptions(skip_empty=True)
+            stages.append((PAIR_TRAINING, plan_tuples(asked.pairs, source=source, scratch=Path(scratch))))
         for name, units in stages:
             recipe = load_recipe(asked.output / f"{name}.toml", asked.overrides if name == TRAINING else ())
             if (asked.output / name / "DONE").exists():
@@ -424,16 +420,8 @@ def _evaluate(folder: Path, sts: Sequence[STSTask], beir: Sequence[RetrievalData
     encoder, tokenizer, settings = _load(folder)
     sizes = list(settings.sizes)
     searched: list[Searched] = [*sizes, *(SizePair(size, Size(sizes[-1].layers, size.dim)) for size in sizes[:-1])]
-    return evaluate_tasks(
-        encoder_forward(encoder.to(_device()).eval(), encoded_sizes(searched)),
-        tokenizer,
-        searched,
-        settings,
-        sts=sts,
-        retrieval=beir,
-        device=_device(),
-        method="trained",
-    )
+    embedder = embedder_of(encoder, tokenizer, encoded_sizes(searched), device=_device())
+    return evaluate_tasks(embedder, searched, settings, sts=sts, retrieval=beir, outputs=Outputs("trained"))
 
 
 def _write_results(asked: Resize, model: Path, records: Sequence[Record]) -> None:

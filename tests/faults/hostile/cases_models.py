@@ -476,7 +476,7 @@ def export_twice(assets: Assets, folder: Path) -> Command:
     return command
 
 
-def receipt(change: Callable[[Any], Any]) -> Damage:
+def manifest(change: Callable[[Any], Any]) -> Damage:
     return lambda folder: change_json(folder / "export" / "export.json", change)
 
 
@@ -487,11 +487,11 @@ def receipt(change: Callable[[Any], Any]) -> Damage:
         row("a-changed-card", lambda folder: write(folder / "export" / "1x16" / "README.md", "mine")),
         row("a-link-inside", lambda folder: (folder / "export" / "1x16" / "mine").symlink_to("/etc")),
         row("a-folder-inside", lambda folder: write(folder / "export" / "2x32" / "notes" / "a.txt", "mine")),
-        row("a-receipt-of-before", receipt(lambda value: value.pop("files") and None)),
-        row("a-receipt-of-later", receipt(lambda value: value.update(format=2))),
-        row("a-receipt-that-is-deep", lambda folder: write(folder / "export" / "export.json", DEEP)),
-        row("a-receipt-that-is-cut", lambda folder: write(folder / "export" / "export.json", "{")),
-        row("no-receipt", lambda folder: (folder / "export" / "export.json").unlink()),
+        row("a-manifest-of-before", manifest(lambda value: value.pop("files") and None)),
+        row("a-manifest-of-later", manifest(lambda value: value.update(format=2))),
+        row("a-manifest-that-is-deep", lambda folder: write(folder / "export" / "export.json", DEEP)),
+        row("a-manifest-that-is-cut", lambda folder: write(folder / "export" / "export.json", "{")),
+        row("no-manifest", lambda folder: (folder / "export" / "export.json").unlink()),
     ],
     refused("export"),
     cause=24,

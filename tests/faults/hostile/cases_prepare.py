@@ -758,9 +758,9 @@ def _two_files(folder: Path, assets: Assets, *, output: str = "out") -> Command:
     [
         row("a-shard", lambda out: (out / "shard-00001-000.tar").unlink(), quick=True),
         row("half-of-a-shard", lambda out: os.truncate(out / "shard-00001-000.tar", 5000)),
-        row("a-receipt", lambda out: (out / "units" / "00001.json").unlink()),
-        row("half-of-a-receipt", lambda out: os.truncate(out / "units" / "00001.json", 99)),
-        row("a-deep-receipt", lambda out: write(out / "units" / "00001.json", deep()), cause=25),
+        row("a-marker", lambda out: (out / "units" / "00001.json").unlink()),
+        row("half-of-a-marker", lambda out: os.truncate(out / "units" / "00001.json", 99)),
+        row("a-deep-marker", lambda out: write(out / "units" / "00001.json", deep()), cause=25),
         row("the-manifest", lambda out: (out / "manifest.json").unlink()),
         row("half-of-the-manifest", lambda out: os.truncate(out / "manifest.json", 99)),
         row("the-tokenizer", lambda out: shutil.rmtree(out / "tokenizer")),

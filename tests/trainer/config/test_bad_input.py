@@ -91,7 +91,7 @@ def changed(values: Values, key: str, value: Any) -> Values:
     return {**values, section: {**values.get(section, {}), name: value}}
 
 
-RECIPE_MISTAKES = [
+RECIPE_ERRORS = [
     # key, value, what the sentence must name
     ("optim.learning_rate", 1e-3, ["optim.learning_rate", "lr"]),
     ("optimizer.lr", 1e-3, ["[optimizer]", "optim"]),
@@ -184,9 +184,9 @@ RECIPE_MISTAKES = [
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "named"), RECIPE_MISTAKES, ids=[f"{key}={value}"[:50] for key, value, _ in RECIPE_MISTAKES]
+    ("key", "value", "named"), RECIPE_ERRORS, ids=[f"{key}={value}"[:50] for key, value, _ in RECIPE_ERRORS]
 )
-def test_a_mistake_in_a_recipe(
+def test_an_error_in_a_recipe(
     key: str, value: Any, named: list[str], values: Values, refusal: Callable[..., str]
 ) -> None:
     sentence = refusal(changed(values, key, value))
@@ -272,7 +272,7 @@ def test_recipe_files(values: Values, refusal: Callable[..., str], tmp_path: Pat
         ("--model.ladder=[[3,48],[1,16]]", "model.ladder"),
     ],
 )
-def test_a_mistake_on_the_command_line(argument: str, named: str, values: Values, refusal: Callable[..., str]) -> None:
+def test_an_error_on_the_command_line(argument: str, named: str, values: Values, refusal: Callable[..., str]) -> None:
     assert named in refusal(values, argument)
 
 

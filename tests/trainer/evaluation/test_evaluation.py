@@ -21,7 +21,15 @@ from models.encoder import EmbeddingSettings, Encoder, build_masked_lm, load_enc
 from models.sizes import ModelError, Size
 from tests.beir import write_beir
 from trainer import evaluate
-from trainer.evaluation.encoding.encode import encode, encoder_forward, token_batches
+from trainer.distributed import World
+from trainer.evaluation.encoding.encode import (
+    Embedder,
+    embedder_of,
+    encode,
+    encoder_forward,
+    encoding_of,
+    token_batches,
+)
 from trainer.evaluation.results.report import (
     Record,
     flat,
@@ -35,6 +43,7 @@ from trainer.evaluation.run import evaluate_tasks
 from trainer.evaluation.tasks.retrieval import (
     METRICS,
     RunScores,
+    SearchOptions,
     _sort_keys,
     bm25_run,
     evaluate_retrieval,
@@ -110,16 +119,8 @@ def test_vectors_are_each_texts_own(
     docstrings: list[str],
 ) -> None:
     texts = [*docstrings[:20], "word", docstrings[3], ""]  # a duplicate and an empty text among them
-    vectors = encode(
-        encoder_forward(encoder, SIZES),
-        tiny_tokenizer,
-        texts,
-        SIZES,
-        similarity=similarity,
-        max_length=32,
-        batch_tokens=batch_tokens,
-        device="cpu",
-    )
+    embedder = embedder_of(encoder, tiny_tokenizer, SIZES, device="cpu", batch_tokens=batch_tokens)
+    vectors = encode(embedder, texts, similarity=similarity, max_length=32)
     assert list(vectors) == SIZES
     for size, rows in vectors.items():
         assert rows.dtype == np.float32 and rows.shape == (len(texts), size.dim)
@@ -142,16 +143,8 @@ def test_one_pass_serves_all_sizes_within_the_token_budget(
         return forward(input_ids, attention_mask)
 
     texts = docstrings[:50]
-    encode(
-        counted,
-        tiny_tokenizer,
-        texts,
-        SIZES,
-        similarity="dot",
-        max_length=32,
-        batch_tokens=256,
-        device="cpu",
-    )
+    embedder = Embedder(counted, tiny_tokenizer, SIZES, World.alone(), batch_tokens=256)
+    encode(embedder, texts, similarity="dot", max_length=32)
     assert sum(rows for rows, _ in shapes) == len(texts)
     assert all(rows * width <= 256 for rows, width in shapes)
     assert [width for _, width in shapes] == sorted((width for _, width in shapes), reverse=True)
@@ -160,18 +153,16 @@ def test_one_pass_serves_all_sizes_within_the_token_budget(
 def test_prompt_precedes_and_counts(
     encoder: Encoder, tiny_tokenizer: PreTrainedTokenizerFast, docstrings: list[str]
 ) -> None:
-    run = partial(
-        encode, encoder_forward(encoder, SIZES), tiny_tokenizer, similarity="dot", max_length=16, device="cpu"
-    )
-    with_prompt = run(docstrings[:4], SIZES, prompt="return the ")
-    by_hand = run(["return the " + text for text in docstrings[:4]], SIZES)
-    without = run(docstrings[:4], SIZES)
+    run = partial(encoding_of(encoder, tiny_tokenizer, SIZES, device="cpu"), similarity="dot", max_length=16)
+    with_prompt = run(docstrings[:4], prompt="return the ")
+    by_hand = run(["return the " + text for text in docstrings[:4]])
+    without = run(docstrings[:4])
     for size in SIZES:
         np.testing.assert_allclose(with_prompt[size], by_hand[size], atol=1e-6)
     assert np.abs(with_prompt[SIZES[2]] - without[SIZES[2]]).max() > 1e-3
-    assert {rows.shape for rows in run([], SIZES).values()} == {(0, 8), (0, 16), (0, 32)}
+    assert {rows.shape for rows in run([]).values()} == {(0, 8), (0, 16), (0, 32)}
     with pytest.raises(ConfigError, match="similarity 'euclid'"):
-        encode(lambda a, b: (), tiny_tokenizer, ["a"], SIZES, similarity="euclid", max_length=8, device="cpu")
+        run(["a"], similarity="euclid")
 
 
 def test_token_batches_partition_the_rows() -> None:
@@ -192,11 +183,11 @@ def _encode_on_rank(rank: int, folder: str, texts: list[str], out: str) -> None:
         return forward(*tensors)
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    run = partial(encode, counted, tokenizer, similarity="cosine", max_length=32, batch_tokens=96, device="cpu")
+    embedder = Embedder(counted, tokenizer, SIZES, World(rank, rank, 2, torch.device("cpu")), batch_tokens=96)
     arrays = {}
     # Uneven shares, then a share that is empty on rank 1.
     for name, part in (("many", texts), ("one", texts[:1])):
-        vectors = run(part, SIZES, rank=rank, world_size=2)
+        vectors = encode(embedder, part, similarity="cosine", max_length=32)
         arrays |= {f"{name}_{size}": rows for size, rows in vectors.items()}
     np.savez(f"{out}/{rank}.npz", calls=np.array(len(calls)), **arrays)
     dist.barrier()
@@ -209,16 +200,8 @@ def test_two_ranks_equal_one(
 ) -> None:
     texts = docstrings[:33]
     multiprocessing.spawn(_encode_on_rank, (str(model_folder), texts, str(tmp_path)), nprocs=2)
-    alone = encode(
-        encoder_forward(encoder, SIZES),
-        tiny_tokenizer,
-        texts,
-        SIZES,
-        similarity="cosine",
-        max_length=32,
-        batch_tokens=96,
-        device="cpu",
-    )
+    embedder = embedder_of(encoder, tiny_tokenizer, SIZES, device="cpu", batch_tokens=96)
+    alone = encode(embedder, texts, similarity="cosine", max_length=32)
     ranks = [np.load(tmp_path / f"{rank}.npz") for rank in range(2)]
     assert ranks[0]["calls"] == ranks[1]["calls"]  # a ZeRO-3 engine would hang otherwise
     for size in SIZES:
@@ -472,7 +455,8 @@ def test_ties_are_broken_as_trec_eval_breaks_them(block: int) -> None:
 
     by_bytes = sorted(documents, key=str.encode, reverse=True)
     for top_k in (3, 8):
-        [(size, run)] = retrieve(same, in_blocks(same, data.documents, block), data, top_k=top_k)
+        blocks, options = in_blocks(same, data.documents, block), SearchOptions(top_k)
+        [(size, run)] = retrieve(same, blocks, data, options=options, world=World.alone())
         assert size == SIZES[0] and list(run["q"]) == by_bytes[:top_k] == ranking(run["q"])
     place = by_bytes.index("d10") + 1
     assert score_run(run, data.qrels).means["recip_rank"] == pytest.approx(1 / place)
@@ -502,13 +486,15 @@ def test_retrieval_finds_what_is_near(beir_folder: Path) -> None:
         vectors(by_query),
         in_blocks(vectors(place), data.documents, 7),
         data,
-        top_k=20,
+        options=SearchOptions(20),
+        world=World.alone(),
         on_run=lambda size, run: seen.update({size: run}),
     )
     assert scores[Size(2, 3)].means["recip_rank"] == 1 and scores[Size(1, 1)].means["recip_rank"] < 0.5
     assert scores[Size(2, 3)].num_queries == 12
     assert all(len(documents) == 20 for documents in seen[Size(2, 3)].values())
-    assert not evaluate_retrieval(vectors(by_query), in_blocks(vectors(place), data.documents, 7), data, primary=False)
+    other = World(1, 1, 2, torch.device("cpu"))
+    assert not evaluate_retrieval(vectors(by_query), in_blocks(vectors(place), data.documents, 7), data, world=other)
 
 
 def test_a_part_of_the_corpus_keeps_the_judged(beir_folder: Path) -> None:
@@ -524,11 +510,12 @@ def test_own_document_can_be_ignored() -> None:
     def encode_texts(texts: Sequence[str]) -> dict[Size, np.ndarray]:
         return {Size(1, 1): np.array([[{"a": 3.0, "b": 2.0, "c": 1.0}[text]] for text in texts], np.float32)}
 
-    def run(**options: bool) -> dict[Size, RunScores]:
-        return evaluate_retrieval(encode_texts, in_blocks(encode_texts, data.documents, 2), data, top_k=1, **options)
+    def run(options: SearchOptions) -> dict[Size, RunScores]:
+        blocks = in_blocks(encode_texts, data.documents, 2)
+        return evaluate_retrieval(encode_texts, blocks, data, options=options, world=World.alone())
 
-    assert run()[Size(1, 1)].means["recip_rank"] == 0
-    assert run(ignore_identical_ids=True)[Size(1, 1)].means["recip_rank"] == 1
+    assert run(SearchOptions(1))[Size(1, 1)].means["recip_rank"] == 0
+    assert run(SearchOptions(1, ignore_identical_ids=True))[Size(1, 1)].means["recip_rank"] == 1
 
 
 def test_damaged_collections_are_told(beir_folder: Path, tmp_path: Path) -> None:
@@ -581,15 +568,12 @@ def test_evaluate_tasks_and_reports(
     task = STSTask("pairs", tuple(rows), tuple(float(i) for i in range(8)))
     grid = [Size(n, d) for n in (1, 3) for d in (8, 32)]
     records = evaluate_tasks(
-        encoder_forward(encoder, grid),
-        tiny_tokenizer,
+        embedder_of(encoder, tiny_tokenizer, grid, device="cpu", batch_tokens=512),
         grid,
         settings,
         sts=[task],
         retrieval=[load_beir(beir_folder)],
-        device="cpu",
-        top_k=50,
-        batch_tokens=512,
+        search=SearchOptions(50),
     )
     assert {(r.task, r.kind) for r in records} == {("pairs", "sts"), ("docs", "retrieval")}
     retrieval_metrics = {r.metric for r in records if r.kind == "retrieval"}
@@ -675,7 +659,7 @@ def test_a_gpu_that_is_not_there(model_folder: Path, beir_folder: Path, capsys: 
     assert "no GPU" in capsys.readouterr().err
 
 
-def test_mistakes_exit_with_2(
+def test_user_errors_exit_with_2(
     model_folder: Path, beir_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     beir = ["--beir", str(beir_folder), "--device", "cpu"]

@@ -30,7 +30,7 @@ from tests.launcher import launch, run_process
 from tests.ranks import run_ranks
 from trainer import evaluate
 from trainer.distributed import free_port
-from trainer.evaluation.encoding.encode import encode, encoder_forward
+from trainer.evaluation.encoding.encode import encoding_of
 from trainer.evaluation.results.comparison import verdicts_of
 from trainer.evaluation.results.raw import BM25, read_raw
 from trainer.evaluation.results.significance import holm, paired_t_test
@@ -114,11 +114,11 @@ def test_a_size_is_cut_from_what_is_kept(
     grid = [Size(layers, dim) for layers in (1, 3) for dim in (8, 20)] + [Size(2, 32)]
     assert widest(grid) == [Size(1, 20), Size(2, 32), Size(3, 20)]
     texts = docstrings[:23]
-    encoder = load_encoder(model_folder).eval()
+    encoder = load_encoder(model_folder)
 
     def run(sizes: Sequence[Size], similarity: str) -> dict[Size, np.ndarray]:
-        forward = encoder_forward(encoder, sizes)
-        return encode(forward, tiny_tokenizer, texts, sizes, similarity=similarity, max_length=32, device="cpu")
+        encode = encoding_of(encoder, tiny_tokenizer, sizes, device="cpu")
+        return encode(texts, similarity=similarity, max_length=32)
 
     store = open_store(tmp_path / "s", rows=23, rows_per_block=10, sizes=grid, fingerprints=fingerprints())
     assert store.num_blocks == 3 and store.missing() == [0, 1, 2] and store.sizes == widest(grid)

@@ -16,6 +16,7 @@ from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
 from tests.beir import write_beir
 from tests.trainer.support import MODEL
+from trainer.distributed import World
 from trainer.evaluate import main
 from trainer.evaluation.quantised import (
     BINARY,
@@ -31,7 +32,7 @@ from trainer.evaluation.quantised import (
     sts_rows,
     with_int8_table,
 )
-from trainer.evaluation.tasks.retrieval import evaluate_retrieval, in_blocks, retrieval_data
+from trainer.evaluation.tasks.retrieval import SearchOptions, evaluate_retrieval, in_blocks, retrieval_data
 from trainer.evaluation.tasks.sts import STSTask
 from trainer.exporting.sizes import export_sizes
 
@@ -146,7 +147,7 @@ def test_rows_are_what_a_search_with_those_vectors_scores() -> None:
 
     def scored(encode_queries, encode_documents) -> dict[Size, float]:
         blocks = in_blocks(encode_documents, data.documents, 60)
-        found = evaluate_retrieval(encode_queries, blocks, data, top_k=50)
+        found = evaluate_retrieval(encode_queries, blocks, data, options=SearchOptions(50), world=World.alone())
         return {size: scores.means["ndcg_cut_10"] for size, scores in found.items()}
 
     def changed(change):

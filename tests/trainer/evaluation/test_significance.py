@@ -94,7 +94,7 @@ def test_holm_by_hand() -> None:
     assert holm([0.01, 0.02])[1] == 0.02 != 0.04
 
 
-def test_holm_keeps_the_chance_of_any_mistake() -> None:
+def test_holm_keeps_the_family_wise_error_rate() -> None:
     rng = np.random.default_rng(5)
     draws = rng.random((4000, 8))
     wrong = sum(min(holm(row)) < 0.05 for row in draws.tolist())

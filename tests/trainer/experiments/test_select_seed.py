@@ -125,7 +125,7 @@ def test_the_best_is_the_run_of_its_seed_alone(
         (["--ranks", "0"], "1 2", "--ranks"),
     ],
 )
-def test_mistakes_leave_nothing(
+def test_user_errors_leave_nothing(
     more: list[str], seeds: str, message: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:

@@ -214,7 +214,7 @@ def test_jobs_of_what_is_not_trained(as_it_is: Path) -> None:
     for number, result in enumerate(results):
         result.folder.mkdir(parents=True)
         (result.folder / "raw.jsonl.gz").touch()
-        assert not study_jobs.is_evaluated(study, result), "there is no receipt"
+        assert not study_jobs.is_evaluated(study, result), "there is no completion marker"
         jobs[f"evaluate {result.name}"].after()
         assert study_jobs.is_evaluated(study, result) == (number == 0), "small is not made yet"
     runs[0].folder.mkdir(parents=True)
@@ -373,7 +373,7 @@ def test_chosen_arms_bring_what_they_start_from(study_file: Path) -> None:
         ("evaluation", {"max_length": "48"}, "must be a whole number"),
     ],
 )
-def test_mistakes_in_the_file(study_file: Path, section: str, values: dict, message: str) -> None:
+def test_errors_in_the_file(study_file: Path, section: str, values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         runs_of(load_study(changed(study_file, section, **values)))
     runs_of(load_study(study_file))  # negative control
@@ -797,7 +797,7 @@ def test_time_left_is_what_the_same_kind_took(
     assert caplog.messages[0] in [f"[1/{len(jobs)}] {name}{said}" for name in beginning]
 
 
-def test_the_commands_mistakes(capfd: pytest.CaptureFixture[str]) -> None:
+def test_user_errors_of_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         run_command(lambda: command.main(["absent.toml"]))
     assert end.value.code == 2

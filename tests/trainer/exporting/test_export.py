@@ -211,8 +211,8 @@ def test_a_router_encodes_queries_and_documents_at_a_size_each(
     # Negative controls: the routes differ, and so would one length for both.
     assert np.abs(router.encode_query(short) - router.encode_document(short)).max() > 1e-2
     assert np.abs(router.encode_query(long) - single[0].encode_query(long)).max() > 1e-3
-    receipt = json.loads((tmp_path / "export" / "export.json").read_text())
-    assert receipt["routers"] == {"router-1x12-3x12": {"query": [1, 12], "document": [3, 12]}}
+    manifest = json.loads((tmp_path / "export" / "export.json").read_text())
+    assert manifest["routers"] == {"router-1x12-3x12": {"query": [1, 12], "document": [3, 12]}}
     assert "queries of 1x12 and documents of 3x12" in (folders["router-1x12-3x12"] / "README.md").read_text()
 
 
@@ -294,12 +294,12 @@ def test_nothing_of_a_user_s_is_removed(make_model: ModelFactory, tmp_path: Path
         export_sizes(model, output, sizes=["1x8"])
     (output / "1x8" / "link").unlink()
     export_sizes(model, output, sizes=["1x8"])  # the control
-    receipt = json.loads((output / "export.json").read_text())
-    del receipt["files"]
-    (output / "export.json").write_text(json.dumps(receipt))
+    manifest = json.loads((output / "export.json").read_text())
+    del manifest["files"]
+    (output / "export.json").write_text(json.dumps(manifest))
     with pytest.raises(ConfigError, match="export of an earlier version"):
         export_sizes(model, output, sizes=["1x8"])
-    (output / "export.json").write_text(json.dumps({**receipt, "format": 2}))
+    (output / "export.json").write_text(json.dumps({**manifest, "format": 2}))
     with pytest.raises(OtherFormat, match="format 2"):
         export_sizes(model, output, sizes=["1x8"])
 
@@ -362,7 +362,7 @@ def test_command(make_model: ModelFactory, tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out.splitlines() == [f"{n}\t{tmp_path / 'export' / n}" for n in ("1x8", "2x12")]
 
 
-def test_mistakes_exit_with_2(make_model: ModelFactory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors_exit_with_2(make_model: ModelFactory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_model("bert")
 
     def error(*args: str) -> str:

@@ -88,9 +88,9 @@ def test_a_route_has_its_own_graph(model: Path, docstrings: list[str], tmp_path:
     np.testing.assert_allclose(documents, router.encode_document(texts), atol=2e-6)
     assert np.abs(queries - documents).max() > 1e-2  # negative control
     np.testing.assert_allclose(vectors_of(tmp_path / "export" / "2x12", texts), documents, atol=2e-6)
-    receipt = json.loads((tmp_path / "export" / "export.json").read_text())
+    manifest = json.loads((tmp_path / "export" / "export.json").read_text())
     routes = [f"router-1x12-2x12/{route}_0_Transformer" for route in ("document", "query")]
-    assert sorted(receipt["onnx"]) == ["2x12", *routes]
+    assert sorted(manifest["onnx"]) == ["2x12", *routes]
     assert "query_0_Transformer/onnx/model.onnx" in (folder / "README.md").read_text()
 
 

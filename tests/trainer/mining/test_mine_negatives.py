@@ -26,7 +26,7 @@ from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
 from tests.beir import write_beir
 from trainer import mine_negatives as command
-from trainer.evaluation.encoding.encode import encode, encoder_forward
+from trainer.evaluation.encoding.encode import encoding_of
 from trainer.mine_negatives import main
 from trainer.mining import mine as mining
 from trainer.mining.mine import IDENTITY, REPORT, TUPLES, WORK
@@ -182,9 +182,8 @@ def run(pairs: Path, model: Path, output: Path, *more: str) -> list[dict[str, An
 
 
 def vectors(model: Path, texts: Sequence[str], size: Size) -> np.ndarray:
-    encoder = load_encoder(model, pooling="mean").eval()
-    shared = {"similarity": "cosine", "max_length": 10**5, "device": "cpu", "flat": True}
-    return encode(encoder_forward(encoder, [size]), load_tokenizer(model), texts, [size], **shared)[size]
+    encode = encoding_of(load_encoder(model, pooling="mean"), load_tokenizer(model), [size], device="cpu")
+    return encode(texts, similarity="cosine", max_length=10**5)[size]
 
 
 RULES = ["--num-negatives", "4", "--range-min", "1", "--range-max", "15", "--relative-margin", "0.02"]
@@ -370,7 +369,7 @@ def test_what_is_mined_trains(pairs: Path, model: Path, tiny_tokenizer_path: Pat
         (["--model", "absent"], "has no barista.json"),
     ],
 )
-def test_mistakes_are_one_sentence_and_leave_nothing(
+def test_user_errors_are_one_sentence_and_leave_nothing(
     arguments: list[str], message: str, pairs: Path, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:

@@ -167,7 +167,7 @@ def good(tuple_shards: Path, guide_folder: Path, tmp_path: Path) -> Values:
         ({"guide.model": "/nowhere/guide"}, "guide.model = '/nowhere/guide'.*does not exist"),
     ],
 )
-def test_mistakes(changes: dict[str, Any], match: str, good: Values, tmp_path: Path) -> None:
+def test_user_errors(changes: dict[str, Any], match: str, good: Values, tmp_path: Path) -> None:
     def load(values: Values) -> guides.Guide | None:
         recipe = loaded(values, tmp_path)
         return guides.load_guide(recipe, open_shards(recipe))

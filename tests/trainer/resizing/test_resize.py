@@ -211,7 +211,7 @@ def test_agreement_is_the_whole_models_own_order(model_folder: Path, docstrings:
         (["--max-length", "65"], "the model takes 3 to 64 tokens"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_trained(
+def test_user_errors_are_told_before_anything_is_trained(
     tmp_path: Path, model_folder: Path, texts: Path, arguments: list[str], words: str
 ) -> None:
     with pytest.raises(Exception, match=words):

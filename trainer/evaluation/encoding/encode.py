@@ -26,7 +26,7 @@ from data.encoding import TextEncoder
 from data.ground.errors import ConfigError
 from models.encoder import Encoder
 from models.sizes import Size
-from trainer.distributed import gather_rows, max_over_ranks
+from trainer.distributed import World, gather_rows, max_over_ranks
 
 Forward = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 """(input_ids, attention_mask), both int64 [batch, seq], to one [batch, size.dim] a size, not normalised.
@@ -35,7 +35,7 @@ With `flat`, (input_ids int32 [T], offsets int64 [batch + 1]) of texts without p
 """
 
 EncodeTexts = Callable[[Sequence[str]], Mapping[Size, np.ndarray]]
-"""Texts to size -> float32 [n, size.dim]: `encode` with everything but the texts bound."""
+"""Texts to size -> float32 [n, size.dim]: `encode` with everything bound but the texts."""
 
 DEFAULT_BATCH_TOKENS = 16_384
 _TEXTS_PER_TOKENIZER_CALL = 8_192
@@ -67,79 +67,47 @@ class _Ids:
         return np.diff(self.offsets)
 
 
-def encode(
-    forward: Forward,
+@dataclass(frozen=True)
+class Embedder:
+    """A model as `encode` runs it on texts.
+
+    The caller switches the model to eval mode and back.
+    """
+
+    forward: Forward
+    tokenizer: PreTrainedTokenizerBase
+    sizes: Sequence[Size]
+    """The sizes that `forward` returns, in its order."""
+    world: World
+    """The ranks that share the texts, and the device of this one."""
+    flat: bool = False
+    """`forward` takes concatenated ids and offsets instead of padded ids and a mask. Texts are then tokenized without
+    special tokens, and cut where they would leave room for them."""
+    batch_tokens: int = DEFAULT_BATCH_TOKENS
+    """Tokens of a batch at most: rows × longest row, padding included."""
+    progress: bool = False
+    """Rank 0 shows a bar."""
+
+
+def embedder_of(
+    encoder: Encoder,
     tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
     sizes: Sequence[Size],
     *,
-    similarity: str,
-    max_length: int,
     device: torch.device | str,
-    prompt: str = "",
-    flat: bool = False,
     batch_tokens: int = DEFAULT_BATCH_TOKENS,
-    rank: int = 0,
-    world_size: int = 1,
     progress: bool = False,
-) -> dict[Size, np.ndarray]:
-    """Size -> float32 [len(texts), size.dim], rows in the order of `texts`, on every rank.
-
-    `sizes`: the sizes that `forward` returns, in its order. `similarity` "cosine" gives unit vectors; "dot" leaves the
-    vectors as they are.
-    `max_length`: tokens, special tokens included. `batch_tokens`: rows × longest row of a batch, padding included.
-    `flat`: `forward` takes concatenated ids and offsets instead of padded ids and a mask; texts are then tokenized
-    without special tokens, and cut where they would leave room for them.
-    The caller switches the model to eval mode and back; gradients are off here.
-    With `world_size` > 1 every rank passes the same texts, encodes its share and receives everything.
-    Equal texts are encoded once, so that they get equal vectors whatever else is in their batch.
-    """
-    sizes = list(dict.fromkeys(sizes))
-    if similarity not in ("dot", "cosine"):
-        raise ConfigError(f"similarity {similarity!r} is unknown; use 'dot' or 'cosine'")
-    if batch_tokens < 1:
-        raise ConfigError(f"batch_tokens {batch_tokens} is below 1; give the tokens that one batch may hold")
-    if not len(texts):
-        return {size: np.empty((0, size.dim), np.float32) for size in sizes}
-
-    unique = {text: row for row, text in enumerate(dict.fromkeys(texts))}
-    rows_of_texts = np.fromiter((unique[text] for text in texts), np.int64, len(texts))
-    distinct = list(unique)
-
-    # Texts are sorted by their characters and dealt out in turn, so that ranks get similar lengths and each tokenizes
-    # only its own share. Flat batches have no padding, so their order does not matter.
-    by_length = np.arange(len(distinct)) if flat else np.argsort([-len(text) for text in distinct], kind="stable")
-    share = by_length[rank::world_size]
-    tokenize = _tokenize_flat if flat else _tokenize
-    ids = tokenize(tokenizer, [prompt + distinct[row] for row in share], max_length)
-    vectors = _encode_share(
-        forward,
-        ids,
-        pad_id=None if flat else _pad_id(tokenizer),
-        sizes=sizes,
-        normalise=similarity == "cosine",
-        device=torch.device(device),
+) -> Embedder:
+    """An encoder as an Embedder of one rank; it is moved to the device and put into eval mode."""
+    return Embedder(
+        encoder_forward(encoder.to(device).eval(), sizes),
+        tokenizer,
+        sizes,
+        World.alone(device),
+        flat=encoder.is_static,
         batch_tokens=batch_tokens,
-        filler=None if len(share) else tokenize(tokenizer, [prompt + distinct[0]], max_length),
-        world_size=world_size,
-        progress=progress and rank == 0,
-    )  # [len(share), Σ dims]
-
-    if world_size == 1:
-        everything = vectors
-        place = np.empty(len(share), np.int64)
-        place[share] = np.arange(len(share))
-        rows_of_texts = place[rows_of_texts]
-        if flat and len(sizes) == 1 and len(distinct) == len(texts):
-            return {sizes[0]: everything}  # without a copy, which would take a good part of the time
-    else:
-        everything = np.empty((len(distinct), vectors.shape[1]), np.float32)
-        shares = [by_length[other::world_size] for other in range(world_size)]
-        _gather_shares(vectors, everything, shares, device=torch.device(device))
-    ends = np.cumsum([size.dim for size in sizes])
-    return {
-        size: np.ascontiguousarray(everything[rows_of_texts, end - size.dim : end]) for size, end in zip(sizes, ends)
-    }
+        progress=progress,
+    )
 
 
 def encoding_of(
@@ -152,16 +120,52 @@ def encoding_of(
     progress: bool = False,
 ) -> Callable[..., dict[Size, np.ndarray]]:
     """`encode` with everything bound but the texts, `similarity`, `max_length` and `prompt`."""
-    return functools.partial(
-        encode,
-        encoder_forward(encoder.to(device).eval(), sizes),
-        tokenizer,
-        sizes=sizes,
-        flat=encoder.is_static,
-        device=device,
-        batch_tokens=batch_tokens,
-        progress=progress,
-    )
+    embedder = embedder_of(encoder, tokenizer, sizes, device=device, batch_tokens=batch_tokens, progress=progress)
+    return functools.partial(encode, embedder)
+
+
+def encode(
+    embedder: Embedder, texts: Sequence[str], *, similarity: str, max_length: int, prompt: str = ""
+) -> dict[Size, np.ndarray]:
+    """Size -> float32 [len(texts), size.dim], rows in the order of `texts`, on every rank.
+
+    `similarity` "cosine" gives unit vectors; "dot" leaves the vectors as they are.
+    `max_length`: tokens, special tokens included.
+    With several ranks in `embedder.world`, every rank passes the same texts, encodes its share and receives everything.
+    Equal texts are encoded once, so that they get equal vectors whatever else is in their batch. Gradients are off.
+    """
+    sizes = list(dict.fromkeys(embedder.sizes))
+    if similarity not in ("dot", "cosine"):
+        raise ConfigError(f"similarity {similarity!r} is unknown; use 'dot' or 'cosine'")
+    if embedder.batch_tokens < 1:
+        raise ConfigError(f"batch_tokens {embedder.batch_tokens} is below 1; give the tokens that one batch may hold")
+    if not len(texts):
+        return {size: np.empty((0, size.dim), np.float32) for size in sizes}
+
+    unique = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+    rows_of_texts = np.fromiter((unique[text] for text in texts), np.int64, len(texts))
+    distinct = list(unique)
+    shares = _shares(distinct, embedder)
+    share = shares[embedder.world.rank]
+    read = functools.partial(_read, embedder, prompt=prompt, max_length=max_length)
+    ids = read([distinct[row] for row in share])
+    filler = None if len(share) else read(distinct[:1])
+    vectors = _encode_share(embedder, ids, filler=filler, normalise=similarity == "cosine")  # [len(share), Σ dims]
+
+    if embedder.world.size == 1:
+        everything = vectors
+        place = np.empty(len(share), np.int64)
+        place[share] = np.arange(len(share))
+        rows_of_texts = place[rows_of_texts]
+        if embedder.flat and len(sizes) == 1 and len(distinct) == len(texts):
+            return {sizes[0]: everything}  # without a copy, which would take a good part of the time
+    else:
+        everything = np.empty((len(distinct), vectors.shape[1]), np.float32)
+        _gather_shares(vectors, everything, shares, device=embedder.world.device)
+    ends = np.cumsum([size.dim for size in sizes])
+    return {
+        size: np.ascontiguousarray(everything[rows_of_texts, end - size.dim : end]) for size, end in zip(sizes, ends)
+    }
 
 
 def token_batches(lengths: np.ndarray, batch_tokens: int) -> list[np.ndarray]:
@@ -174,6 +178,24 @@ def token_batches(lengths: np.ndarray, batch_tokens: int) -> list[np.ndarray]:
         batches.append(order[start : start + rows])
         start += rows
     return batches
+
+
+def _shares(texts: Sequence[str], embedder: Embedder) -> list[np.ndarray]:
+    """The rows of `texts` that each rank encodes.
+
+    Texts are sorted by their characters and dealt out in turn, so that ranks get similar lengths and each tokenizes
+    only its own share. Flat batches have no padding, so their order does not matter.
+    """
+    if embedder.flat:
+        by_length = np.arange(len(texts))
+    else:
+        by_length = np.argsort([-len(text) for text in texts], kind="stable")
+    return [by_length[rank :: embedder.world.size] for rank in range(embedder.world.size)]
+
+
+def _read(embedder: Embedder, texts: Sequence[str], *, prompt: str, max_length: int) -> _Ids:
+    tokenize = _tokenize_flat if embedder.flat else _tokenize
+    return tokenize(embedder.tokenizer, [prompt + text for text in texts], max_length)
 
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -239,35 +261,26 @@ def _padded(ids: _Ids, rows: np.ndarray, pad_id: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _encode_share(
-    forward: Forward,
-    ids: _Ids,
-    *,
-    pad_id: int | None,
-    sizes: Sequence[Size],
-    normalise: bool,
-    device: torch.device,
-    batch_tokens: int,
-    filler: _Ids | None,
-    world_size: int,
-    progress: bool,
-) -> np.ndarray:
+def _encode_share(embedder: Embedder, ids: _Ids, *, normalise: bool, filler: _Ids | None) -> np.ndarray:
     """This rank's vectors, float32 [n, Σ dims], with as many calls of `forward` as the busiest rank makes.
 
-    `pad_id` is None if `forward` takes flat texts.
+    `filler`: the ids of a text for the calls of a rank that has none.
     """
+    sizes, world = list(dict.fromkeys(embedder.sizes)), embedder.world
+    pad_id = None if embedder.flat else _pad_id(embedder.tokenizer)
     out = np.empty((len(ids.lengths), sum(size.dim for size in sizes)), np.float32)
     if pad_id is None:
         starts = range(0, len(out), _FLAT_TEXTS_PER_CALL)
         batches = [np.arange(start, min(start + _FLAT_TEXTS_PER_CALL, len(out))) for start in starts]
     else:
-        batches = token_batches(ids.lengths, batch_tokens)
-    calls = max_over_ranks(len(batches), device) if world_size > 1 else len(batches)
-    for call in tqdm(range(calls), desc="encoding", unit="batch", disable=not progress, leave=False):
+        batches = token_batches(ids.lengths, embedder.batch_tokens)
+    calls = max_over_ranks(len(batches), world.device) if world.size > 1 else len(batches)
+    shown = embedder.progress and world.is_main
+    for call in tqdm(range(calls), desc="encoding", unit="batch", disable=not shown, leave=False):
         rows = batches[min(call, len(batches) - 1)] if batches else np.zeros(1, np.int64)
         source = ids if batches else filler or ids
         inputs = _flat(source, rows) if pad_id is None else _padded(source, rows, pad_id)
-        outputs = forward(*(each.to(device) for each in inputs))
+        outputs = embedder.forward(*(each.to(world.device) for each in inputs))
         assert len(outputs) == len(sizes), f"forward gave {len(outputs)} sizes, {len(sizes)} were asked for"
         if call >= len(batches):
             continue

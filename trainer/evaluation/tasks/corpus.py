@@ -154,9 +154,9 @@ def merge_keys(keys: Tensor, k: int, *, world: World) -> Tensor:
     collective = world.device if dist.get_backend() == "nccl" else torch.device("cpu")
     mine = torch.full((len(keys), k), _LOWEST_KEY, dtype=torch.int64, device=collective)
     mine[:, : keys.shape[1]] = keys.to(collective)
-    pieces = [torch.empty_like(mine) for _ in range(world.size)] if world.is_main else None
-    dist.gather(mine, pieces, dst=0)
-    return keys if pieces is None else torch.topk(torch.cat(pieces, dim=1), k, dim=1).values
+    gathered = [torch.empty_like(mine) for _ in range(world.size)] if world.is_main else None
+    dist.gather(mine, gathered, dst=0)
+    return keys if gathered is None else torch.topk(torch.cat(gathered, dim=1), k, dim=1).values
 
 
 def _cut_of(vectors: Mapping[Size, np.ndarray], similarity: str, size: Size) -> Tensor:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from data.ground.errors import ConfigError
 from models.sizes import ModelError, Size
+from trainer.distributed import World
 from trainer.evaluation.encoding.across import Searched, sides
 from trainer.evaluation.encoding.encode import EncodeTexts
 from trainer.evaluation.tasks.inputs import id_of, json_lines, text_lines, text_of, whole_number
@@ -410,30 +411,48 @@ def in_blocks(encode_documents: EncodeTexts, documents: Sequence[str], rows: int
         yield start, partial(vectors_of, encode_documents(documents[start : start + rows]))
 
 
+@dataclass(frozen=True)
+class SearchOptions:
+    """How a corpus is searched."""
+
+    top_k: int = DEFAULT_TOP_K
+    """Documents kept for every query."""
+    ignore_identical_ids: bool = False
+    """Drop the document that has the query's own id, see `without_own_document`."""
+    merge: MergeKeys | None = None
+    """Brings the best keys of all ranks to rank 0, where each rank searches blocks of its own."""
+
+    @property
+    def depth(self) -> int:
+        """Documents searched for: one more where one may be dropped."""
+        return self.top_k + self.ignore_identical_ids
+
+
+DEFAULT_SEARCH = SearchOptions()
+
+
 def retrieve(
     encode_queries: EncodeTexts,
     blocks: Iterable[Block],
     data: RetrievalData,
     *,
     searched: Sequence[Searched] | None = None,
-    top_k: int = DEFAULT_TOP_K,
-    device: torch.device | str = "cpu",
-    primary: bool = True,
-    merge: MergeKeys | None = None,
+    options: SearchOptions = DEFAULT_SEARCH,
+    world: World,
 ) -> Iterator[tuple[Searched, dict[str, dict[str, float]]]]:
     """For each size, the run of all judged queries; one pass over the corpus, in blocks, serves all sizes.
 
     `searched`: the sizes, or pairs of sizes, to score; default: all sizes that `encode_queries` gives.
-    Memory: one block's vectors at every size, and `top_k` keys per query and size. Every rank must call this; only the
-    `primary` rank yields. Without `merge`, all ranks pass the same blocks, encode them together, and the primary rank
-    searches them. With `merge`, each rank passes and searches blocks of its own, and `merge` brings the best keys to
-    the primary rank.
+    Memory: one block's vectors at every size, and `options.depth` keys per query and size. Every rank must call this;
+    only rank 0 yields. Without `options.merge`, all ranks pass the same blocks, encode them together, and rank 0
+    searches them. With it, each rank passes and searches blocks of its own, and `merge` brings the best keys to rank 0.
     """
+    merge, depth, device = options.merge, options.depth, world.device
     query_vectors = encode_queries(data.queries)
-    searches = primary or merge is not None
+    searches = world.is_main or merge is not None
     on_device = {size: torch.from_numpy(rows).to(device) for size, rows in query_vectors.items() if searches}
     wanted: list[Searched] = list(on_device) if searched is None or not searches else list(dict.fromkeys(searched))
-    found = {each: TopK(len(data.queries), top_k, device=device) for each in wanted}
+    found = {each: TopK(len(data.queries), depth, device=device) for each in wanted}
     # Documents are cut to a size once, for all queries that search them at that size.
     by_documents: dict[Size, list[Searched]] = {}
     for each in wanted:
@@ -446,8 +465,8 @@ def retrieve(
     for each in list(found):
         best = found.pop(each)
         if merge is not None:
-            best.keys = merge(best.keys, min(top_k, len(data.documents)))
-        if primary:
+            best.keys = merge(best.keys, min(depth, len(data.documents)))
+        if world.is_main:
             yield each, as_run(data, *best.result())
 
 
@@ -497,33 +516,22 @@ def evaluate_retrieval(
     data: RetrievalData,
     *,
     searched: Sequence[Searched] | None = None,
-    top_k: int = DEFAULT_TOP_K,
-    device: torch.device | str = "cpu",
-    ignore_identical_ids: bool = False,
-    relevance_level: int = 1,
-    primary: bool = True,
-    merge: MergeKeys | None = None,
+    options: SearchOptions = DEFAULT_SEARCH,
+    world: World,
     on_run: Callable[[Searched, Run], None] | None = None,
 ) -> dict[Searched, RunScores]:
-    """Size -> scores over all judged queries; empty on ranks that are not `primary`. Other arguments: see `retrieve`.
+    """Size -> scores over all judged queries; empty on ranks other than rank 0. Other arguments: see `retrieve`.
 
     `on_run` is called with every run, for example to write it to a file; only one run is in memory at a time.
     """
     results = {}
     runs: Iterable[tuple[Searched, dict[str, dict[str, float]]]] = retrieve(
-        encode_queries,
-        blocks,
-        data,
-        searched=searched,
-        top_k=top_k + ignore_identical_ids,
-        device=device,
-        primary=primary,
-        merge=merge,
+        encode_queries, blocks, data, searched=searched, options=options, world=world
     )
     for size, run in runs:
-        if ignore_identical_ids:
-            run = cut_run(without_own_document(run), top_k)
+        if options.ignore_identical_ids:
+            run = cut_run(without_own_document(run), options.top_k)
         if on_run is not None:
             on_run(size, run)
-        results[size] = score_run(run, data.qrels, relevance_level=relevance_level)
+        results[size] = score_run(run, data.qrels)
     return results

@@ -13,10 +13,10 @@ from data.ground.files import write_atomically
 from data.ground.records import Record, read_record
 from data.ground.whole_folder import check_place
 
-RECEIPT_FILE = "export.json"
+MANIFEST_FILE = "export.json"
 
 
-class Receipt(Record):
+class ExportManifest(Record):
     """export.json: the sizes by name, and the size in bytes of every other file by its path in the export.
 
     A further key holds the measurements of the ONNX files (trainer/exporting/onnx_files.py); nothing here reads it.
@@ -28,10 +28,10 @@ class Receipt(Record):
     files: dict[str, int] | None = None
 
 
-def write_receipt(export: Path, content: Mapping[str, Any]) -> None:
+def write_manifest(export: Path, content: Mapping[str, Any]) -> None:
     """Write export.json: its format, `content`, and a list of all files that are now in the folder."""
     record = {"format": 1, **content, "files": _files_in(export)}
-    write_atomically(export / RECEIPT_FILE, json.dumps(record, indent=2) + "\n")
+    write_atomically(export / MANIFEST_FILE, json.dumps(record, indent=2) + "\n")
 
 
 def check_output(output: Path) -> None:
@@ -46,20 +46,20 @@ def check_output(output: Path) -> None:
     if not any(output.iterdir()):
         return
     hint = "give a new or an empty folder"
-    if not (output / RECEIPT_FILE).is_file():
+    if not (output / MANIFEST_FILE).is_file():
         raise ConfigError(
             f"output {output} holds something else ({min(path.name for path in output.iterdir())}); {hint}"
         )
-    receipt = read_record(output / RECEIPT_FILE, Receipt, what="export record", hint=hint)
-    if receipt.files is None:
+    manifest = read_record(output / MANIFEST_FILE, ExportManifest, what="export record", hint=hint)
+    if manifest.files is None:
         raise ConfigError(
             f"output {output} is an export of an earlier version, which kept no list of its files; {hint}"
         )
-    del present[RECEIPT_FILE]
+    del present[MANIFEST_FILE]
     for name, size in sorted(present.items()):
-        if name not in receipt.files:
+        if name not in manifest.files:
             raise ConfigError(f"output {output} holds something else ({name}); {hint}")
-        if size != receipt.files[name]:
+        if size != manifest.files[name]:
             raise ConfigError(f"output {output} holds a file that was changed after the export ({name}); {hint}")
 
 

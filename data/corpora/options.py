@@ -1,0 +1,67 @@
+"""What a user asks for when inputs are cut into input splits: of any source, and of training examples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from data.corpora.splits import DocumentLayout, TupleLayout
+from data.ground.errors import DataError
+from data.lines import LONGEST_LINE
+
+MOST_NEGATIVES = 2**16
+TEXT_SPLITS = ("blank-lines", "lines", "file")
+TUPLE_FORMATS = ("auto", "columns", "nli", "sts", "msmarco", "beir")
+ANY_COLUMNS = TupleLayout("", ())
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """Which records are read, of documents and of training examples alike."""
+
+    limit: int | None = None  # records to take; None takes all
+    longest_line: int = LONGEST_LINE  # bytes; longer lines are refused
+    skip_empty: bool = False  # drop empty texts instead of refusing them
+    subset: str | None = None  # the configuration of a hub data set
+    split: str = "train"  # of a hub data set, or of the judgements of an MS MARCO or BEIR folder
+
+
+@dataclass(frozen=True)
+class TupleOptions:
+    """How training examples are read.
+
+    Formats: "columns" reads jsonl, TSV and parquet by column name; "nli" reads a TSV with a header whose columns are
+    anchor, entailed, contradicted; "sts" a TSV without a header whose columns are score, sentence1, sentence2;
+    "msmarco" and "beir" read folders. "auto" recognises these folders by their files and reads everything else as
+    "columns".
+
+    Raises:
+        DataError: the format is unknown, the names of `columns` are not distinct, or `max_negatives` is out of bounds.
+
+    """
+
+    format: str = "auto"
+    wanted: TupleLayout = ANY_COLUMNS
+    """The columns asked for. Empty ones are found by their usual names."""
+    columns: tuple[str, ...] = ()
+    """The names of the columns of a TSV file without a header."""
+    negatives_file: str | None = None
+    """Hard negatives by id, for MS MARCO and BEIR folders."""
+    max_negatives: int = 50
+    """How many negatives a query of such a folder keeps."""
+    skip_rows: str | None = None
+    """A file of 0-based data rows to leave out, one number a line."""
+
+    def __post_init__(self) -> None:
+        if self.format not in TUPLE_FORMATS:
+            raise DataError(f"format {self.format!r} is unknown; use one of {', '.join(TUPLE_FORMATS)}")
+        if len(set(self.columns)) < len(self.columns) or not all(self.columns):
+            raise DataError(f"the columns {', '.join(self.columns)} are not distinct names; name each column once")
+        if not 0 <= self.max_negatives <= MOST_NEGATIVES:
+            raise DataError(
+                f"{self.max_negatives} negatives a query cannot be kept; give between 0 and {MOST_NEGATIVES}"
+            )
+
+
+DEFAULT_LAYOUT = DocumentLayout()
+DEFAULT_SOURCE = SourceOptions()
+DEFAULT_TUPLES = TupleOptions()
