@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from launch import plan, scaling
 from launch.scaling import Collective, Model, Texts
 from models.encoder import EmbeddingSettings, build_masked_lm
+from models.masked_autoencoder import DecoderInputs
 from tests import ROOT
 from tests.launch.hosts import Unavailable, deepspeed_commands, made, run_on_all
 from tests.needs import needed, own
@@ -166,10 +167,10 @@ def test_stored_activations_are_as_counted(name: str, drops: bool, document_shar
     ids = torch.randint(5, 1000, (texts, length), generator=torch.Generator().manual_seed(0))
     inputs: dict[str, Any] = {"sizes": list(recipe.ladder)}
     if name == "masked":
-        for side, share in (("labels", 0.2), ("decoder_labels", 0.4)):
-            inputs[side] = torch.full_like(ids, -100)
-            inputs[side][:, 1 : 1 + round(share * length)] = 7
-        inputs |= {"decoder_input_ids": ids, "size_weights": [1.0] * 3}
+        labels, decoder_labels = (torch.full_like(ids, -100) for _ in range(2))
+        for each, share in ((labels, 0.2), (decoder_labels, 0.4)):
+            each[:, 1 : 1 + round(share * length)] = 7
+        inputs |= {"labels": labels, "decoder": DecoderInputs(ids, decoder_labels), "size_weights": [1.0] * 3}
     kept: dict[int, torch.Tensor] = {}
     with saved_tensors_hooks(lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t) is None or t, lambda t: t):
         parts.module.train()(ids, torch.ones_like(ids), **inputs)
