@@ -10,7 +10,7 @@ What is decided here:
 - A prompt stands between [CLS] and the text and counts towards the length; each source has its own (`data.tokens`
   says when this equals tokenizing the joined text). Hashes are of the cut text, without prompt or special tokens.
 - For enhanced decoding the decoder reads and predicts every token but the special ones. The batch has one key for each
-  text, from which the trainer draws on the device what each position sees (models/visibility.py).
+  text, from which the model draws on the device what each position sees (models/visibility.py).
 - All draws are keyed by (seed, epoch, source, sample), see `data.masking`: a sample's batch entry does not depend on
   the batch it is in, so the texts of a sample are known before the batch is made (`drawn_texts`).
 - A curriculum of hard negatives depends on the sample's position in the stream, which is the same for all ranks,

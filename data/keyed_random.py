@@ -1,9 +1,10 @@
 """Random numbers as pure functions of keys: the same for every rank, worker and batch, and after every resume.
 
-Two kinds. SplitMix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2714064.2660195) as a counter-based hash, for
+Three kinds. SplitMix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2714064.2660195) as a counter-based hash, for
 millions of draws at once, where a generator object for each text would cost more than the draws' use: output i of the
 stream that starts at `key` is finalise(key + (i + 1)·gamma). Philox generators under a key and a counter, for orders
-and sizes. models/visibility.py computes the same SplitMix64 on a device.
+and sizes. A single seed made of keys, for generators that take no more than that. models/visibility.py computes the
+same SplitMix64 on a device.
 """
 
 from __future__ import annotations
@@ -71,6 +72,11 @@ def draws(keys: np.ndarray, indices: np.ndarray) -> np.ndarray:
 def integers(bits: np.ndarray, below: np.ndarray | int) -> np.ndarray:
     """Uniform whole numbers in [0, below) from the lower 32 bits of draws; off by at most below / 2^32."""
     return (((bits & _LOW_HALF) * np.asarray(below, dtype=np.uint64)) >> _HALF).astype(np.int64)
+
+
+def derive_seed(*keys: int) -> int:
+    """A 63-bit seed from whole numbers; different keys give unrelated seeds."""
+    return int(np.random.SeedSequence([key & _WORD for key in keys]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def check_seed(seed: int) -> int:

@@ -277,7 +277,8 @@ def collectives(
 
     DeepSpeed's stages 1 and 2 reduce gradients by all-reduce, of which each rank keeps its part. Stages 2 and 3 with
     bf16 weights reduce at every micro-batch. Stage 3 gathers the divided weights once a forward and keeps them for its
-    backward; with gradient caching, whose first pass has no backward, three times a micro-batch.
+    backward; with gradient caching, whose first pass has no backward, three times a micro-batch. The objective's own
+    modules then run in the second pass alone, which keeps their weights; the first fetches them ahead, for nothing.
     """
     kept, costs = kept or STAGE_CONFIGS[stage], costs_of(recipe)
     times = micro_batches if kept.reduces_each_micro_batch else 1.0
@@ -288,10 +289,10 @@ def collectives(
         found.append(Collective("all_gather", kept.sent_weights * model.trained, 2))
     if stage == 3:
         gathers = micro_batches * (3 if costs.caches else 1)
+        own = sum(size for size in costs.own_parameters(model.shape) if size > PERSISTENT_ELEMENTS)
+        elements = gathers * model.divided - (micro_batches * own if costs.caches else 0.0)
         # Parameters one by one, about a matrix a call.
-        found.append(
-            Collective("all_gather", gathers * kept.sent_weights * model.divided, gathers * model.shape.layers)
-        )
+        found.append(Collective("all_gather", kept.sent_weights * elements, gathers * model.shape.layers))
         found.append(Collective("all_gather", kept.sent_weights * (model.trained - model.divided)))
     if gathered := costs.gathered_bytes(vectors):
         found += [Collective("all_gather", gathered), Collective("reduce_scatter", gathered)]

@@ -3,14 +3,15 @@
 L = Σ_{(n,d)} w_{n,d} (L_enc(n,d) + L_dec(n,d)) (Starbucks §3.2, eq. 8 and 9), where both terms are means over masked
 tokens. Only masked rows and the CLS rows reach the head. The rows of all sizes are stacked and share one transform and
 one fused linear cross-entropy, and the decoder runs once (models/mae_decoder.py). Without a decoder this is MLM at each
-size; with the full size only, it is plain MLM or RetroMAE. With a visibility mask, decoding is enhanced, and the
+size; with the full size only, it is plain MLM or RetroMAE. With visibility keys, decoding is enhanced, and the
 decoder terms are means over all tokens. At position 0 the decoder reads each size's CLS vector: in SMAE after the
 head's transform, because sizes are narrower than the decoder (eq. 7), and unchanged in RetroMAE (SentMAE eq. 2 and 4).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
@@ -18,11 +19,30 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models.encoder import Encoder, base_of, flat_texts, pool
+from models.layout import Layout
 from models.mae_decoder import MultiSizeDecoder
 from models.mlm_head import head_of
 from models.sizes import Size
+from models.visibility import visible_positions
 
 IGNORED = -100
+
+
+@dataclass(frozen=True)
+class DecoderInputs:
+    """What the decoder reads and predicts of a micro-batch's texts.
+
+    input_ids, labels: as those of the encoder, flat [T] or padded [B, L]. `scale`: the decoder term's weight over the
+    GLOBAL batch's count of predicted tokens. visibility_keys: int64 [B], for enhanced decoding, from which each row's
+    sample of the positions that it reads is drawn (models/visibility.py); input_ids are then the unmasked tokens. None:
+    basic decoding. visible_share: of the other positions, for each one in enhanced decoding.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    scale: float = 1.0
+    visibility_keys: Tensor | None = None
+    visible_share: float = 1.0
 
 
 class MaskedAutoencoder(nn.Module):
@@ -68,21 +88,17 @@ class MaskedAutoencoder(nn.Module):
         sizes: Sequence[Size],
         offsets: Tensor | None = None,
         labels: Tensor | None = None,
-        decoder_input_ids: Tensor | None = None,
-        decoder_labels: Tensor | None = None,
-        decoder_visible: Tensor | None = None,
+        decoder: DecoderInputs | None = None,
         size_weights: Sequence[float] = (),
         encoder_scale: float = 1.0,
-        decoder_scale: float = 1.0,
         embeddings: Literal["no", "also", "only"] = "no",
     ) -> tuple[Tensor, ...]:
         """Losses of one micro-batch, or its embeddings.
 
-        input_ids, labels, decoder_input_ids, decoder_labels: flat texts [T] with `offsets`, int64 [B + 1]; or padded
-        [B, L] with their attention_mask. labels are -100 where no token is predicted. decoder_visible: bool [B, L, L],
-        for enhanced decoding: the positions that each row reads (models/visibility.py); decoder_input_ids are then the
-        unmasked tokens. `encoder_scale`, `decoder_scale`: the term's weight over the GLOBAL batch's count of predicted
-        tokens, so that the losses of micro-batches and ranks add up to the batch's mean.
+        input_ids, labels: flat texts [T] with `offsets`, int64 [B + 1]; or padded [B, L] with their attention_mask.
+        labels are -100 where no token is predicted. `decoder`: what the decoder reads and predicts; None without one.
+        `encoder_scale`: the encoder term's weight over the GLOBAL batch's count of predicted tokens, so that the losses
+        of micro-batches and ranks add up to the batch's mean.
 
         Returns (loss, encoder losses [S], decoder losses [S]); the latter two are detached, scaled like the loss but
         not weighted by size. With `embeddings` "also", each size's embeddings of these masked texts [B, d] follow; with
@@ -105,46 +121,71 @@ class MaskedAutoencoder(nn.Module):
         if embeddings == "only":
             return pooled
         masked = texts.pad(predicted)  # [B, L]
-        cut = [states[size.layers][masked][:, : size.dim] for size in sizes]  # S of [M_enc, d]
-        weights = torch.tensor(size_weights, dtype=torch.float32, device=input_ids.device)
-        count = int(predicted.sum())
-        targets = labels[predicted].repeat(len(sizes))
-        row_weights = (weights * encoder_scale).repeat_interleave(count)
-        if decoder_input_ids is None or decoder_labels is None:
-            loss, row_losses = self.vocabulary_loss(self.head(cut), targets, row_weights)
-            per_size = row_losses.view(len(sizes), count).sum(1) * encoder_scale
-            return loss, per_size, torch.zeros_like(per_size), *pooled
-
-        assert self.decoder is not None, "decoder labels were given to a model built without a decoder"
-        first = [states[size.layers][:, 0, : size.dim] for size in sizes]  # S of [B, d]
-        if self.bottleneck == "cls":
-            encoder_rows, cls = self.head(cut), torch.stack(first)  # [S, B, D]
+        rows = [states[size.layers][masked][:, : size.dim] for size in sizes]  # S of [M_enc, d]
+        sides = [(labels[predicted], encoder_scale)]
+        if decoder is None:
+            transformed = self.head(rows)
         else:
-            transformed = self.head(cut + first)
-            encoder_rows, cls_rows = transformed.split([count * len(sizes), transformed.shape[0] - count * len(sizes)])
-            cls = cls_rows.view(len(sizes), texts.batch, -1)  # [S, B, D]
-        decoder_labels = flat(decoder_labels)
-        wanted = decoder_labels != IGNORED
+            first = [states[size.layers][:, 0, : size.dim] for size in sizes]  # S of [B, d]
+            encoder_rows, cls = self._with_bottleneck(rows, first)
+            decoded, decoder_labels = self._decode(decoder, cls, texts, flat=flat)
+            transformed = torch.cat([encoder_rows, self.head([decoded.flatten(0, 1)])])
+            sides.append((decoder_labels, decoder.scale))
+        loss, encoder_losses, *decoder_losses = self._losses(transformed, sides, size_weights)
+        return loss, encoder_losses, *(decoder_losses or [torch.zeros_like(encoder_losses)]), *pooled
+
+    def _with_bottleneck(self, rows: list[Tensor], first: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """(the head's transform of the rows [sum of rows, D], what the decoder reads at position 0 [S, B, D]).
+
+        rows, first: each size's masked rows [M_enc, d] and CLS vectors [B, d].
+        """
+        if self.bottleneck == "cls":
+            return self.head(rows), torch.stack(first)
+        transformed = self.head(rows + first)
+        of_rows = sum(len(part) for part in rows)
+        encoder_rows, cls_rows = transformed.split([of_rows, transformed.shape[0] - of_rows])
+        return encoder_rows, cls_rows.view(len(first), len(first[0]), -1)
+
+    def _decode(
+        self, given: DecoderInputs, cls: Tensor, texts: Layout, *, flat: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """(the decoder's outputs at the tokens to predict [S, M_dec, D], those tokens [M_dec]).
+
+        cls: [S, B, D]. flat: how the texts' values become flat.
+        """
+        assert self.decoder is not None, "decoder inputs were given to a model built without a decoder"
+        labels = flat(given.labels)
+        wanted = labels != IGNORED
+        visible = positions = None
+        if given.visibility_keys is not None:
+            visible = visible_positions(given.visibility_keys, texts.mask, share=given.visible_share)
+            positions = self.encoder.position_vectors(texts.length)
         embed = cast(nn.Module, self.encoder.backbone.embeddings)
-        positions = None if decoder_visible is None else self.encoder.position_vectors(texts.length)
         decoded = self.decoder(
-            embed(input_ids=texts.pad(flat(decoder_input_ids), self.encoder.pad_id)),
+            embed(input_ids=texts.pad(flat(given.input_ids), self.encoder.pad_id)),
             texts.mask,
             cls,
             texts.pad(wanted),
-            visible=decoder_visible,
+            visible=visible,
             positions=positions,
-        )  # [S, M_dec, D]
-        decoder_count = decoded.shape[1]
+        )
+        return decoded, labels[wanted]
+
+    def _losses(
+        self, rows: Tensor, sides: Sequence[tuple[Tensor, float]], size_weights: Sequence[float]
+    ) -> tuple[Tensor, ...]:
+        """(loss, each side's losses by size [S]); the latter are detached and not weighted by size.
+
+        rows: [R, D], the head's outputs, side by side and in each size by size. sides: (the tokens to predict [M], the
+        scale) of encoder and decoder; each size predicts all M.
+        """
+        num_sizes = len(size_weights)
+        weights = torch.tensor(size_weights, dtype=torch.float32, device=rows.device)
         loss, row_losses = self.vocabulary_loss(
-            torch.cat([encoder_rows, self.head([decoded.flatten(0, 1)])]),
-            torch.cat([targets, decoder_labels[wanted].repeat(len(sizes))]),
-            torch.cat([row_weights, (weights * decoder_scale).repeat_interleave(decoder_count)]),
+            rows,
+            torch.cat([targets.repeat(num_sizes) for targets, _ in sides]),
+            torch.cat([(weights * scale).repeat_interleave(len(targets)) for targets, scale in sides]),
         )
-        encoder_losses, decoder_losses = row_losses.split([count * len(sizes), decoder_count * len(sizes)])
-        return (
-            loss,
-            encoder_losses.view(len(sizes), count).sum(1) * encoder_scale,
-            decoder_losses.view(len(sizes), decoder_count).sum(1) * decoder_scale,
-            *pooled,
-        )
+        parts = row_losses.split([len(targets) * num_sizes for targets, _ in sides])
+        by_size = (part.view(num_sizes, len(targets)).sum(1) * scale for part, (targets, scale) in zip(parts, sides))
+        return loss, *by_size

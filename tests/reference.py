@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from data.collate import MaskedBatch, PairBatch, TextBatch
+from data.keyed_random import derive_seed
 from models.sizes import Size
 from tests.models.naive import naive_visibility
 from tests.padding import pad_flat
 from tests.trainer.support import recipe_of
 from trainer.build import build_model, open_shards, open_stream
 from trainer.config.schema import Recipe
-from trainer.distributed import derive_seed
 from trainer.objectives.backward import micro_batches
 
 

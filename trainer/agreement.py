@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,6 @@ from data.shards.reader import ShardFolder
 from trainer.build import ModelParts
 from trainer.config.schema import Recipe, flat
 from trainer.distributed import Refused, World, gather_objects, named_ranks
-from trainer.engine import read_ds_config
 from trainer.objectives.teacher import LiveTeacher, StoredTeacher
 
 Facts = dict[str, str]
@@ -51,22 +51,24 @@ _NAMED = 3
 _SHOWN = 60
 
 
-def check_agreement(recipe: Recipe, sources: Sequence[ShardFolder], parts: ModelParts, world: World) -> None:
-    """Raises Refused, on all ranks, where ranks differ. All ranks call it."""
+def check_agreement(
+    recipe: Recipe, ds_config: Mapping[str, Any], sources: Sequence[ShardFolder], parts: ModelParts, world: World
+) -> None:
+    """Raises Refused, on all ranks, where ranks differ. All ranks call it. ds_config: the engine's, as it was read."""
     if world.size == 1:
         return
-    facts = facts_of(recipe, sources, parts)
+    facts = facts_of(recipe, ds_config, sources, parts)
     # Ranks are usually equal, and to see that, one digest a rank is enough.
     digests = gather_objects(digest_of(facts))
     if len(set(digests)) > 1 and (problem := disagreement(gather_objects(facts))) is not None:
         raise Refused(problem)
 
 
-def facts_of(recipe: Recipe, sources: Sequence[ShardFolder], parts: ModelParts) -> Facts:
+def facts_of(recipe: Recipe, ds_config: Mapping[str, Any], sources: Sequence[ShardFolder], parts: ModelParts) -> Facts:
     """Name -> value, as messages show it, of all that this rank must have in common with the others."""
     facts = {key: json.dumps(value, sort_keys=True) for key, value in flat(recipe).items() if key not in FREE_KEYS}
     facts |= {f"data.shards[{index}]": f"manifest {each.fingerprint}" for index, each in enumerate(sources)}
-    facts["engine.ds_config"] = json.dumps(read_ds_config(recipe.engine.ds_config), sort_keys=True)
+    facts["engine.ds_config"] = json.dumps(ds_config, sort_keys=True)
     facts["tokenizer"] = sources[0].manifest.tokenizer["fingerprint"]
     if recipe.model.source:
         # The fingerprint leaves adapters out, because they are drawn, not read.

@@ -49,7 +49,8 @@ from trainer.costs.flops import Shape
 from trainer.engine import multiplies_in_bf16, read_ds_config
 from trainer.objectives.collators import total_samples
 from trainer.objectives.guide import Guide, load_guide
-from trainer.objectives.registry import Materials, Objective, maker_of
+from trainer.objectives.materials import Materials
+from trainer.objectives.registry import Objective, maker_of
 from trainer.objectives.size_schedules import build_schedule
 from trainer.objectives.teacher import LiveTeacher, Teacher, Teaching, load_teacher
 
@@ -145,10 +146,14 @@ def open_stream(recipe: Recipe, sources: Sequence[ShardFolder], *, rank: int, wo
     )
 
 
-def build_model(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
-    parts = _build_trained(recipe, sources)
+def build_model(
+    recipe: Recipe, sources: Sequence[ShardFolder], ds_config: Mapping[str, Any] | None = None
+) -> ModelParts:
+    """The model that trains, and the frozen ones beside it. ds_config: the engine's; None: read for this alone."""
+    ds_config = read_ds_config(recipe.engine.ds_config) if ds_config is None else ds_config
+    half_precision = multiplies_in_bf16(ds_config)
+    parts = _build_trained(recipe, sources, half_precision=half_precision)
     guide, teacher = load_guide(recipe, sources), load_teacher(recipe, sources)
-    half_precision = multiplies_in_bf16(read_ds_config(recipe.engine.ds_config))
     for frozen in (guide, teacher.frozen if isinstance(teacher, LiveTeacher) else None):
         if frozen is not None and not frozen.encoder.is_static:
             backbone = frozen.encoder.to(torch.bfloat16 if half_precision else torch.float32).backbone
@@ -161,77 +166,126 @@ def build_model(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
     return replace(parts, guide=guide, teacher=teacher)
 
 
-def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts:
-    vocabulary = sources[0].vocabulary
-    source, tokenizer = recipe.model.source, load_tokenizer(sources[0].tokenizer_path)
+def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder], *, half_precision: bool) -> ModelParts:
+    tokenizer = load_tokenizer(sources[0].tokenizer_path)
     torch.manual_seed(recipe.run.seed)
+    start = _start_of(recipe, sources, tokenizer)
+    encoder = start.encoder
+    _check_encoder(recipe, encoder, sources[0])
+    if encoder.is_static:
+        _check_static(recipe)
+        return ModelParts(encoder, encoder, encoder.backbone, tokenizer)
+    _check_lengths(recipe, encoder)
+    _set_up_backbone(recipe, encoder, half_precision=half_precision)
+    adapter = _adapters(recipe, encoder)
+    _set_up_passes(recipe, encoder.backbone)
+    _say_what_stays(recipe)
+    if recipe.kind.predicts_tokens:
+        return _with_masked_losses(recipe, sources, start, tokenizer)
+    _freeze(recipe, encoder)
+    return ModelParts(encoder, encoder, encoder.backbone, tokenizer, adapter)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The encoder from which training starts, and the masked language model that it is part of, unless it came alone.
+
+    head_is_fresh: whether that model's head has never been trained.
+    """
+
+    encoder: Encoder
     masked_lm: PreTrainedModel | None = None
-    head_is_fresh = True
-    if source:
-        if recipe.kind.predicts_tokens:
-            refuse_heads(source)
-            masked_lm, head_is_fresh = load_masked_lm(source)
-            encoder = Encoder(base_of(masked_lm), recipe.model.pooling)
-        else:
-            encoder = load_encoder(source, pooling=recipe.model.pooling)
-        folder = transformer_folder(Path(source))
-        if not folder.is_dir() or any(folder.glob("tokenizer*")) or (folder / "vocab.txt").is_file():
-            model_tokenizer = load_tokenizer(source)
-            for shards in sources:
-                shards.check_tokenizer(model_tokenizer)
-        _check_own_tokenizer(source, sources)
-    elif recipe.model.config.get("model_type") == MODEL_TYPE:
+    head_is_fresh: bool = True
+
+
+def _start_of(recipe: Recipe, sources: Sequence[ShardFolder], tokenizer: Any) -> _Start:
+    """The encoder of model.source, or one of random weights from model.config."""
+    if recipe.model.source:
+        return _loaded(recipe, sources)
+    vocabulary = sources[0].vocabulary
+    if recipe.model.config.get("model_type") == MODEL_TYPE:
         special_ids = special_ids_of(tokenizer.all_special_ids, tokenizer.unk_token_id)
         with _made_of_config():
             table = build_static(recipe.model.config, vocab_size=vocabulary.size, special_ids=special_ids)
-        encoder = Encoder(table, recipe.model.pooling)
+        return _Start(Encoder(table, recipe.model.pooling))
+    _check_model_config(recipe.model.config)
+    with _made_of_config():
+        masked_lm = build_masked_lm(recipe.model.config, vocab_size=vocabulary.size, pad_token_id=vocabulary.pad_id)
+    return _Start(Encoder(base_of(masked_lm), recipe.model.pooling), masked_lm)
+
+
+def _loaded(recipe: Recipe, sources: Sequence[ShardFolder]) -> _Start:
+    """The encoder of model.source, which must have the shards' tokenizer."""
+    source = recipe.model.source
+    if recipe.kind.predicts_tokens:
+        refuse_heads(source)
+        masked_lm, head_is_fresh = load_masked_lm(source)
+        start = _Start(Encoder(base_of(masked_lm), recipe.model.pooling), masked_lm, head_is_fresh)
     else:
-        _check_model_config(recipe.model.config)
-        with _made_of_config():
-            masked_lm = build_masked_lm(recipe.model.config, vocab_size=vocabulary.size, pad_token_id=vocabulary.pad_id)
-        encoder = Encoder(base_of(masked_lm), recipe.model.pooling)
+        start = _Start(load_encoder(source, pooling=recipe.model.pooling))
+    folder = transformer_folder(Path(source))
+    if not folder.is_dir() or any(folder.glob("tokenizer*")) or (folder / "vocab.txt").is_file():
+        model_tokenizer = load_tokenizer(source)
+        for shards in sources:
+            shards.check_tokenizer(model_tokenizer)
+    _check_own_tokenizer(source, sources)
+    return start
+
+
+def _check_encoder(recipe: Recipe, encoder: Encoder, shards: ShardFolder) -> None:
+    """Refuse an encoder that is too small for the shards' ids or for the recipe's sizes."""
     if empty := [name for name, parameter in encoder.named_parameters() if not parameter.numel()]:
         raise ConfigError(f"model.config gives {empty[0]} no elements; fix its sizes")
     rows = encoder.word_embeddings.weight.shape[0]
-    if vocabulary.size > rows:
+    if shards.vocabulary.size > rows:
         raise ConfigError(
-            f"the shards in {sources[0].path} hold ids up to {vocabulary.size - 1}, beyond the {rows} of the model "
-            f"{source!r}; prepare the data with the model's own tokenizer"
+            f"the shards in {shards.path} hold ids up to {shards.vocabulary.size - 1}, beyond the {rows} of the model "
+            f"{recipe.model.source!r}; prepare the data with the model's own tokenizer"
         )
     width = recipe.model.output_dim or encoder.embedding_size
     if width > encoder.embedding_size:
         raise ConfigError(f"model.output_dim = {width} is more than the encoder's {encoder.embedding_size}; lower it")
     recipe.ladder.check_against(num_layers=encoder.num_layers, hidden_size=width)
-    if encoder.is_static:
-        _check_static(recipe)
-        return ModelParts(encoder, encoder, encoder.backbone, tokenizer)
-    _check_lengths(recipe, encoder)
+
+
+def _set_up_backbone(recipe: Recipe, encoder: Encoder, *, half_precision: bool) -> None:
+    """Set the recipe's dropout, depth and attention."""
     set_dropout(encoder.backbone, recipe.model.dropout)
     truncate_layers(encoder.backbone, recipe.num_layers)
     encoder.heads = heads_up_to(encoder.heads, recipe.num_layers)
-    encoder.backbone.set_attn_implementation(_attention(recipe, encoder.backbone))
-    adapter = _adapters(recipe, encoder)
+    attention = _attention(recipe, encoder.backbone, half_precision=half_precision)
+    encoder.backbone.set_attn_implementation(attention)
+
+
+def _set_up_passes(recipe: Recipe, backbone: PreTrainedModel) -> None:
+    """Let the backbone keep fewer activations, or compile it, where the recipe says so."""
     if recipe.train.activation_checkpointing:
-        encoder.backbone.activation_checkpointing_enable({"use_reentrant": False})
+        backbone.activation_checkpointing_enable({"use_reentrant": False})
         # Enabling it makes the embeddings' output require a gradient, which would send the backward pass through
         # frozen layers.
-        encoder.backbone.disable_input_require_grads()
+        backbone.disable_input_require_grads()
     if recipe.train.compile:
         # Dynamic, because lengths differ from one micro-batch to the next.
-        encoder.backbone.compile(dynamic=True)
-    _say_what_stays(recipe)
-    if not recipe.kind.predicts_tokens:
-        freeze_lower_layers(encoder.backbone, recipe.model.frozen_layers)
-        if recipe.model.trains == "heads":
-            if not len(encoder.heads):
-                raise ConfigError(
-                    f'model.trains = "heads", and {source} has none; fit them first '
-                    "(python -m trainer.resize --prepare-only)"
-                )
-            encoder.backbone.requires_grad_(False)
-        return ModelParts(encoder, encoder, encoder.backbone, tokenizer, adapter)
+        backbone.compile(dynamic=True)
+
+
+def _freeze(recipe: Recipe, encoder: Encoder) -> None:
+    """Leave trainable what model.frozen_layers and model.trains say."""
+    freeze_lower_layers(encoder.backbone, recipe.model.frozen_layers)
+    if recipe.model.trains == "heads":
+        if not len(encoder.heads):
+            raise ConfigError(
+                f'model.trains = "heads", and {recipe.model.source} has none; fit them first '
+                "(python -m trainer.resize --prepare-only)"
+            )
+        encoder.backbone.requires_grad_(False)
+
+
+def _with_masked_losses(recipe: Recipe, sources: Sequence[ShardFolder], start: _Start, tokenizer: Any) -> ModelParts:
+    """The encoder with its head and, where the recipe has one, a decoder."""
+    masked_lm = start.masked_lm
     assert masked_lm is not None
-    masked_lm.config.num_hidden_layers = encoder.num_layers
+    masked_lm.config.num_hidden_layers = start.encoder.num_layers
     module = MaskedAutoencoder(
         masked_lm,
         pooling=recipe.model.pooling,
@@ -239,7 +293,7 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
         bottleneck=recipe.objective.bottleneck,
         logits_memory_mib=recipe.train.logits_memory_mib,
     )
-    if head_is_fresh:
+    if start.head_is_fresh:
         module.start_from_frequencies(_token_counts(sources, len(module.vocabulary_loss.bias)))
     # Layers are frozen only now, because the decoder starts as a copy of the first layer, and the decoder trains.
     freeze_lower_layers(module.encoder.backbone, recipe.model.frozen_layers)
@@ -271,11 +325,9 @@ def _check_own_tokenizer(source: str, sources: Sequence[ShardFolder]) -> None:
 
 def build_objective(recipe: Recipe, parts: ModelParts) -> Objective:
     schedule = build_schedule(
-        recipe.objective.sizes,
-        recipe.ladder,
+        recipe.step_sizes,
         reduction=recipe.objective.reduction,
         seed=recipe.run.seed,
-        size=recipe.single_size,
         size_weights=recipe.objective.size_weights,
         kl_size_weights=recipe.objective.kl_size_weights,
         teacher_outside=recipe.guide_teaches,
@@ -326,13 +378,13 @@ def _check_static(recipe: Recipe) -> None:
             raise ConfigError(f"{key} = {value} is for encoders with layers, and this one is static; remove it")
 
 
-def _attention(recipe: Recipe, backbone: PreTrainedModel) -> str:
+def _attention(recipe: Recipe, backbone: PreTrainedModel, *, half_precision: bool) -> str:
     """The attention the recipe names, or the fastest that is exact here."""
     if recipe.model.attention == "packed":
         check_packs(backbone)
     if recipe.model.attention != "auto":
         return recipe.model.attention
-    return _fastest_attention(backbone, half_precision=multiplies_in_bf16(read_ds_config(recipe.engine.ds_config)))
+    return _fastest_attention(backbone, half_precision=half_precision)
 
 
 def _fastest_attention(backbone: PreTrainedModel, *, half_precision: bool) -> str:

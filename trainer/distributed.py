@@ -1,4 +1,4 @@
-"""Ranks: starting them, small collectives, and the seeds of a step.
+"""Ranks: starting them, small collectives, and the seeding of a step.
 
 trainer/losses/ does not use this module, so every gather is visible in the objective that calls it.
 """
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.ground.errors import CommandEnd, UserError
+from data.keyed_random import derive_seed
 
 T = TypeVar("T")
 
@@ -98,11 +99,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def derive_seed(*keys: int) -> int:
-    """A 63-bit seed from whole numbers; different keys give unrelated seeds."""
-    return int(np.random.SeedSequence([key & 0xFFFFFFFFFFFFFFFF for key in keys]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -19,6 +19,7 @@ clipping, optimizer and schedule belong to the recipe and are refused in the JSO
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -115,51 +116,54 @@ class _Asked(dict[str, Any]):
         return super().get(key, default)
 
 
-def check_ds_config(recipe: Recipe) -> None:
-    """Check the engine configuration with DeepSpeed's own classes, before anything is written.
+def checked_ds_config(recipe: Recipe) -> dict[str, Any]:
+    """Read a run's engine configuration and check it with DeepSpeed's own classes, before anything is written.
 
-    DeepSpeed ignores top-level keys that its classes do not know, so such keys are refused here.
+    A run reads the file only here, so that what it checks, compares between ranks, trains with and writes down is the
+    same. DeepSpeed ignores top-level keys that its classes do not know, so such keys are refused here.
     """
     from deepspeed.runtime.config import DeepSpeedConfig
 
     path = recipe.engine.ds_config
-    values = _Asked(ds_config_of(recipe))
+    ds_config = read_ds_config(path)
+    if recipe.train.compile and zero_stage(ds_config) == 3:
+        raise ConfigError(
+            f"train.compile = true does not go with {path}, whose stage 3 fetches weights layer by layer; use a stage "
+            "up to 2, or train.compile = false"
+        )
     with refused_by("DeepSpeed", f"engine.ds_config {path}", hint="fix that setting", kind=ConfigError):
+        values = _Asked(full_ds_config(recipe, ds_config))
         DeepSpeedConfig(values)
-    if unknown := sorted(set(read_ds_config(path)) - values.asked):
+    if unknown := sorted(set(ds_config) - values.asked):
         raise ConfigError(
             f"engine.ds_config {path} sets {unknown[0]!r}, which this DeepSpeed does not know; remove it, or fix its "
             "name"
         )
+    return ds_config
 
 
-def ds_config_of(recipe: Recipe) -> dict[str, Any]:
-    """The configuration that DeepSpeed gets for a recipe."""
-    return full_ds_config(recipe, read_ds_config(recipe.engine.ds_config))
-
-
-def zero_stage(values: dict[str, Any]) -> int:
+def zero_stage(values: Mapping[str, Any]) -> int:
     return int(values.get("zero_optimization", {}).get("stage", 0))
 
 
-def multiplies_in_bf16(values: dict[str, Any]) -> bool:
+def multiplies_in_bf16(values: Mapping[str, Any]) -> bool:
     """Whether matrix products run in bf16, with weights in bf16 or under autocast."""
     return has_bf16_weights(values) or bool(values.get("torch_autocast", {}).get("enabled"))
 
 
-def has_bf16_weights(values: dict[str, Any]) -> bool:
+def has_bf16_weights(values: Mapping[str, Any]) -> bool:
     return bool(values.get("bf16", {}).get("enabled"))
 
 
-def full_ds_config(recipe: Recipe, values: dict[str, Any]) -> dict[str, Any]:
-    """The JSON handed to DeepSpeed: engine settings plus what follows from the recipe."""
+def full_ds_config(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON handed to DeepSpeed: engine settings plus what follows from the recipe. It shares nothing with them."""
     stage = zero_stage(values)
     coalesce = stage >= 2 and not has_bf16_weights(values)
     # At stage 0, Engine clips.
     clipping = recipe.optim.max_grad_norm if stage > 0 else 0.0
     bf16 = {"bf16": {**values["bf16"], "check_grad_overflow": True}} if has_bf16_weights(values) else {}
     return {
-        **values,
+        **copy.deepcopy(dict(values)),
         **bf16,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -171,14 +175,17 @@ def full_ds_config(recipe: Recipe, values: dict[str, Any]) -> dict[str, Any]:
 
 
 class Engine:
-    """A model under DeepSpeed: forward, backward (any number of times), one step."""
+    """A model under DeepSpeed: forward, backward (any number of times), one step.
 
-    def __init__(self, module: nn.Module, recipe: Recipe, world: World) -> None:
+    ds_config: the recipe's engine configuration, as it was read (`read_ds_config`).
+    """
+
+    def __init__(self, module: nn.Module, recipe: Recipe, world: World, ds_config: Mapping[str, Any]) -> None:
         import deepspeed
 
         self.world = world
         self.device = world.device
-        self.ds_config = ds_config_of(recipe)
+        self.ds_config = full_ds_config(recipe, ds_config)
         self.stage = zero_stage(self.ds_config)
         self._coalesces = bool(self.ds_config["managed_gradient_accumulation"])
         optim = recipe.optim

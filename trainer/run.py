@@ -16,9 +16,10 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ from trainer.config.reference import help_text
 from trainer.config.schema import Recipe
 from trainer.costs.flops import bf16_slowdown
 from trainer.distributed import Refused, World, gather_objects, start
-from trainer.engine import Engine, check_ds_config, ds_config_of, multiplies_in_bf16, read_ds_config, zero_stage
+from trainer.engine import Engine, checked_ds_config, full_ds_config, multiplies_in_bf16
 from trainer.evaluation.during_training import Evaluator
 from trainer.exporting.model_folder import embedding_settings, save_model
 from trainer.loop import Hooks, Plan, RunState, TrainState, train
@@ -101,16 +102,11 @@ def execute(recipe: Recipe, *, last: bool = True) -> Path:
         recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, resume="required"))
     check_output_folder(recipe)
     check_sinks(recipe.log)
-    if recipe.train.compile and zero_stage(read_ds_config(recipe.engine.ds_config)) == 3:
-        raise ConfigError(
-            f"train.compile = true does not go with {recipe.engine.ds_config}, whose stage 3 fetches weights layer by "
-            "layer; use a stage up to 2, or train.compile = false"
-        )
-    check_ds_config(recipe)
+    ds_config = checked_ds_config(recipe)
     output = Path(recipe.run.output)
     stop_file = os.environ.get(STOP_FILE_VARIABLE)
     with StopRequests(after_minutes=recipe.train.stop_after_minutes, stop_file=stop_file) as stops:
-        step, reason = _run(recipe, output, stops)
+        step, reason = _run(recipe, ds_config, output, stops)
     try:
         dist.barrier()
         if last:
@@ -122,12 +118,12 @@ def execute(recipe: Recipe, *, last: bool = True) -> Path:
     return output
 
 
-def _run(recipe: Recipe, output: Path, stops: StopRequests) -> tuple[int, str | None]:
+def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: StopRequests) -> tuple[int, str | None]:
     """(The last step taken, why the run stopped before its end or None). With debug.replay no step is taken."""
     sources = open_shards(recipe)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     stream = open_stream(recipe, sources, rank=rank, world_size=world_size)
-    parts = build_model(recipe, sources)
+    parts = build_model(recipe, sources, ds_config)
     evaluator = Evaluator.of(recipe, embedding_settings(recipe))
     check_shared_memory(recipe.data.num_workers)
     if rank == 0 and not recipe.debug.replay:
@@ -137,14 +133,14 @@ def _run(recipe: Recipe, output: Path, stops: StopRequests) -> tuple[int, str | 
         stack.callback(stream.close)
         watchdog = stack.enter_context(Watchdog(world, hang_seconds=recipe.train.hang_seconds))
         try:
-            check_agreement(recipe, sources, parts, world)
+            check_agreement(recipe, ds_config, sources, parts, world)
             if recipe.debug.replay:
                 replay(recipe, parts, stream, world)
                 return 0, None
             frozen = frozen_fingerprint(parts.module)
             _claim(output, world, stack)
-            write_run_folder(recipe, world)
-            engine = Engine(parts.module, recipe, world)
+            write_run_folder(recipe, ds_config, world)
+            engine = Engine(parts.module, recipe, world, ds_config)
             engine.heartbeat = watchdog.heartbeat
             if world.is_main:
                 _say_if_slow(engine)
@@ -177,20 +173,7 @@ def _train(
         state=RunState,
         frozen=frozen,
     )
-    state = TrainState()
-    if recipe.run.resume != "never" and (saved := checkpointer.load_newest(engine)) is not None:
-        if saved["step"] > total_steps:
-            raise Refused(
-                f"{checkpointer.folder} holds a checkpoint of step {saved['step']}, and this run has {total_steps} "
-                "steps; it is another run's: move it away"
-            )
-        state.load_state_dict(saved)
-        stream.load_state_dict(saved["stream"])
-        log.info("going on at step %d of %d", state.step, total_steps)
-    elif recipe.run.resume == "required":
-        raise Refused(no_checkpoint(output))
-    elif recipe.run.resume == "auto":
-        _start_over(output, world)
+    state = _resumed(recipe, checkpointer, engine, stream, total_steps=total_steps)
     if world.is_main:
         (output / "STOPPED").unlink(missing_ok=True)
     metrics = Metrics(
@@ -237,6 +220,27 @@ def _train(
     finally:
         metrics.close()
     return state.step, reason
+
+
+def _resumed(
+    recipe: Recipe, checkpointer: Checkpointer, engine: Engine, stream: Stream, *, total_steps: int
+) -> TrainState:
+    """How far the run is, with engine and stream put there: at the newest checkpoint, or at the beginning."""
+    state, output = TrainState(), Path(recipe.run.output)
+    if recipe.run.resume != "never" and (saved := checkpointer.load_newest(engine)) is not None:
+        if saved["step"] > total_steps:
+            raise Refused(
+                f"{checkpointer.folder} holds a checkpoint of step {saved['step']}, and this run has {total_steps} "
+                "steps; it is another run's: move it away"
+            )
+        state.load_state_dict(saved)
+        stream.load_state_dict(saved["stream"])
+        log.info("going on at step %d of %d", state.step, total_steps)
+    elif recipe.run.resume == "required":
+        raise Refused(no_checkpoint(output))
+    elif recipe.run.resume == "auto":
+        _start_over(output, engine.world)
+    return state
 
 
 def _start_over(output: Path, world: World) -> None:
@@ -296,7 +300,7 @@ def _say_if_slow(engine: Engine) -> None:
         )
 
 
-def write_run_folder(recipe: Recipe, world: World) -> None:
+def write_run_folder(recipe: Recipe, ds_config: Mapping[str, Any], world: World) -> None:
     """Write what the run is, for people and for a resume. DONE and STOPPED stay until there is something newer."""
     output, problem = Path(recipe.run.output), None
     if world.is_main:
@@ -311,7 +315,7 @@ def write_run_folder(recipe: Recipe, world: World) -> None:
         files = {
             "recipe.toml": as_toml(recipe),
             "environment.json": json.dumps(environment, indent=2) + "\n",
-            "ds_config.json": json.dumps(ds_config_of(recipe), indent=2) + "\n",
+            "ds_config.json": json.dumps(full_ds_config(recipe, ds_config), indent=2) + "\n",
         }
         new = [name for name in files if not (output / name).exists()]
         try:

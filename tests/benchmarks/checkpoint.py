@@ -28,7 +28,7 @@ from tests.benchmarks.support import write_figures
 from trainer.checkpoint import Checkpointer
 from trainer.config.load import build_recipe
 from trainer.distributed import start
-from trainer.engine import Engine
+from trainer.engine import Engine, read_ds_config
 
 BASE = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)
 TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128)
@@ -39,7 +39,7 @@ def build_engine(folder: Path, *, quick: bool) -> Engine:
     path = folder / "zero1.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     recipe = build_recipe({"engine": {"ds_config": str(path)}})
-    engine = Engine(Encoder(base_of(masked_lm), "mean"), recipe, start())
+    engine = Engine(Encoder(base_of(masked_lm), "mean"), recipe, start(), read_ds_config(path))
     layers, width = (2, 64) if quick else (12, 768)
     (vectors,) = engine(torch.tensor([[2, 7, 8, 3]]), torch.ones(1, 4, dtype=torch.long), sizes=[Size(layers, width)])
     engine.backward(vectors.sum())

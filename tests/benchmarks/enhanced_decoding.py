@@ -30,6 +30,7 @@ from data.collate import MaskedCollator
 from data.masking import IGNORED
 from data.stream import Sample
 from data.tokens import Vocabulary
+from models.masked_autoencoder import DecoderInputs
 from models.sizes import Size
 from models.visibility import visible_positions
 from tests.benchmarks.smae_step import Subject
@@ -142,22 +143,20 @@ class Step:
     def run(self, sizes: list[Size], encoder_ratio: float, decoder_ratio: float, *, enhanced: bool) -> None:
         encoder_ids, labels = self.masked(encoder_ratio)
         decoder_ids, decoder_labels = self.masked(decoder_ratio)
-        visible = None
+        keys = None
         if enhanced:
             decoder_ids, decoder_labels = self.ids, self.ids.clone()
             decoder_labels[:, [0, -1]] = IGNORED
-            visible = visible_positions(torch.arange(len(self.ids)), self.attention, share=1 - decoder_ratio)
+            keys = torch.arange(len(self.ids))
+        decoder_scale = 1.0 / int((decoder_labels != IGNORED).sum())
         loss = self.subject.model(
             encoder_ids,
             self.attention,
             sizes=sizes,
             labels=labels,
-            decoder_input_ids=decoder_ids,
-            decoder_labels=decoder_labels,
-            decoder_visible=visible,
+            decoder=DecoderInputs(decoder_ids, decoder_labels, decoder_scale, keys, 1 - decoder_ratio),
             size_weights=[1.0 / len(sizes)] * len(sizes),
             encoder_scale=1.0 / int((labels != IGNORED).sum()),
-            decoder_scale=1.0 / int((decoder_labels != IGNORED).sum()),
         )[0]
         loss.backward()
 

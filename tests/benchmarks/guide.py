@@ -36,10 +36,11 @@ from tests.benchmarks.support import SHARED, Figures, alternate, peak_mib
 from trainer.config.load import build_recipe
 from trainer.costs.flops import Shape
 from trainer.distributed import start
-from trainer.engine import Engine
+from trainer.engine import Engine, read_ds_config
 from trainer.objectives.contrastive import ContrastiveObjective, TableObjective, contrastive
 from trainer.objectives.contrastive_loss import contrastive_loss
 from trainer.objectives.guide import Guide
+from trainer.objectives.materials import Materials
 from trainer.objectives.size_schedules import build_schedule, taught_from_outside
 
 DIMS = (32, 64, 128, 256, 512, 1024)
@@ -72,10 +73,10 @@ class Static:
             path = Path(folder) / "zero0.json"
             path.write_text(json.dumps({"zero_optimization": {"stage": 0}}))
             self.recipe = chosen = build_recipe({**values, "engine": {"ds_config": str(path)}})
-            self.engine = Engine(self.encoder, chosen, start())
-        schedule = build_schedule("ladder", chosen.ladder, reduction="mean", seed=0)
+            self.engine = Engine(self.encoder, chosen, start(), read_ds_config(path))
+        schedule = build_schedule(chosen.step_sizes, reduction="mean", seed=0)
         shape = Shape.of(self.encoder.config)
-        self.objective = contrastive(chosen, schedule, shape=shape, packed=False, static=True)
+        self.objective = contrastive(chosen, Materials(schedule, shape, packed=False, static=True))
 
 
 def take_step(of: srl_step.Ours | Static, objective: ContrastiveObjective | TableObjective, batch: PairBatch) -> None:

@@ -50,7 +50,7 @@ from data.stream import Sample
 from data.tokens import Vocabulary
 from models.encoder import base_of, build_masked_lm
 from models.layout import Layout
-from models.masked_autoencoder import MaskedAutoencoder
+from models.masked_autoencoder import DecoderInputs, MaskedAutoencoder
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from tests.benchmarks.support import SHARED, Figures, alternate, peak_mib
 from tests.models.naive import bert_layer_like, naive_loss
@@ -108,11 +108,9 @@ class Subject:
             attention,
             sizes=self.sizes,
             labels=labels,
-            decoder_input_ids=decoder_ids,
-            decoder_labels=decoder_labels,
+            decoder=DecoderInputs(decoder_ids, decoder_labels, scale=scales[1]),
             size_weights=self.weights,
             encoder_scale=scales[0],
-            decoder_scale=scales[1],
         )[0]
         loss.backward()
 

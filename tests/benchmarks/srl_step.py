@@ -46,8 +46,9 @@ from trainer.config.load import build_recipe
 from trainer.config.schema import Recipe
 from trainer.costs.flops import Shape
 from trainer.distributed import start
-from trainer.engine import Engine
+from trainer.engine import Engine, read_ds_config
 from trainer.objectives.contrastive import contrastive
+from trainer.objectives.materials import Materials
 from trainer.objectives.size_schedules import build_schedule
 from trainer.optim import adamw
 
@@ -87,10 +88,10 @@ class Ours:
             path = Path(folder) / "zero0.json"
             path.write_text(json.dumps({"zero_optimization": {"stage": 0}}))
             values = {"engine": {"ds_config": str(path)}, "optim": {"max_grad_norm": 0.0}}
-            self.engine = Engine(self.encoder, build_recipe(values), start())
+            self.engine = Engine(self.encoder, build_recipe(values), start(), read_ds_config(path))
         self.engine.train()
-        schedule = build_schedule("ladder", chosen.ladder, reduction="mean", seed=0)
-        self.objective = contrastive(chosen, schedule, shape=Shape.of(self.encoder.config), packed=False)
+        schedule = build_schedule(chosen.step_sizes, reduction="mean", seed=0)
+        self.objective = contrastive(chosen, Materials(schedule, Shape.of(self.encoder.config), packed=False))
 
     def step(self, batch: PairBatch) -> Any:
         report = self.objective.forward_backward(self.engine, batch, 0)

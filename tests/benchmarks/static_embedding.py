@@ -49,9 +49,10 @@ from trainer.config.load import build_recipe
 from trainer.config.schema import Recipe
 from trainer.costs.flops import Shape
 from trainer.distributed import start
-from trainer.engine import Engine
+from trainer.engine import Engine, read_ds_config
 from trainer.evaluation.encoding.encode import _text_encoder, encoding_of
 from trainer.objectives.contrastive import contrastive
+from trainer.objectives.materials import Materials
 from trainer.objectives.size_schedules import build_schedule
 from trainer.optim import adamw
 
@@ -78,10 +79,10 @@ class Ours:
         torch.manual_seed(0)
         table = StaticModel(StaticConfig(vocab_size=rows, hidden_size=DIMS[-1], special_ids=SPECIALS))
         self.encoder = Encoder(table, "mean")
-        self.engine = Engine(self.encoder, chosen, start())
-        schedule = build_schedule("ladder", chosen.ladder, reduction="mean", seed=0)
+        self.engine = Engine(self.encoder, chosen, start(), read_ds_config(chosen.engine.ds_config))
+        schedule = build_schedule(chosen.step_sizes, reduction="mean", seed=0)
         shape = Shape.of(self.encoder.config)
-        self.objective = contrastive(chosen, schedule, shape=shape, packed=False, static=True)
+        self.objective = contrastive(chosen, Materials(schedule, shape, packed=False, static=True))
 
     def step(self, batch: PairBatch) -> float:
         report = self.objective.forward_backward(self.engine, batch, 0)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from data.ground.errors import DataError
+from data.keyed_random import derive_seed
 from data.order import EpochOrder, Mixture, integer_weights, interleave, rank_share, sample_rng, tempered_weights
 
 # Shards of very different lengths, with short last chunks and one single sample.
@@ -88,6 +89,16 @@ def test_the_streams_of_random_words_are_pinned():
     # Old checkpoints must find their place again with every version of numpy.
     assert sample_rng(1, 2, 3, 4).bit_generator.random_raw(2).tolist() == [13850428009028127771, 5307706367350363571]
     assert whole_epoch(EpochOrder(CHUNKS, 5))[:8].tolist() == [12, 118, 67, 143, 50, 46, 33, 38]
+
+
+def test_seeds_made_of_keys_are_pinned():
+    """A resumed run must draw the dropout masks that it would have drawn."""
+    assert [derive_seed(7, 3, 1), derive_seed(0), derive_seed(-1)] == [
+        6665335680343557524,
+        7896617691693857887,
+        6295558014972089990,
+    ]
+    assert derive_seed(1, 2) != derive_seed(2, 1)
 
 
 def test_sample_draws_differ_by_every_key():

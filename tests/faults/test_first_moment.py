@@ -30,7 +30,7 @@ def test_killed_while_the_recipe_is_written(resume: str, tmp_path: Path) -> None
     if child == 0:
         try:
             os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
-            run.write_run_folder(recipe, World(0, 0, 1, torch.device("cpu")))
+            run.write_run_folder(recipe, {}, World(0, 0, 1, torch.device("cpu")))
         finally:
             os._exit(1)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL

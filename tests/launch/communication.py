@@ -79,8 +79,9 @@ def watch_steps(values: dict[str, Any], world: World, *, steps: int) -> dict[str
     recipe = recipe_of(values)
     before = _storages()  # kept, so that what is left of an earlier engine cannot go while this one is counted
     sources = build.open_shards(recipe)
-    parts = build.build_model(recipe, sources)
-    trained = engine.Engine(parts.module, recipe, world)
+    ds_config = engine.read_ds_config(recipe.engine.ds_config)
+    parts = build.build_model(recipe, sources, ds_config)
+    trained = engine.Engine(parts.module, recipe, world, ds_config)
     trained.train()
     stream = build.open_stream(recipe, sources, rank=world.rank, world_size=world.size)
     objective = build.build_objective(recipe, parts)
@@ -101,7 +102,7 @@ def watch_steps(values: dict[str, Any], world: World, *, steps: int) -> dict[str
             trained.step(recipe.optim.lr)
             if step >= WARM_UP_STEPS:
                 seconds.append(time.perf_counter() - begin)
-                passages.append(len(getattr(batch, "passages", ())))
+                passages.append(len(getattr(getattr(batch, "pairs", batch), "passages", ())))
     calls = dict(_calls)
     counted = _sent()
     link = _link_rate(world)

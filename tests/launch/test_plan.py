@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from launch import plan, scaling
 from launch.scaling import Collective, Model, Texts
 from models.encoder import EmbeddingSettings, build_masked_lm
+from models.masked_autoencoder import DecoderInputs
 from tests import ROOT
 from tests.launch.hosts import Unavailable, deepspeed_commands, made, run_on_all
 from tests.needs import needed, own
@@ -42,7 +43,8 @@ LADDER = [[1, 64], [2, 128], [3, 256]]
 def wider_values(shards: Path, name: str, **train: Any) -> dict[str, Any]:
     train = {"global_batch_size": 24, "micro_batch_size": 4} | train
     model = {"config": dict(WIDER), "ladder": LADDER}
-    return recipe_values(shards, model=model, objective={"name": name}, train=train, optim={"lr": 1e-4})
+    objective = {"name": "masked", "pairs": "spans"} if name == "spans" else {"name": name}
+    return recipe_values(shards, model=model, objective=objective, train=train, optim={"lr": 1e-4})
 
 
 def planned_model(recipe: Recipe, vocabulary: int) -> Model:
@@ -166,10 +168,10 @@ def test_stored_activations_are_as_counted(name: str, drops: bool, document_shar
     ids = torch.randint(5, 1000, (texts, length), generator=torch.Generator().manual_seed(0))
     inputs: dict[str, Any] = {"sizes": list(recipe.ladder)}
     if name == "masked":
-        for side, share in (("labels", 0.2), ("decoder_labels", 0.4)):
-            inputs[side] = torch.full_like(ids, -100)
-            inputs[side][:, 1 : 1 + round(share * length)] = 7
-        inputs |= {"decoder_input_ids": ids, "size_weights": [1.0] * 3}
+        labels, decoder_labels = (torch.full_like(ids, -100) for _ in range(2))
+        for each, share in ((labels, 0.2), (decoder_labels, 0.4)):
+            each[:, 1 : 1 + round(share * length)] = 7
+        inputs |= {"labels": labels, "decoder": DecoderInputs(ids, decoder_labels), "size_weights": [1.0] * 3}
     kept: dict[int, torch.Tensor] = {}
     with saved_tensors_hooks(lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t) is None or t, lambda t: t):
         parts.module.train()(ids, torch.ones_like(ids), **inputs)
@@ -206,7 +208,7 @@ def launched(
     """Real steps of two hosts at the shipped configurations that are needed, by name."""
     wanted = needed(request)
     folder = tmp_path_factory.mktemp("communication")
-    shards = {"masked": document_shards, "contrastive": tuple_shards}
+    shards = {"masked": document_shards, "contrastive": tuple_shards, "spans": document_shards}
     cases = []
     # Stage 3 comes last: it changes F.linear for its process.
     for config in sorted(CONFIGS, key=lambda each: CONFIGS[each]):
@@ -260,6 +262,23 @@ def test_bytes_sent_are_as_counted(name: str, config: str, counted_bytes: dict[s
         if other != config:
             wrong = sum(each.sent(2) for each in planned_collectives(case, other))
             assert abs(sent / wrong - 1) > 0.06, other
+
+
+@pytest.mark.needs("spans-zero3")
+def test_pairs_beside_masked_losses_gather_what_is_counted(counted_bytes: dict[str, Any]) -> None:
+    """Stage 3 gathers weights for the pass without a graph, too."""
+    case = counted_bytes["spans-zero3"]
+    assert case["micro_batches"] > 1
+
+    def gathered(case: dict[str, Any]) -> float:
+        return sum(each.bytes for each in planned_collectives(case, "zero3") if each.kind == "all_gather")
+
+    ratio = case["collectives"]["all_gather"] / gathered(case)
+    print(f"spans zero3: gathered ÷ predicted {ratio:.3f}")
+    assert 0.99 < ratio < 1.01
+    # Negative control: as if there were no pairs.
+    alone = case | {"values": case["values"] | {"objective": {"name": "masked"}}}
+    assert case["collectives"]["all_gather"] > 2 * gathered(alone)
 
 
 @pytest.mark.parametrize("config", CONFIGS)

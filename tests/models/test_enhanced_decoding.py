@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from data.keyed_random import Purpose, purpose_keys, sample_keys
+from models import masked_autoencoder
 from models.encoder import build_masked_lm
-from models.masked_autoencoder import MaskedAutoencoder
+from models.masked_autoencoder import DecoderInputs, MaskedAutoencoder
 from models.visibility import visible_positions
 from tests.models.naive import bert_layer_like, naive_enhanced_loss, naive_visibility
 from tests.models.test_masked_autoencoder import LADDERS, bert, compare, masked_texts
@@ -27,7 +28,7 @@ def enhanced_texts(texts: list[str], tokenizer) -> tuple[torch.Tensor, ...]:
     return ids, attention, encoder_ids, encoder_labels, torch.where(ids > 4, ids, -100)
 
 
-def enhanced_loss(model: MaskedAutoencoder, sizes, weights, inputs, visible, *, scales=None):
+def enhanced_loss(model: MaskedAutoencoder, sizes, weights, inputs, keys, *, scales=None):
     ids, attention, encoder_ids, encoder_labels, decoder_labels = inputs
     encoder_scale, decoder_scale = scales or [
         1.0 / int((each != -100).sum()) for each in (encoder_labels, decoder_labels)
@@ -37,12 +38,9 @@ def enhanced_loss(model: MaskedAutoencoder, sizes, weights, inputs, visible, *, 
         attention,
         sizes=sizes,
         labels=encoder_labels,
-        decoder_input_ids=ids,
-        decoder_labels=decoder_labels,
-        decoder_visible=visible,
+        decoder=DecoderInputs(ids, decoder_labels, decoder_scale, keys, SHARE),
         size_weights=weights,
         encoder_scale=encoder_scale,
-        decoder_scale=decoder_scale,
     )
 
 
@@ -62,8 +60,7 @@ def test_fused_equals_row_by_row(sizes, case):
     weights = [0.6, 0.5][: len(sizes)]
     columns = naive_visibility(keys.tolist(), inputs[1].sum(1).tolist(), SHARE)
     naive, encoder_losses, decoder_losses = naive_enhanced_loss(masked_lm, layer, sizes, weights, inputs, columns)
-    visible = visible_positions(keys, inputs[1], share=SHARE)
-    fused, encoder_parts, decoder_parts = enhanced_loss(model, sizes, weights, inputs, visible)
+    fused, encoder_parts, decoder_parts = enhanced_loss(model, sizes, weights, inputs, keys)
     torch.testing.assert_close(encoder_parts, torch.tensor(encoder_losses), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(decoder_parts, torch.tensor(decoder_losses), rtol=1e-5, atol=1e-6)
     loss_error, gradient_error = compare(model, layer, masked_lm, naive, fused)
@@ -77,21 +74,20 @@ def test_retromae_reads_the_sentence_vector_itself(case):
     model.bottleneck = "cls"
     columns = naive_visibility(keys.tolist(), inputs[1].sum(1).tolist(), SHARE)
     naive, *_ = naive_enhanced_loss(masked_lm, layer, LADDERS[1], [1.0], inputs, columns, bottleneck="cls")
-    visible = visible_positions(keys, inputs[1], share=SHARE)
-    fused, *_ = enhanced_loss(model, LADDERS[1], [1.0], inputs, visible)
+    fused, *_ = enhanced_loss(model, LADDERS[1], [1.0], inputs, keys)
     loss_error, gradient_error = compare(model, layer, masked_lm, naive, fused)
     assert loss_error < 1e-6
     assert gradient_error < 1e-4
     # Negative control: SMAE's head(CLS) is another vector.
     naive, *_ = naive_enhanced_loss(masked_lm, layer, LADDERS[1], [1.0], inputs, columns, bottleneck="cls")
     model.bottleneck = "head"
-    fused, *_ = enhanced_loss(model, LADDERS[1], [1.0], inputs, visible)
+    fused, *_ = enhanced_loss(model, LADDERS[1], [1.0], inputs, keys)
     loss_error, gradient_error = compare(model, layer, masked_lm, naive, fused)
     assert loss_error > 1e-4 and gradient_error > 1e-2
 
 
 @pytest.mark.parametrize("mistake", ["a row sees itself", "rows share a sample", "position 0 is hidden", "padding"])
-def test_a_wrong_mask_is_noticed(mistake, case):
+def test_a_wrong_mask_is_noticed(mistake, case, monkeypatch):
     """Negative controls: one row's wrong columns are enough for the comparison above to fail."""
     masked_lm, model, layer, inputs, keys = case
     columns = naive_visibility(keys.tolist(), inputs[1].sum(1).tolist(), SHARE)
@@ -106,7 +102,8 @@ def test_a_wrong_mask_is_noticed(mistake, case):
         visible[0, 3, 0] = False
     else:
         visible[shortest, 1, -1] = True
-    fused, *_ = enhanced_loss(model, LADDERS[2], [0.5, 0.5], inputs, visible)
+    monkeypatch.setattr(masked_autoencoder, "visible_positions", lambda *_, **__: visible)
+    fused, *_ = enhanced_loss(model, LADDERS[2], [0.5, 0.5], inputs, keys)
     loss_error, gradient_error = compare(model, layer, masked_lm, naive, fused)
     assert loss_error > 1e-6 and gradient_error > 1e-4
 
@@ -122,8 +119,7 @@ def test_micro_batches_add_up(case):
         for rows in parts:
             longest = int(inputs[1][rows].sum(1).max())
             cut = tuple(each[rows, :longest] for each in inputs)
-            visible = visible_positions(keys[rows] + changed, cut[1], share=SHARE)
-            loss = enhanced_loss(model, LADDERS[2], [0.5, 0.5], cut, visible, scales=scales)[0]
+            loss = enhanced_loss(model, LADDERS[2], [0.5, 0.5], cut, keys[rows] + changed, scales=scales)[0]
             loss.backward()
             total += float(loss.detach())
         return total, {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -149,8 +145,7 @@ def test_other_families_train(family, tiny_tokenizer, docstrings):
     masked_lm = build_masked_lm(config, vocab_size=len(tiny_tokenizer), pad_token_id=0)
     model = MaskedAutoencoder(masked_lm, pooling="cls", with_decoder=True)
     inputs = enhanced_texts(docstrings[:4], tiny_tokenizer)
-    visible = visible_positions(keys_of(len(inputs[0])), inputs[1], share=SHARE)
-    loss, *_ = enhanced_loss(model, LADDERS[2], [0.5, 0.5], inputs, visible)
+    loss, *_ = enhanced_loss(model, LADDERS[2], [0.5, 0.5], inputs, keys_of(len(inputs[0])))
     loss.backward()
     assert torch.isfinite(loss.detach())
     for name, parameter in model.named_parameters():
@@ -165,8 +160,8 @@ def test_a_micro_batch_without_text_sends_zeros(case):
     _, model, *_ = case
     one = torch.ones((1, 1), dtype=torch.long)
     inputs = (0 * one, one, 0 * one, -100 * one, -100 * one)
-    visible = visible_positions(torch.zeros(1, dtype=torch.int64), one, share=SHARE)
-    loss, *_ = enhanced_loss(model, LADDERS[2], [0.5, 0.5], inputs, visible, scales=(1.0, 1.0))
+    key = torch.zeros(1, dtype=torch.int64)
+    loss, *_ = enhanced_loss(model, LADDERS[2], [0.5, 0.5], inputs, key, scales=(1.0, 1.0))
     loss.backward()
     decoder = model.decoder
     assert decoder is not None
@@ -239,9 +234,8 @@ def test_embeddings_beside_the_loss_are_those_without_it(pooling, tiny_tokenizer
         return model(encoder_ids, attention, sizes=LADDERS[2], labels=labels, size_weights=[0.5, 0.5], **options)
 
     alone = embeddings(1, embeddings="only")
-    visible = visible_positions(keys_of(5), attention, share=SHARE)
-    decoder = dict(decoder_input_ids=ids, decoder_labels=decoder_labels, decoder_visible=visible)
-    _, _, _, *beside = embeddings(1, embeddings="also", **decoder)
+    decoder = DecoderInputs(ids, decoder_labels, visibility_keys=keys_of(5), visible_share=SHARE)
+    _, _, _, *beside = embeddings(1, embeddings="also", decoder=decoder)
     assert [each.shape for each in alone] == [(5, 16), (5, 48)]
     for first, second in zip(alone, beside, strict=True):
         assert torch.equal(first, second)

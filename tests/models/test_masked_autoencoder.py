@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from models.encoder import build_masked_lm
 from models.fused_linear_cross_entropy import fused_linear_cross_entropy
-from models.masked_autoencoder import MaskedAutoencoder
+from models.masked_autoencoder import DecoderInputs, MaskedAutoencoder
 from models.sizes import Size
 from tests.models.naive import bert_layer_like, naive_loss
 
@@ -47,7 +47,7 @@ def masked_texts(texts: list[str], tokenizer, *, length: int = 32, unmasked_row:
 
 def fused_loss(model: MaskedAutoencoder, sizes, weights, inputs, *, with_decoder: bool = True):
     _, attention, encoder_ids, encoder_labels, decoder_ids, decoder_labels = inputs
-    decoder = dict(decoder_input_ids=decoder_ids, decoder_labels=decoder_labels) if with_decoder else {}
+    decoder = DecoderInputs(decoder_ids, decoder_labels, scale=1.0 / int((decoder_labels != -100).sum()))
     return model(
         encoder_ids,
         attention,
@@ -55,8 +55,7 @@ def fused_loss(model: MaskedAutoencoder, sizes, weights, inputs, *, with_decoder
         labels=encoder_labels,
         size_weights=weights,
         encoder_scale=1.0 / int((encoder_labels != -100).sum()),
-        decoder_scale=1.0 / int((decoder_labels != -100).sum()),
-        **decoder,
+        decoder=decoder if with_decoder else None,
     )
 
 
@@ -161,15 +160,14 @@ def test_micro_batches_add_up(tiny_tokenizer, docstrings):
     parts = 0.0
     for rows in (slice(0, 2), slice(2, 6)):
         _, attention, ids, labels, decoder_ids, decoder_labels = (x[rows] for x in inputs)
-        extra = dict(labels=labels, decoder_input_ids=decoder_ids, decoder_labels=decoder_labels)
         loss, *_ = model(
             ids,
             attention,
             sizes=sizes,
+            labels=labels,
+            decoder=DecoderInputs(decoder_ids, decoder_labels, scale=scales[1]),
             size_weights=[0.5, 0.5],
             encoder_scale=scales[0],
-            decoder_scale=scales[1],
-            **extra,
         )
         parts += float(loss.detach())
     assert parts == pytest.approx(whole, rel=1e-6)

@@ -22,6 +22,7 @@ from trainer.agreement import FREE_KEYS, disagreement, facts_of, fingerprint, fr
 from trainer.build import open_shards
 from trainer.config.load import build_recipe
 from trainer.config.schema import Recipe
+from trainer.engine import read_ds_config
 
 NO_PARTS = cast(Any, SimpleNamespace(guide=None, teacher=None))
 
@@ -53,7 +54,8 @@ def recipe(tuple_shards: Path) -> Recipe:
 def test_every_other_key_of_a_recipe_is_compared(recipe: Recipe) -> None:
     """A change of any key is noticed, but of those that are said to be free."""
     sources = open_shards(recipe)
-    mine = facts_of(recipe, sources, NO_PARTS)
+    ds_config = read_ds_config(recipe.engine.ds_config)
+    mine = facts_of(recipe, ds_config, sources, NO_PARTS)
     tables = dataclasses.asdict(recipe)
     keys = [f"{section}.{key}" for section, table in tables.items() for key in table]
     assert set(keys) > FREE_KEYS
@@ -74,7 +76,7 @@ def test_every_other_key_of_a_recipe_is_compared(recipe: Recipe) -> None:
         table, changed = copy.copy(getattr(recipe, section)), copy.copy(recipe)
         object.__setattr__(table, key, other)
         object.__setattr__(changed, section, table)
-        theirs = facts_of(changed, sources, NO_PARTS)
+        theirs = facts_of(changed, ds_config, sources, NO_PARTS)
         assert (disagreement([mine, theirs]) is None) == (name in FREE_KEYS), name
 
 
@@ -88,9 +90,9 @@ def test_files_are_compared_by_content(
     def facts(shards: Path, engine: Path) -> dict[str, str]:
         values = recipe_values(shards, engine={"ds_config": str(engine)})
         here = recipe_of(values)
-        return facts_of(here, open_shards(here), NO_PARTS)
+        return facts_of(here, read_ds_config(engine), open_shards(here), NO_PARTS)
 
-    mine = facts_of(recipe, open_shards(recipe), NO_PARTS)
+    mine = facts_of(recipe, read_ds_config(recipe.engine.ds_config), open_shards(recipe), NO_PARTS)
     assert disagreement([mine, facts(tmp_path / "shards", tmp_path / "same.json")]) is None
     sentence = disagreement([mine, facts(crowded_shards, tmp_path / "same.json")])
     assert sentence is not None and "data.shards[0] is manifest " in sentence
@@ -102,6 +104,7 @@ def test_weights_are_compared_but_for_drawn_adapters(recipe: Recipe) -> None:
     values = recipe_values(recipe.data.shards[0], model={"source": "x", "config": {}})
     values["engine"] = {"ds_config": recipe.engine.ds_config}
     with_source, sources = build_recipe(values), open_shards(recipe)
+    ds_config = read_ds_config(recipe.engine.ds_config)
 
     def facts(weight: float, adapter: float, guide: float) -> dict[str, str]:
         modules = []
@@ -113,7 +116,7 @@ def test_weights_are_compared_but_for_drawn_adapters(recipe: Recipe) -> None:
                 nn.init.constant_(parameter, adapter)
         guide = SimpleNamespace(encoder=modules[1])
         parts = SimpleNamespace(encoder=modules[0], guide=guide, teacher=None)
-        return facts_of(with_source, sources, cast(Any, parts))
+        return facts_of(with_source, ds_config, sources, cast(Any, parts))
 
     mine = facts(1.0, 2.0, 3.0)
     assert disagreement([mine, facts(1.0, 9.0, 3.0)]) is None

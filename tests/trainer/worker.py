@@ -60,8 +60,9 @@ def take_steps(values: dict[str, Any], world: World, *, steps: int) -> list[dict
     """The trainer's own parts, put together as trainer/run.py does, with every parameter read after every step."""
     recipe = recipe_of(values)
     sources = build.open_shards(recipe)
-    parts = build.build_model(recipe, sources)
-    trained = engine.Engine(parts.module, recipe, world)
+    ds_config = engine.read_ds_config(recipe.engine.ds_config)
+    parts = build.build_model(recipe, sources, ds_config)
+    trained = engine.Engine(parts.module, recipe, world, ds_config)
     trained.train()
     stream = build.open_stream(recipe, sources, rank=world.rank, world_size=world.size)
     objective = build.build_objective(recipe, parts)

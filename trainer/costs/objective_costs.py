@@ -139,7 +139,51 @@ def _forward_bytes(shape: Shape, texts: Texts) -> float:
 
 
 @dataclass(frozen=True)
-class MaskedCosts(ObjectiveCosts):
+class ComparingCosts(ObjectiveCosts):
+    """Losses of vectors that are compared with each other at every size, in float32."""
+
+    def loss_bytes(self, texts: Texts, *, vectors: float) -> float:
+        return self._compared_bytes(texts.count, vectors)
+
+    def gathered_bytes(self, vectors: float) -> float:
+        return 4.0 * vectors * self.widths
+
+    def guide_flops(self, guide: Shape, texts: Texts, *, vectors: float) -> float:
+        """The guide's forward pass, and its scores as often as the loss computes the student's."""
+        queries = self._queries(texts)
+        scores = self._times_scored(queries, vectors) * 2 * queries * vectors * guide.hidden
+        return super().guide_flops(guide, texts, vectors=vectors) + scores
+
+    def _loss_flops(self, texts: Texts, vectors: float) -> float:
+        """Scores, and the gradients of queries and passages, at every size."""
+        queries = self._queries(texts)
+        return (2 + self._times_scored(queries, vectors)) * 2 * queries * vectors * self.widths
+
+    def _queries(self, texts: Texts) -> float:
+        """How many of these texts are queries, whose scores with all passages an InfoNCE takes."""
+        return 0.0
+
+    def _times_scored(self, queries: float, vectors: float) -> int:
+        """How often scores are computed: once where a row of them fits in memory, else again for the gradients."""
+        return 1 if 4 * 2 * min(128, queries) * vectors <= self.recipe.train.score_memory_mib * _MIB else 2
+
+    def _compared_bytes(self, own: float, vectors: float) -> float:
+        """Vectors and their gradients, and the largest block of scores. own: the rank's own vectors."""
+        return 8 * self.widths * (own + vectors) + self.recipe.train.score_memory_mib * _MIB
+
+
+def _queries(recipe: Recipe, texts: Texts) -> float:
+    """How many of these texts are queries, where each query has a positive and hard negatives."""
+    return texts.count / (2 + recipe.data.num_negatives)
+
+
+def _passages(recipe: Recipe, texts: Texts) -> float:
+    each = 1 + recipe.data.num_negatives
+    return texts.count * each / (1 + each)
+
+
+@dataclass(frozen=True)
+class MaskedCosts(ComparingCosts):
     """Masked losses: an MLM head, a decoder where the recipe has one, and logits, all of them at each size."""
 
     pretrains: ClassVar[bool] = True
@@ -149,9 +193,9 @@ class MaskedCosts(ObjectiveCosts):
         return masked_head_parameters(shape) + decoder
 
     @property
-    def encoder_passes(self) -> float:
+    def caches(self) -> bool:
         """With pairs, texts are embedded once more, before the pass that has the masked losses."""
-        return super().encoder_passes + (self.recipe.pairs != "none")
+        return self.recipe.pairs != "none"
 
     def predicted_rows(self, texts: Texts) -> tuple[float, float]:
         """Predicted positions of the encoder and of the decoder."""
@@ -210,20 +254,33 @@ class MaskedCosts(ObjectiveCosts):
         return 4.0 * shape.vocabulary * shape.hidden
 
     def loss_bytes(self, texts: Texts, *, vectors: float) -> float:
-        """Blocks of logits, their softmax and their gradient."""
-        return 3 * self.recipe.train.logits_memory_mib * _MIB
+        """Blocks of logits, their softmax and their gradient; or the pair term, whichever is larger.
 
-
-@dataclass(frozen=True)
-class ComparingCosts(ObjectiveCosts):
-    """Losses of vectors that are compared with each other at every size, in float32."""
-
-    def loss_bytes(self, texts: Texts, *, vectors: float) -> float:
-        """Vectors and their gradients, and the largest block of scores."""
-        return 8 * self.widths * (texts.count + vectors) + self.recipe.train.score_memory_mib * _MIB
+        The pair term comes before all logits. Of it, the gradients of the rank's own vectors stay.
+        """
+        logits = 3 * self.recipe.train.logits_memory_mib * _MIB
+        if not self.caches:
+            return logits
+        own = texts.count * (2 if self._symmetric else 1)  # with each span once as a query and once as a passage
+        return max(self._compared_bytes(own, vectors), logits + 4 * self.widths * texts.count)
 
     def gathered_bytes(self, vectors: float) -> float:
-        return 4.0 * vectors * self.widths
+        return super().gathered_bytes(vectors) if self.caches else 0.0
+
+    def vectors(self, texts: Texts) -> float:
+        """The pairs' passages: second spans, or both spans where both are queries; or positives and hard negatives."""
+        if self.recipe.pairs == "spans":
+            return texts.count if self._symmetric else texts.count / 2
+        return _passages(self.recipe, texts) if self.caches else 0.0
+
+    def _queries(self, texts: Texts) -> float:
+        if self.recipe.pairs == "spans":
+            return self.vectors(texts)
+        return _queries(self.recipe, texts) if self.caches else 0.0
+
+    @property
+    def _symmetric(self) -> bool:
+        return self.recipe.pairs == "spans" and self.recipe.objective.symmetric_spans
 
 
 @dataclass(frozen=True)
@@ -232,26 +289,17 @@ class ContrastiveCosts(ComparingCosts):
 
     def vectors(self, texts: Texts) -> float:
         """The passages."""
-        each = 1 + self.recipe.data.num_negatives
-        return texts.count * each / (1 + each)
+        return _passages(self.recipe, texts)
 
     def gathered_bytes(self, vectors: float) -> float:
         if self.recipe.objective.loss != "infonce":
             return 0.0
         return super().gathered_bytes(vectors) + 4.0 * vectors * self._asymmetric_widths
 
-    def guide_flops(self, guide: Shape, texts: Texts, *, vectors: float) -> float:
-        """The guide's forward pass, and its scores as often as the loss computes the student's."""
-        queries, once = self._queries(texts, vectors)
-        scores = (1 if once else 2) * 2 * queries * vectors * guide.hidden
-        return super().guide_flops(guide, texts, vectors=vectors) + scores
-
     def _loss_flops(self, texts: Texts, vectors: float) -> float:
-        """Scores, and the gradients of queries and passages, at every size; scores twice where a row does not fit."""
         if self.recipe.objective.loss == "cosent":
             return 0.0
-        queries, once = self._queries(texts, vectors)
-        return (3 if once else 4) * 2 * queries * vectors * (self.widths + self._asymmetric_widths)
+        return super()._loss_flops(texts, vectors) * (1 + self._asymmetric_widths / self.widths)
 
     @property
     def _asymmetric_widths(self) -> int:
@@ -261,10 +309,8 @@ class ContrastiveCosts(ComparingCosts):
     def loss_bytes(self, texts: Texts, *, vectors: float) -> float:
         return super().loss_bytes(texts, vectors=vectors) + 8 * self._asymmetric_widths * vectors
 
-    def _queries(self, texts: Texts, vectors: float) -> tuple[float, bool]:
-        """A rank's queries, and whether a row of their scores fits in memory and is computed only once."""
-        queries = texts.count / (2 + self.recipe.data.num_negatives)
-        return queries, 4 * 2 * min(128, queries) * vectors <= self.recipe.train.score_memory_mib * _MIB
+    def _queries(self, texts: Texts) -> float:
+        return _queries(self.recipe, texts)
 
 
 @dataclass(frozen=True)

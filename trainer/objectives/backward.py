@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from data.collate import Texts
+from data.keyed_random import derive_seed
 from models.sizes import Size
-from trainer.distributed import World, derive_seed, max_over_ranks
+from trainer.distributed import World, max_over_ranks
 
 Embed = Callable[[Tensor], tuple[Tensor, ...]]
 LossAndGradients = Callable[[list[Tensor]], tuple[dict[str, Tensor], list[Tensor]]]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from data.collate import PairBatch, concatenate
+from data.keyed_random import derive_seed
 from trainer.config.schema import Recipe
 from trainer.costs.flops import FORWARD_AND_BACKWARD, Shape, encoder_flops
-from trainer.distributed import derive_seed
 from trainer.objectives.backward import (
     FILLER,
     Passes,
@@ -24,9 +24,8 @@ from trainer.objectives.backward import (
     padded_tokens,
 )
 from trainer.objectives.contrastive_loss import ContrastiveLoss, contrastive_loss
-from trainer.objectives.guide import Guide
+from trainer.objectives.materials import Materials
 from trainer.objectives.size_schedules import Schedule
-from trainer.objectives.teacher import Teaching
 
 
 @dataclass(frozen=True)
@@ -98,24 +97,15 @@ class TableObjective:
         return StepReport(losses, count, count, FORWARD_AND_BACKWARD * float(count * self.shape.hidden))
 
 
-def contrastive(
-    recipe: Recipe,
-    schedule: Schedule,
-    *,
-    shape: Shape,
-    packed: bool,
-    static: bool = False,
-    guide: Guide | None = None,
-    teaching: Teaching | None = None,
-) -> ContrastiveObjective | TableObjective:
-    loss = contrastive_loss(recipe, guide=guide, teaching=teaching)
-    if static:
-        return TableObjective(schedule, shape, loss)
+def contrastive(recipe: Recipe, materials: Materials) -> ContrastiveObjective | TableObjective:
+    loss = contrastive_loss(recipe, guide=materials.guide, teaching=materials.teaching)
+    if materials.static:
+        return TableObjective(materials.schedule, materials.shape, loss)
     return ContrastiveObjective(
-        schedule,
-        shape,
+        materials.schedule,
+        materials.shape,
         token_budget=recipe.token_budget,
-        packed=packed,
+        packed=materials.packed,
         cached=recipe.objective.backward == "grad_cache",
         seed=recipe.run.seed,
         loss=loss,

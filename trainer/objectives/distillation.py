@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from data.collate import TextBatch
+from data.keyed_random import derive_seed
 from trainer.config.schema import Recipe
 from trainer.costs.flops import FORWARD_AND_BACKWARD, Shape, encoder_flops
-from trainer.distributed import derive_seed
 from trainer.losses.unit_vectors import normalize_, unnormalized_gradient_
 from trainer.objectives.backward import (
     Passes,
@@ -30,6 +30,7 @@ from trainer.objectives.backward import (
     micro_batches,
     padded_tokens,
 )
+from trainer.objectives.materials import Materials
 from trainer.objectives.size_schedules import Schedule
 from trainer.objectives.teacher import Teaching, texts_of_all_ranks
 
@@ -99,15 +100,14 @@ class DistillationObjective:
         return StepReport(losses, batch.num_tokens, padded_tokens(lengths, chunks, packed=self.packed), flops)
 
 
-def distillation(
-    recipe: Recipe, schedule: Schedule, *, shape: Shape, packed: bool, teaching: Teaching
-) -> DistillationObjective:
+def distillation(recipe: Recipe, materials: Materials) -> DistillationObjective:
+    assert materials.teaching is not None  # every recipe of this kind has a teacher
     return DistillationObjective(
-        schedule,
-        shape,
-        teaching,
+        materials.schedule,
+        materials.shape,
+        materials.teaching,
         token_budget=recipe.token_budget,
-        packed=packed,
+        packed=materials.packed,
         cached=recipe.objective.backward == "grad_cache",
         seed=recipe.run.seed,
     )

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from data.collate import MaskedBatch, PairBatch, concatenate, offsets_of, take
-from models.layout import Layout
-from models.masked_autoencoder import IGNORED
-from models.visibility import visible_positions
+from data.keyed_random import derive_seed
+from models.masked_autoencoder import IGNORED, DecoderInputs
 from trainer.config.schema import Recipe
 from trainer.costs.flops import FORWARD_AND_BACKWARD, Shape, masked_flops
-from trainer.distributed import derive_seed, sum_over_ranks
+from trainer.distributed import sum_over_ranks
 from trainer.objectives.backward import (
     FILLER,
     Embed,
@@ -30,7 +30,7 @@ from trainer.objectives.backward import (
     padded_tokens,
 )
 from trainer.objectives.contrastive_loss import ContrastiveLoss, pair_loss
-from trainer.objectives.guide import Guide
+from trainer.objectives.materials import Materials
 from trainer.objectives.size_schedules import Schedule, SizePlan
 
 
@@ -100,7 +100,6 @@ class TokenPrediction:
             sizes=self.plan.sizes,
             size_weights=self.plan.loss_weights,
             encoder_scale=self.scales[0],
-            decoder_scale=self.scales[-1],
             embeddings=embeddings,
         )
         per_size = torch.cat([encoder_losses, decoder_losses])
@@ -111,20 +110,29 @@ class TokenPrediction:
     def losses(self) -> dict[str, Tensor]:
         return dict(zip(self.names, self.totals.unbind()))
 
-    def _inputs(self, rows: Tensor, *, decodes: bool) -> dict[str, Tensor]:
+    def _inputs(self, rows: Tensor, *, decodes: bool) -> dict[str, Any]:
         """The model's inputs for these texts, flat, or for the filler where there are no texts."""
         batch, device = self.batch, self.engine.device
         if not len(rows):
             batch, rows = _filler_for(batch), torch.tensor([0])
-        offsets = offsets_of(batch.offsets.diff()[rows]).to(device)
-        values = {"input_ids": batch.encoder_input_ids, "labels": batch.encoder_labels}
+
+        def of_rows(values: Tensor) -> Tensor:
+            return take(values, batch.offsets, rows).to(device)
+
+        inputs: dict[str, Any] = {
+            "input_ids": of_rows(batch.encoder_input_ids),
+            "labels": of_rows(batch.encoder_labels),
+            "offsets": offsets_of(batch.offsets.diff()[rows]).to(device),
+        }
         if decodes and batch.decoder_input_ids is not None and batch.decoder_labels is not None:
-            values |= {"decoder_input_ids": batch.decoder_input_ids, "decoder_labels": batch.decoder_labels}
-        inputs = {name: take(each, batch.offsets, rows).to(device) for name, each in values.items()}
-        if decodes and batch.visibility_keys is not None:
-            keys, mask = batch.visibility_keys[rows].to(device), Layout(offsets).mask
-            inputs["decoder_visible"] = visible_positions(keys, mask, share=self.objective.visible_share)
-        return inputs | {"offsets": offsets}
+            inputs["decoder"] = DecoderInputs(
+                of_rows(batch.decoder_input_ids),
+                of_rows(batch.decoder_labels),
+                scale=self.scales[-1],
+                visibility_keys=None if batch.visibility_keys is None else batch.visibility_keys[rows].to(device),
+                visible_share=self.objective.visible_share,
+            )
+        return inputs
 
 
 def _filler_for(batch: MaskedBatch) -> MaskedBatch:
@@ -220,19 +228,17 @@ def both_ways(pairs: PairBatch) -> PairBatch:
     )
 
 
-def masked(
-    recipe: Recipe, schedule: Schedule, *, shape: Shape, packed: bool, guide: Guide | None = None
-) -> MaskedObjective:
+def masked(recipe: Recipe, materials: Materials) -> MaskedObjective:
     chosen = recipe.objective
     pairs: PairTerm | None = None
     if chosen.pairs != "none":
         symmetric = chosen.pairs == "spans" and chosen.symmetric_spans
-        pairs = PairTerm(pair_loss(recipe, guide=guide), chosen.pair_weight, symmetric, recipe.run.seed)
+        pairs = PairTerm(pair_loss(recipe, guide=materials.guide), chosen.pair_weight, symmetric, recipe.run.seed)
     return MaskedObjective(
-        schedule,
-        shape,
+        materials.schedule,
+        materials.shape,
         token_budget=recipe.token_budget,
-        packed=packed,
+        packed=materials.packed,
         loss_scale=chosen.loss_scale,
         visible_share=1.0 - chosen.decoder_mask_ratio,
         pairs=pairs,

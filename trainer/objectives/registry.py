@@ -15,35 +15,16 @@ from typing import Any, Protocol, runtime_checkable
 from data.ground.errors import ConfigError
 from data.shards.reader import ShardFolder
 from trainer.config.schema import Recipe
-from trainer.costs.flops import Shape
 from trainer.objectives.backward import Passes, StepReport
 from trainer.objectives.collators import masked_collator, pair_collator, text_collator
 from trainer.objectives.contrastive import contrastive
 from trainer.objectives.distillation import distillation
-from trainer.objectives.guide import Guide
 from trainer.objectives.masked import masked
-from trainer.objectives.size_schedules import Schedule
-from trainer.objectives.teacher import Teaching
+from trainer.objectives.materials import Materials
 
 
 class Objective(Protocol):
     def forward_backward(self, engine: Passes, batch: Any, step: int) -> StepReport: ...
-
-
-@dataclass(frozen=True)
-class Materials:
-    """What an objective is built from, besides its recipe.
-
-    packed: whether the encoder's attention runs over texts without padding. static: whether the encoder is a table of
-    token embeddings. guide, teaching: of the frozen models that the recipe names.
-    """
-
-    schedule: Schedule
-    shape: Shape
-    packed: bool
-    static: bool = False
-    guide: Guide | None = None
-    teaching: Teaching | None = None
 
 
 @runtime_checkable
@@ -61,31 +42,10 @@ class _Made:
     objective: Callable[[Recipe, Materials], Objective]
 
 
-def _masked(recipe: Recipe, of: Materials) -> Objective:
-    return masked(recipe, of.schedule, shape=of.shape, packed=of.packed, guide=of.guide)
-
-
-def _contrastive(recipe: Recipe, of: Materials) -> Objective:
-    return contrastive(
-        recipe,
-        of.schedule,
-        shape=of.shape,
-        packed=of.packed,
-        static=of.static,
-        guide=of.guide,
-        teaching=of.teaching,
-    )
-
-
-def _distill(recipe: Recipe, of: Materials) -> Objective:
-    assert of.teaching is not None  # every recipe of this kind has a teacher
-    return distillation(recipe, of.schedule, shape=of.shape, packed=of.packed, teaching=of.teaching)
-
-
 MAKERS: Mapping[str, Maker] = {
-    "masked": _Made(masked_collator, _masked),
-    "contrastive": _Made(pair_collator, _contrastive),
-    "distill": _Made(text_collator, _distill),
+    "masked": _Made(masked_collator, masked),
+    "contrastive": _Made(pair_collator, contrastive),
+    "distill": _Made(text_collator, distillation),
 }
 
 

@@ -148,20 +148,17 @@ def taught_from_outside(schedule: Schedule) -> Schedule:
 
 
 def build_schedule(
-    kind: str,
-    ladder: Ladder,
+    sizes: StepSizes,
     *,
     reduction: str,
     seed: int,
-    size: Size | None = None,
     size_weights: Sequence[float] = (),
     kl_size_weights: Sequence[float] = (),
     teacher_outside: bool = False,
 ) -> Schedule:
-    """The schedule that `objective.sizes` names, with the recipe's factor for each size. size: for the kind "one"."""
+    """The schedule of these sizes (`Recipe.step_sizes`), with the recipe's factor for each size."""
     teach = taught_from_outside if teacher_outside else (lambda schedule: schedule)
-    sizes = StepSizes(kind, ladder, size)
     if sizes.drawn:
-        return teach(_DRAWING[kind](ladder, seed=seed))
+        return teach(_DRAWING[sizes.kind](sizes.ladder, seed=seed))
     fixed = teach(of_fixed_sizes(sizes, reduction=reduction))
     return reweighted(fixed, size_weights=size_weights, kl_size_weights=kl_size_weights)

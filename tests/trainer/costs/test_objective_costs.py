@@ -60,3 +60,34 @@ def test_distillation_without_relational_terms_compares_nothing() -> None:
     # Negative control.
     costs = costs_of(recipe_of(recipe_values("shards", objective={"name": "distill"}, **TEACHER)))
     assert costs.vectors(TEXTS) == TEXTS.count and costs.caches
+
+
+PAIRS: dict[str, tuple[dict[str, Any], float, float, float]] = {
+    # [objective] and [data] -> of ten texts: queries, passages, and vectors that a rank holds of its own
+    "spans": ({"objective": {"pairs": "spans"}}, 5, 5, 10),
+    "symmetric spans": ({"objective": {"pairs": "spans", "symmetric_spans": True}}, 10, 10, 20),
+    "tuples": ({"objective": {"pairs": "tuples"}, "data": {"num_negatives": 3}}, 2, 8, 10),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_pairs_add_to_masked_losses(name: str) -> None:
+    """One more forward pass of the encoder, scores, and all ranks' vectors; the masked losses' costs stay."""
+    sections, queries, passages, own = PAIRS[name]
+    sections = sections | {"objective": {"name": "masked", **sections["objective"]}}
+    common = {"train": {"score_memory_mib": 1.0, "logits_memory_mib": 1.0}, "model": TEACHER["model"]}
+    paired = costs_of(recipe_of(recipe_values("shards", **common, **sections)))
+    alone = costs_of(recipe_of(recipe_values("shards", **common, objective={"name": "masked"})))
+    assert paired.caches and paired.cuts and paired.encoder_passes == alone.encoder_passes + 1
+    assert paired.vectors(TEXTS) == passages and alone.vectors(TEXTS) == 0
+    width = 16 + 32 + 48
+    assert paired.gathered_bytes(VECTORS) == 4 * VECTORS * width
+    last = 4 * SHAPE.hidden * SHAPE.inner * (TEXTS.tokens - paired.rows_read(TEXTS))
+    embedding = encoder_flops(SHAPE, TEXTS) - last
+    added = [each.computed_flops(SHAPE, TEXTS, vectors=VECTORS) for each in (paired, alone)]
+    assert added[0] - added[1] == pytest.approx(embedding + 3 * 2 * queries * VECTORS * width)
+    # Either the term's vectors with their gradients, before any logits, or beside logits the rank's own gradients.
+    assert alone.loss_bytes(TEXTS, vectors=VECTORS) == 3 * 2**20
+    assert paired.loss_bytes(TEXTS, vectors=VECTORS) == 3 * 2**20 + 4 * width * TEXTS.count
+    many = 1e5
+    assert paired.loss_bytes(TEXTS, vectors=many) == 8 * width * (own + many) + 2**20

@@ -17,7 +17,7 @@ from trainer.config.sections import Sections
 from trainer.distributed import sum_over_ranks
 from trainer.objectives.backward import Passes, StepReport, accumulate, embed_texts, in_one
 from trainer.objectives.collators import pair_collator
-from trainer.objectives.registry import Materials
+from trainer.objectives.materials import Materials
 
 
 class Alignment(Kind):

@@ -24,6 +24,7 @@ from trainer.costs.counts import Shape
 from trainer.distributed import World
 from trainer.objectives.contrastive import ContrastiveObjective, contrastive
 from trainer.objectives.contrastive_loss import ContrastiveLoss
+from trainer.objectives.materials import Materials
 from trainer.objectives.size_schedules import SizePlan, build_schedule
 
 RECIPES = ROOT / "launch" / "recipes"
@@ -34,10 +35,8 @@ ALONE: Any = SimpleNamespace(world=World(0, 0, 1, torch.device("cpu")), device=t
 def objective_of(recipe: Recipe, **changed: Any) -> ContrastiveObjective:
     """As a recipe with other settings in [objective] makes it."""
     recipe = replace(recipe, objective=replace(recipe.objective, **changed))
-    schedule = build_schedule(
-        recipe.objective.sizes, recipe.ladder, reduction=recipe.objective.reduction, seed=recipe.run.seed
-    )
-    objective = contrastive(recipe, schedule, shape=Shape(768, 3072, 12, 100), packed=False)
+    schedule = build_schedule(recipe.step_sizes, reduction=recipe.objective.reduction, seed=recipe.run.seed)
+    objective = contrastive(recipe, Materials(schedule, Shape(768, 3072, 12, 100), packed=False))
     assert isinstance(objective, ContrastiveObjective)
     return objective
 

@@ -27,7 +27,7 @@ LADDER = Ladder.of([[2, 8], [4, 16], [6, 24]])
 
 
 def schedule(kind: str, *, reduction: str = "mean", seed: int = 0, size: Size | None = None):
-    return build_schedule(kind, LADDER, reduction=reduction, seed=seed, size=size)
+    return build_schedule(StepSizes(kind, LADDER, size), reduction=reduction, seed=seed)
 
 
 @pytest.mark.parametrize(("reduction", "weight"), [("mean", 1 / 3), ("sum", 1.0)])
@@ -61,20 +61,20 @@ def test_schedules_of_one_size(kind: str, size: Size) -> None:
 @pytest.mark.parametrize("kind", ["ladder", "mrl", "adaptive_layers"])
 def test_weights_a_size(kind: str, reduction: str, weight: float) -> None:
     """They multiply what the reduction gives, and are not normalised: factors of 1 change nothing."""
-    common = {"reduction": reduction, "seed": 0}
-    plain = build_schedule(kind, LADDER, **common)(0)
-    plan = build_schedule(kind, LADDER, size_weights=[0.5, 2.0, 3.0], kl_size_weights=[4.0, 0.0], **common)(7)
+    sizes, common = StepSizes(kind, LADDER), {"reduction": reduction, "seed": 0}
+    plain = build_schedule(sizes, **common)(0)
+    plan = build_schedule(sizes, size_weights=[0.5, 2.0, 3.0], kl_size_weights=[4.0, 0.0], **common)(7)
     assert plan.loss_weights == pytest.approx((0.5 * weight, 2 * weight, 3 * weight))
     assert plan.kl_weights == pytest.approx((4 * weight, 0.0, 0.0))
     assert (plan.names, plan.sizes) == (plain.names, plain.sizes)
-    assert build_schedule(kind, LADDER, size_weights=[1.0] * 3, kl_size_weights=[1.0] * 2, **common)(0) == plain
-    only_kl = build_schedule(kind, LADDER, kl_size_weights=[4.0, 1.0], **common)(0)
+    assert build_schedule(sizes, size_weights=[1.0] * 3, kl_size_weights=[1.0] * 2, **common)(0) == plain
+    only_kl = build_schedule(sizes, kl_size_weights=[4.0, 1.0], **common)(0)
     assert only_kl.loss_weights == plain.loss_weights
     assert only_kl.kl_weights == pytest.approx((4 * weight, weight, 0.0))
 
 
 def test_names_are_the_cups_of_a_ladder_of_six() -> None:
-    plan = build_schedule("ladder", STARBUCKS_LADDER, reduction="mean", seed=0)(0)
+    plan = build_schedule(StepSizes("ladder", STARBUCKS_LADDER), reduction="mean", seed=0)(0)
     assert plan.names == ("demi", "short", "tall", "grande", "venti", "trenta")
     assert schedule("ladder")(0).names == ("2x8", "4x16", "6x24")
 
