@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.encoder import encoder_layers
+from models.backbone import encoder_layers
 from models.sizes import ModelError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from safetensors.torch import load_file
@@ -24,6 +24,7 @@ from data.ground.errors import DataError, OtherFormat
 from data.ground.files import reading
 from data.ground.records import Record, read_record
 from data.model_folders import MODULES_FILE, Module, Modules, read_modules
+from models.choices import Pooling, Similarity
 from models.loading import local_folder
 from models.sizes import ModelError
 
@@ -148,8 +149,8 @@ class SentenceModel:
 
     folder: Path
     transformer: Path
-    pooling: str
-    similarity: str
+    pooling: Pooling
+    similarity: Similarity
     lengths: tuple[int | None, int | None]
     query_prompt: str
     passage_prompt: str
@@ -275,16 +276,16 @@ def _lowers_case(transformer: Path, tokenizer: _TokenizerFile) -> bool:
     return any(part.get("type") == "Lowercase" or part.get("lowercase") is True for part in parts)
 
 
-def _pooling(path: Path, folder: Path, *, has_prompt: bool) -> str:
+def _pooling(path: Path, folder: Path, *, has_prompt: bool) -> Pooling:
     found = read_record(path / "config.json", _PoolingFile, what="settings file")
     if found.modes not in (["cls"], ["mean"]):
         raise _refusal(folder, f"it pools by {' and '.join(found.modes)}, and only cls or mean can be computed")
     if has_prompt and not found.include_prompt:
         raise _refusal(folder, "it leaves its prompts out of the pooling, which cannot be done here")
-    return found.modes[0]
+    return cast(Pooling, found.modes[0])
 
 
-def _similarity(name: str | None, folder: Path, *, unit: bool) -> str:
+def _similarity(name: str | None, folder: Path, *, unit: bool) -> Similarity:
     """The similarity, "cosine" or "dot". The dot product of unit vectors is their cosine."""
     if name not in (None, "cosine", "dot"):
         raise _refusal(folder, f"it compares vectors by {name!r:.40}, and only cosine and dot can be computed")

@@ -27,21 +27,13 @@ from data.shards.reader import ShardFolder
 from data.stream import Stream
 from data.tokens import load_tokenizer
 from models.adapters import add_adapters, freeze_lower_layers
-from models.encoder import (
-    EmbeddingSettings,
-    Encoder,
-    base_of,
-    build_masked_lm,
-    load_encoder,
-    load_masked_lm,
-    longest_input,
-    set_dropout,
-    truncate_layers,
-)
+from models.backbone import longest_input, set_dropout, truncate_layers
+from models.encoder import Encoder, base_of, build_masked_lm, load_encoder, load_masked_lm
 from models.heads import HEADS_FILE, heads_up_to
 from models.masked_autoencoder import MaskedAutoencoder
 from models.packed_attention import check_packs, fast_on, packs
 from models.sentence_transformers import read_sentence_model
+from models.settings import EmbeddingSettings
 from models.sizes import ModelError
 from models.static_embedding import MODEL_TYPE, build_static, special_ids_of
 from trainer.config.schema import Recipe

@@ -5,20 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.encoder import (
-    EmbeddingSettings,
-    Encoder,
-    base_of,
-    build_masked_lm,
-    encoder_layers,
-    float32_einsum,
-    load_encoder,
-    load_masked_lm,
-    pool,
-    truncate_layers,
-)
+from models.backbone import encoder_layers, truncate_layers
+from models.encoder import Encoder, base_of, build_masked_lm, float32_einsum, load_encoder, load_masked_lm, pool
 from models.layout import Layout
 from models.packed_attention import check_packs
+from models.settings import EmbeddingSettings
 from models.sizes import ModelError, Size
 
 SHAPE = dict(hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96)

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, GPT2Config, GPT2Model
 
 from data.ground.errors import OtherFormat
-from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder, load_masked_lm
+from models.encoder import build_masked_lm, load_encoder, load_masked_lm
 from models.loading import check_finite, check_plausible
+from models.settings import EmbeddingSettings
 from models.sizes import ModelError
 from models.static_embedding import StaticConfig, StaticModel
 

@@ -16,8 +16,9 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from data.model_folders import transformer_folder
 from data.tokens import load_tokenizer, tokenizer_fingerprint
-from models.encoder import EmbeddingSettings, load_encoder, load_masked_lm
+from models.encoder import load_encoder, load_masked_lm
 from models.sentence_transformers import read_sentence_model
+from models.settings import EmbeddingSettings
 from models.sizes import ModelError
 from trainer.evaluation.encoding.encode import encode, encoder_forward
 from trainer.evaluation.subject import load_model

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from data.shards.reader import ShardFolder
-from models.encoder import EmbeddingSettings, base_of, build_masked_lm
+from models.encoder import base_of, build_masked_lm
 from models.masked_autoencoder import MaskedAutoencoder
+from models.settings import EmbeddingSettings
 from tests.trainer.support import LADDER, MODEL, loaded, recipe_values
 from trainer.build import build_model, open_shards
 from trainer.exporting.model_folder import write_model_folder

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from models.encoder import EmbeddingSettings
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from trainer.evaluation.encoding.across import Searched, SizePair, encoded_sizes, sides
 from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS, Forward, encode

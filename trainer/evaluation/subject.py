@@ -15,8 +15,10 @@ from transformers.utils import logging as hf_logging
 
 from data.ground.errors import ConfigError
 from data.tokens import load_tokenizer, tokenizer_fingerprint
-from models.encoder import EmbeddingSettings, Encoder, load_encoder, longest_input
+from models.backbone import longest_input
+from models.encoder import Encoder, load_encoder
 from models.heads import heads_up_to
+from models.settings import EmbeddingSettings
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from huggingface_hub import EvalResult, ModelCardData
 from transformers import PreTrainedTokenizerFast
 
-from models.encoder import EmbeddingSettings
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from trainer.evaluation.results.report import METRIC_LABELS, markdown_table
 from trainer.exporting.folders import Cut

@@ -38,9 +38,11 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from models.encoder import EmbeddingSettings, Encoder, truncate_layers
+from models.backbone import truncate_layers
+from models.encoder import Encoder
 from models.heads import linear_head
 from models.quantisation import int8_table
+from models.settings import EmbeddingSettings
 from models.sizes import ModelError, Size
 
 WEIGHTS = ("float32", "float16")

@@ -17,8 +17,8 @@ from data.ground.files import first_line, write_atomically
 from data.ground.whole_folder import written_whole
 from data.tokens import tokenizer_fingerprint
 from models.adapters import merged_tensors, save_adapter
-from models.encoder import EmbeddingSettings
 from models.heads import save_heads
+from models.settings import EmbeddingSettings
 from models.sizes import Ladder
 from trainer.build import ModelParts
 from trainer.config.schema import Recipe

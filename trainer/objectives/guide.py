@@ -24,8 +24,10 @@ from data.ground.errors import ConfigError, DataError
 from data.model_folders import SETTINGS_FILE
 from data.shards.reader import ShardFolder
 from data.tokens import load_tokenizer, tokenizer_fingerprint
-from models.encoder import EmbeddingSettings, Encoder, load_encoder, longest_input, truncate_layers
+from models.backbone import longest_input, truncate_layers
+from models.encoder import Encoder, load_encoder
 from models.packed_attention import packs
+from models.settings import EmbeddingSettings
 from models.sizes import ModelError, Size
 from trainer.config.schema import Recipe
 from trainer.losses.unit_vectors import normalize_
