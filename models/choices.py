@@ -7,5 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-Pooling = Literal["cls", "mean"]
+# weighted_mean weighs a text's n tokens 1 to n: in a causal model, the later ones have read more.
+Pooling = Literal["cls", "mean", "last", "weighted_mean"]
 Similarity = Literal["dot", "cosine"]
+# What a token reads: itself and the tokens before it, or all tokens.
+Direction = Literal["causal", "bidirectional"]

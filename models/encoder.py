@@ -1,11 +1,11 @@
-"""Any Hugging Face encoder as an embedding model of every size.
+"""Any Hugging Face encoder or decoder as an embedding model of every size.
 
 The encoder returns every wanted layer, so the embedding of a size (n, d) is a slice of the output of one pass. The
 backbone's code is not patched, and 2-D objectives work with gradient caching. V_n^d and v_n^d are Starbucks §3.1,
 eq. 1.
 
-Models with a norm after the last layer (ModernBERT) get the same norm on every wanted layer. A copy of the model cut to
-n layers computes just this, so training, evaluation and export agree.
+Models with a norm after the last layer (ModernBERT, decoders) get the same norm on every wanted layer. A copy of the
+model cut to n layers computes just this, so training, evaluation and export agree.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
 
-from models.backbone import final_norm, let_last_layer_skip, position_table
-from models.choices import Pooling
+from models.backbone import final_norm, let_last_layer_skip, position_table, takes
+from models.choices import Direction, Pooling
+from models.direction import is_decoder
 from models.heads import check_heads, embedding_size, linear_head, load_heads
 from models.layout import Layout
 from models.loading import build_from_config, load_pretrained, load_with_head
@@ -37,11 +38,22 @@ def float32_einsum(equation: str, first: Tensor, second: Tensor) -> Tensor:
         return torch.einsum(equation, first.float(), second.float())
 
 
-def pool(hidden: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
-    """Token vectors [batch, seq, dim] to text vectors [batch, dim]; the mean skips padding and runs in float32."""
-    if pooling == "cls":
-        return hidden[:, 0]
+def pool(hidden: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tensor:
+    """Token vectors [batch, seq, dim] to text vectors [batch, dim]. The mask may have its padding on either side.
+
+    cls and last are the first and the last real token. The means skip padding and run in float32; in weighted_mean, the
+    n tokens of a text have the weights 1 to n.
+    """
+    if pooling in ("cls", "last"):
+        length = hidden.shape[1]
+        # The largest of these numbers stands at the wanted token, and there is only one.
+        order = torch.arange(1, length + 1, device=hidden.device, dtype=torch.int32)
+        order = order if pooling == "last" else length + 1 - order
+        wanted = (attention_mask.to(torch.int32) * order).argmax(1)
+        return hidden[torch.arange(len(hidden), device=hidden.device), wanted]
     weights = attention_mask.to(torch.float32)
+    if pooling == "weighted_mean":
+        weights = weights * weights.cumsum(1)
     total = float32_einsum("bsd,bs->bd", hidden, weights)
     return (total / weights.sum(1, keepdim=True).clamp(min=1.0)).to(hidden.dtype)
 
@@ -69,6 +81,8 @@ class Encoder(nn.Module):
         self.pooling = pooling
         self.heads = nn.ModuleDict() if heads is None else heads
         self._last_layer_skips = let_last_layer_skip(backbone)
+        # Decoders keep all keys and values unless they are told not to.
+        self._makes_cache = is_decoder(backbone.config) and takes(backbone, "use_cache")
 
     @property
     def _first_position(self) -> int:
@@ -122,11 +136,12 @@ class Encoder(nn.Module):
 
         tokens: ids of flat texts [T], which are laid out here as the backbone reads them: packed, or padded. read: bool
         [T], the tokens of the last layer that will be read; None: all. The last layer's output at other tokens, and
-        every output at padding, is undefined.
+        every output at padding, is undefined, but finite.
         """
         packed = packs(self.backbone)
+        inputs: dict[str, Any]
         if packed:
-            inputs: dict[str, Any] = {
+            inputs = {
                 "input_ids": tokens.long()[None],
                 "position_ids": texts.positions[None] + self._first_position,
                 "cu_seq_lens_q": texts.offsets.int(),
@@ -134,6 +149,8 @@ class Encoder(nn.Module):
             }
         else:
             inputs = {"input_ids": texts.pad(tokens.long(), self.pad_id), "attention_mask": texts.mask}
+        if self._makes_cache:
+            inputs["use_cache"] = False
         if read is not None and self._last_layer_skips:
             inputs[ReadRows.KEYWORD] = read[None] if packed else texts.pad(read)
         out = self.backbone(**inputs, output_hidden_states=True)
@@ -163,7 +180,7 @@ class Encoder(nn.Module):
             whole = self.backbone(tokens, texts.offsets)
             # The full width is not sliced: the backward pass of a slice would copy the gradient of a large batch.
             return tuple(whole if size.dim == whole.shape[1] else whole[:, : size.dim] for size in sizes)
-        read = texts.first if self.pooling == "cls" else None
+        read = texts.first if self.pooling == "cls" else texts.last if self.pooling == "last" else None
         states = self.hidden_states(tokens, texts, [size.layers for size in sizes], read=read)
         vectors = {layer: self.head(pool(state, texts.mask, self.pooling), layer) for layer, state in states.items()}
         return tuple(vectors[size.layers][:, : size.dim] for size in sizes)
@@ -173,10 +190,17 @@ class Encoder(nn.Module):
         return self.heads[str(layers)](pooled) if str(layers) in self.heads else pooled
 
 
-def load_encoder(source: str | Path, *, pooling: Pooling | None = None) -> Encoder:
-    """An encoder from a local folder or a hub name. `pooling` None: the pooling of its settings, else CLS."""
+def load_encoder(source: str | Path, *, pooling: Pooling | None = None, direction: Direction | None = None) -> Encoder:
+    """An encoder from a local folder or a hub name.
+
+    `pooling` None: that of its settings, else CLS. `direction` None: that of its settings, else that of its config.
+    """
     settings = EmbeddingSettings.load(source)
-    backbone = load_pretrained(AutoModel, source)
+    if direction is None and settings is not None:
+        direction = settings.direction or None
+    backbone = load_pretrained(AutoModel, source, direction=direction)
+    if pooling is None and settings is None and is_decoder(backbone.config):
+        raise ModelError(f"model {str(source)!r} does not say how it pools; give a pooling, such as last or mean")
     heads = _heads_of(source, backbone.config)
     encoder = Encoder(backbone, pooling or (settings.pooling if settings else "cls"), heads)
     check_heads(heads, num_layers=encoder.num_layers, hidden_size=encoder.hidden_size, thing=f"model folder {source}")
@@ -205,21 +229,36 @@ def load_masked_lm(source: str | Path) -> tuple[PreTrainedModel, bool]:
 
 def build_masked_lm(config: Mapping[str, Any], *, vocab_size: int, pad_token_id: int) -> PreTrainedModel:
     """An untrained encoder with its MLM head. `config`: a `model_type` and keys of that family's configuration."""
-    values = dict(config)
-    family = values.pop("model_type", None)
-    if family is None:
-        raise ModelError('model.config lacks model_type; name the family, for example model_type = "bert"')
-    try:
-        known = AutoConfig.for_model(family)
-    except (ValueError, TypeError):
-        raise ModelError(
-            f"model.config.model_type {family!r} is unknown to transformers; use for example 'bert'"
-        ) from None
+    return build_from_config(_values_of(config, vocab_size, pad_token_id), thing="model.config")
+
+
+def build_decoder(
+    config: Mapping[str, Any], direction: Direction, *, vocab_size: int, pad_token_id: int
+) -> PreTrainedModel:
+    """An untrained decoder without a head. `config`: as for `build_masked_lm`."""
+    return build_from_config(_values_of(config, vocab_size, pad_token_id), thing="model.config", direction=direction)
+
+
+def _values_of(config: Mapping[str, Any], vocab_size: int, pad_token_id: int) -> dict[str, Any]:
+    """The values of an untrained model's configuration: the recipe's, and those of the shards' tokenizer."""
+    family, known = config.get("model_type"), untrained_family(config)
+    values = {key: value for key, value in config.items() if key != "model_type"}
     for key in values:
         if key in ("vocab_size", "pad_token_id"):
             raise ModelError(f"model.config.{key} comes from the shards' tokenizer; remove it")
         if not hasattr(known, key):
             raise ModelError(f"model.config.{key} is not a setting of {family!r} encoders; remove it or fix its name")
-    return build_from_config(
-        family, {**values, "vocab_size": vocab_size, "pad_token_id": pad_token_id}, thing="model.config"
-    )
+    return {"model_type": family, **values, "vocab_size": vocab_size, "pad_token_id": pad_token_id}
+
+
+def untrained_family(config: Mapping[str, Any]) -> PretrainedConfig:
+    """The configuration that transformers has by default for the family of an untrained model."""
+    family = config.get("model_type")
+    if family is None:
+        raise ModelError('model.config lacks model_type; name the family, for example model_type = "bert"')
+    try:
+        return AutoConfig.for_model(family)
+    except (ValueError, TypeError):
+        raise ModelError(
+            f"model.config.model_type {family!r} is unknown to transformers; use for example 'bert'"
+        ) from None

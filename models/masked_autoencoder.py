@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from models.choices import Pooling
 from models.encoder import Encoder, base_of, flat_texts, pool
 from models.mae_decoder import MultiSizeDecoder
 from models.mlm_head import head_of
@@ -36,7 +37,7 @@ class MaskedAutoencoder(nn.Module):
         self,
         masked_lm: PreTrainedModel,
         *,
-        pooling: str,
+        pooling: Pooling,
         with_decoder: bool,
         bottleneck: str = "head",
         logits_memory_mib: float = 64.0,

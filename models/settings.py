@@ -18,7 +18,8 @@ from data.ground.files import refused_by, write_atomically
 from data.ground.records import Record, read_record
 from data.model_folders import SETTINGS_FILE
 from models.backbone import longest_input
-from models.choices import Pooling, Similarity
+from models.choices import Direction, Pooling, Similarity
+from models.direction import is_decoder, said_by
 from models.loading import load_config
 from models.sentence_transformers import read_sentence_model
 from models.sizes import Ladder, ModelError
@@ -33,7 +34,7 @@ class EmbeddingSettings:
 
     `temperature` divides the scores in training. Lengths are in tokens, special tokens included. `tokenizer` is the
     fingerprint of the tokenizer that the weights were trained with; it is None in folders of older versions, and the
-    tokenizer is then not compared.
+    tokenizer is then not compared. `direction` is that of a decoder; encoders need none.
     """
 
     pooling: Pooling = "cls"
@@ -46,6 +47,7 @@ class EmbeddingSettings:
     temperature: Annotated[float, Field(gt=0)] = 0.05
     format: Literal[1] = 1
     tokenizer: str | None = None
+    direction: Literal["", Direction] = ""
 
     def __post_init__(self) -> None:
         for name, choices in (("pooling", get_args(Pooling)), ("similarity", get_args(Similarity))):
@@ -118,4 +120,5 @@ def _settings_of_sentence_model(source: str | Path) -> EmbeddingSettings | None:
         passage_max_length=lengths[1],
         query_prompt=found.query_prompt,
         passage_prompt=found.passage_prompt,
+        direction=said_by(config) if is_decoder(config) else "",
     )

@@ -60,7 +60,7 @@ def size_card(
         *_cuts(cut.widths),
         ("parameters", f"{cut.parameters:,}"),
         ("weights", weights),
-        ("architecture", f"{family}, {settings.pooling} pooling"),
+        ("architecture", ", ".join(filter(None, (family, settings.direction, f"{settings.pooling} pooling")))),
         *_lengths(settings),
     ]
     return (
