@@ -120,6 +120,7 @@ def embedding_settings(recipe: Recipe) -> EmbeddingSettings:
     query_prompts, passage_prompts = recipe.prompts
     return EmbeddingSettings(
         pooling=recipe.model.pooling,
+        direction=recipe.model.direction,
         similarity=recipe.objective.similarity,
         ladder=tuple((size.layers, size.dim) for size in ladder),
         query_max_length=recipe.data.max_length if alike else recipe.data.query_max_length,

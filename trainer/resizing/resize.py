@@ -304,6 +304,7 @@ def _write_recipes(asked: Resize, source: Path, *, ranks: int) -> None:
         "model": {
             "source": str(source),
             "pooling": settings.pooling,
+            **({"direction": settings.direction} if settings.direction else {}),
             "ladder": [list(pair) for pair in settings.ladder],
             "trains": asked.trains,
             "dropout": 0.0,
