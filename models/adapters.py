@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.encoder import encoder_layers
+from models.backbone import encoder_layers
 from models.sizes import ModelError
 
 if TYPE_CHECKING:

@@ -18,18 +18,18 @@ from torch import Tensor
 class Layout:
     """B flat texts of T tokens as a batch [B, L], padded at the right.
 
-    offsets: int64 [B + 1], where each text begins, on the device of the tokens. padded_to: L, if the texts came padded;
-    None means the length of the longest text. Everything else is computed when it is first read, because some of it
-    waits for the device, and a token table needs none of it.
+    offsets: int64 [B + 1], where each text begins, on the device of the tokens. came_with: the mask [B, L] of texts
+    that came padded, on either side; the batch then has their L. None means the length of the longest text. Everything
+    else is computed when it is first read, because some of it waits for the device, and a token table needs none of it.
     """
 
     offsets: Tensor
-    padded_to: int | None = None
+    came_with: Tensor | None = None
 
     @classmethod
     def of_mask(cls, attention_mask: Tensor) -> Layout:
-        """Of texts that are padded already. attention_mask: [B, L], 1 for tokens, which come first, 0 for padding."""
-        return cls(F.pad(attention_mask.sum(1).cumsum(0), (1, 0)), attention_mask.shape[1])
+        """Of texts that are padded already. attention_mask: [B, L], 1 for tokens, 0 for padding, on either side."""
+        return cls(F.pad(attention_mask.sum(1).cumsum(0), (1, 0)), attention_mask)
 
     @property
     def batch(self) -> int:
@@ -47,7 +47,7 @@ class Layout:
     @property
     def length(self) -> int:
         """L."""
-        return self.longest if self.padded_to is None else self.padded_to
+        return self.longest if self.came_with is None else self.came_with.shape[1]
 
     @cached_property
     def positions(self) -> Tensor:
@@ -74,9 +74,15 @@ class Layout:
         """bool [T], the first token of each text."""
         return self.positions == 0
 
+    @cached_property
+    def last(self) -> Tensor:
+        """bool [T], the last token of each text."""
+        return self.first.roll(-1)
+
     def pack(self, values: Tensor) -> Tensor:
-        """[B, L, ...] -> [T, ...]."""
-        return values.flatten(0, 1)[self.places]
+        """Values that are padded as the texts came, [B, L, ...] -> [T, ...]."""
+        assert self.came_with is not None, "these texts came flat"
+        return values[self.came_with.bool()]
 
     def pad(self, values: Tensor, fill: float = 0) -> Tensor:
         """[T, ...] -> [B, L, ...], `fill` at padding."""

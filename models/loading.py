@@ -1,8 +1,9 @@
-"""The one loader of model folders: complete, plausible and finite weights of a known encoder, or a one-sentence error.
+"""The one loader of model folders: complete, plausible and finite weights of a known model, or a one-sentence error.
 
 transformers fills missing weights with random numbers, asks on stdin whether a folder's own code may run, and raises
 many kinds of exceptions. This module checks the folder first and never runs its code. Every exception becomes a
-ModelError that names the folder, and the loaded weights must be complete and finite.
+ModelError that names the folder, and the loaded weights must be complete and finite. Encoders and decoders of texts are
+loaded; what is said of them (models/backbone.py, models/direction.py) is tried out with a few tokens.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
 
 from data.ground.errors import DataError
 from data.ground.files import first_line, refused_by
 from data.ground.records import read_json
 from data.model_folders import transformer_folder
+from models.backbone import check_cuts
+from models.choices import Direction
+from models.direction import check_direction, is_decoder, with_direction
 from models.sizes import ModelError
 from models.static_embedding import StaticConfig
 
@@ -35,11 +39,12 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin")
 # Buffers that older versions stored in files; models compute them now.
 _COMPUTED = ("position_ids", "token_type_ids", "inv_freq")
 _POOLER = "pooler"
-# Far above every existing encoder. A larger value is an error, and building such a model would take all memory.
+# Far above every existing model. A larger value is an error, and building such a model would take all memory.
 _LARGEST = {
     "num_hidden_layers": 1_000,
     "hidden_size": 1 << 17,
     "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
     "intermediate_size": 1 << 20,
     "vocab_size": 1 << 27,
     "max_position_embeddings": 1 << 24,
@@ -47,28 +52,36 @@ _LARGEST = {
 _NAMED = 3  # number of tensors that an error message names
 
 
-def load_pretrained(auto: Any, source: str | Path) -> PreTrainedModel:
+def load_pretrained(auto: Any, source: str | Path, *, direction: Direction | None = None) -> PreTrainedModel:
     """Load a folder or hub name by `auto` (AutoModel or AutoModelForMaskedLM), in float32.
 
+    direction: that of a decoder; None: as its configuration says.
+
     Raises:
-        ModelError: there is no such model, it is no encoder, or its weights are incomplete, do not fit its
-            configuration or are not finite.
+        ModelError: there is no such model, it is neither an encoder nor a decoder of texts, it cannot be run in this
+            direction, or its weights are incomplete, do not fit its configuration or are not finite.
 
     """
-    return load_with_head(auto, source)[0]
+    return load_with_head(auto, source, direction=direction)[0]
 
 
-def load_with_head(auto: Any, source: str | Path) -> tuple[PreTrainedModel, bool]:
+def load_with_head(
+    auto: Any, source: str | Path, *, direction: Direction | None = None
+) -> tuple[PreTrainedModel, bool]:
     """As `load_pretrained`; returns (model, whether its head is freshly initialised because the source has none)."""
     thing = f"model {str(source)!r}"
-    config = load_config(source)
+    config = _in_direction(load_config(source), direction, thing)
     folder = local_folder(source)
     if folder is not None:
         source = folder = _transformer_folder(folder)
         _check_room(config, folder, thing)
     model_class = auto._model_mapping.get(type(config), None)
     if model_class is None:
-        raise ModelError(f"{thing} is of the type {config.model_type!r}, which has no layers to pre-train; {_HINT}")
+        lacks = "has no masked language model" if is_decoder(config) else "has no layers"
+        raise ModelError(
+            f"{thing} is of the type {config.model_type!r}, which {lacks} to pre-train; give an encoder such as bert, "
+            "or fine-tune this model"
+        )
     extra = {}
     # Without this, the optimizer would apply weight decay to an unused pooler.
     if "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
@@ -89,14 +102,37 @@ def load_with_head(auto: Any, source: str | Path) -> tuple[PreTrainedModel, bool
         raise ModelError(f"{thing} has no table of token embeddings; give an encoder of texts")
     tensors = (*model.named_parameters(), *model.named_buffers())
     check_finite(tensors, thing)
+    if not isinstance(config, StaticConfig):
+        check_understood(model.base_model, thing)
     return cast(PreTrainedModel, model), fresh
 
 
+def check_understood(backbone: PreTrainedModel, thing: str) -> None:
+    """Refuse a model that computes something else than this program thinks it does."""
+    with refused_by("transformers", thing, hint=_HINT, kind=ModelError):
+        check_cuts(backbone, thing)
+        if is_decoder(backbone.config):
+            check_direction(backbone, thing)
+
+
+def _in_direction(config: PretrainedConfig, direction: Direction | None, thing: str) -> PretrainedConfig:
+    if direction is None or isinstance(config, StaticConfig):
+        return config
+    if is_decoder(config):
+        return with_direction(config, direction)
+    if direction == "causal":
+        raise ModelError(
+            f"{thing} is of the type {config.model_type!r}, an encoder, which reads in both directions; leave the "
+            "direction empty"
+        )
+    return config
+
+
 def load_config(source: str | Path) -> PretrainedConfig:
-    """The configuration of a folder or a hub name, checked to be that of a supported encoder.
+    """The configuration of a folder or a hub name, checked to be that of a supported encoder or decoder.
 
     Raises:
-        ModelError: there is no configuration, or it is not that of a supported encoder.
+        ModelError: there is no configuration, or it is not that of a supported model.
 
     """
     thing = f"model {str(source)!r}"
@@ -112,12 +148,20 @@ def load_config(source: str | Path) -> PretrainedConfig:
     return config
 
 
-def build_from_config(family: str, values: Mapping[str, Any], *, thing: str) -> PreTrainedModel:
-    """An untrained encoder with its MLM head. `thing`: the source of the values, with which errors begin."""
+def build_from_config(values: Mapping[str, Any], *, thing: str, direction: Direction | None = None) -> PreTrainedModel:
+    """An untrained encoder with its MLM head, or an untrained decoder without a head, which needs a direction.
+
+    values: those of the configuration, `model_type` among them. thing: their source, with which errors begin.
+    """
     hint = "fix its values"
     with refused_by("transformers", thing, hint=hint, kind=ModelError):
-        config = AutoConfig.for_model(family, **values)
+        config = AutoConfig.for_model(**values)
     _check_family(config, thing)
+    if is_decoder(config) and direction is None:
+        raise ModelError(
+            f"{thing} is of the type {config.model_type!r}, which is a decoder and not an encoder with a masked "
+            "language model; give one such as bert"
+        )
     check_plausible(config, thing)
     needed, there = 4 * _parameters(config), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
@@ -125,8 +169,13 @@ def build_from_config(family: str, values: Mapping[str, Any], *, thing: str) -> 
             f"{thing} asks for about {needed >> 30} GiB of weights, and this machine has {there >> 30} GiB of memory; "
             "make the encoder smaller"
         )
+    config = _in_direction(config, direction, thing)
+    auto = AutoModelForMaskedLM if direction is None else AutoModel
     with refused_by("transformers", thing, hint=hint, kind=ModelError):
-        return cast(PreTrainedModel, AutoModelForMaskedLM.from_config(config, trust_remote_code=False))
+        model = cast(PreTrainedModel, auto.from_config(config, trust_remote_code=False))
+    if direction is not None:
+        check_understood(model.eval(), thing)
+    return model.train()
 
 
 def check_plausible(config: PretrainedConfig, thing: str) -> None:
@@ -192,19 +241,21 @@ def _look_at(folder: Path) -> None:
         own_code = ", and code inside a model folder is never run" if "auto_map" in values else ""
         raise ModelError(
             f"model configuration {path} names the model_type {family!r:.60}, which transformers does not "
-            f"know{own_code}; give an encoder of a family that it knows, such as bert"
+            f"know{own_code}; give a model of a family that it knows, such as bert"
         )
 
 
 def _check_family(config: PretrainedConfig, thing: str) -> None:
-    """Refuse families other than encoders: those with a masked language model in transformers, and our token tables."""
+    """Refuse what is neither an encoder (a family with a masked language model), a decoder of texts, nor a table."""
     is_masked = AutoModelForMaskedLM._model_mapping.get(type(config), None) is not None
     as_decoder = getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False)
-    if not isinstance(config, StaticConfig) and (not is_masked or as_decoder):
-        raise ModelError(
-            f"{thing} is of the type {config.model_type!r}{' as a decoder' if is_masked else ''}, which is not an "
-            "encoder this program can use; give one of a family with masked language models, such as bert"
-        )
+    if isinstance(config, StaticConfig) or is_decoder(config) or (is_masked and not as_decoder):
+        return
+    raise ModelError(
+        f"{thing} is of the type {config.model_type!r}{' as a decoder' if is_masked else ''}, which is not an encoder "
+        "or a decoder of texts that this program can use; give one of a family with masked or causal language models, "
+        "such as bert or qwen3"
+    )
 
 
 def _check_precision(config: PretrainedConfig, thing: str) -> None:

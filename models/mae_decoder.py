@@ -31,7 +31,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from models.encoder import encoder_layers, float32_einsum
+from models.backbone import encoder_layers
+from models.encoder import float32_einsum
 
 log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from models.choices import Pooling
 from models.encoder import Encoder, base_of, flat_texts, pool
 from models.layout import Layout
 from models.mae_decoder import MultiSizeDecoder
@@ -56,7 +57,7 @@ class MaskedAutoencoder(nn.Module):
         self,
         masked_lm: PreTrainedModel,
         *,
-        pooling: str,
+        pooling: Pooling,
         with_decoder: bool,
         bottleneck: str = "head",
         logits_memory_mib: float = 64.0,

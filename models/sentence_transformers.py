@@ -2,7 +2,7 @@
 
 Two layouts are read: that of versions up to 5 (1_Pooling/config.json with a flag for each pooling mode, max_seq_length
 in sentence_bert_config.json) and that of version 6 (`pooling_mode`, the length in tokenizer_config.json). The modules
-may be Transformer, Pooling (cls or mean), Dense (without activation), Dropout and Normalize. Several Dense modules are
+may be Transformer, Pooling (in one way), Dense (without activation), Dropout and Normalize. Several Dense modules are
 combined into one linear map. Normalize scales vectors to unit length, which does not change their cosine. Anything else
 in a folder would change its vectors in a way that this project cannot compute, and is refused in one sentence.
 """
@@ -10,7 +10,7 @@ in a folder would change its vectors in a way that this project cannot compute, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -24,6 +24,7 @@ from data.ground.errors import DataError, OtherFormat
 from data.ground.files import reading
 from data.ground.records import Record, read_record
 from data.model_folders import MODULES_FILE, Module, Modules, read_modules
+from models.choices import Pooling, Similarity
 from models.loading import local_folder
 from models.sizes import ModelError
 
@@ -37,7 +38,7 @@ _POOLED = "sentence_embedding"
 _IDENTITY = ("torch.nn.modules.linear.Identity", "torch.nn.Identity")
 # Loading arguments that do not change the vectors.
 _HARMLESS = {"attn_implementation", "dtype", "torch_dtype", "local_files_only", "use_fast", "model_max_length"}
-_FLAGS = {
+POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
@@ -45,6 +46,8 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+# sentence-transformers' names of the ways of pooling that can be computed here -> ours.
+POOLINGS: Mapping[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last", "weightedmean": "weighted_mean"}
 _LARGEST_LENGTH = 1 << 24  # tokenizers without a length write 1e30
 _HINT = "take another model, or remove modules.json from a copy to use the transformer alone"
 Schema = TypeVar("Schema", bound=Record)
@@ -107,7 +110,7 @@ class _PoolingFile(Record):
     def modes(self) -> list[str]:
         if self.pooling_mode is not None:
             return [self.pooling_mode] if isinstance(self.pooling_mode, str) else self.pooling_mode
-        return [mode for flag, mode in _FLAGS.items() if getattr(self, flag)] or ["mean"]
+        return [mode for flag, mode in POOLING_FLAGS.items() if getattr(self, flag)] or ["mean"]
 
 
 class _DenseFile(Record):
@@ -148,8 +151,8 @@ class SentenceModel:
 
     folder: Path
     transformer: Path
-    pooling: str
-    similarity: str
+    pooling: Pooling
+    similarity: Similarity
     lengths: tuple[int | None, int | None]
     query_prompt: str
     passage_prompt: str
@@ -275,16 +278,17 @@ def _lowers_case(transformer: Path, tokenizer: _TokenizerFile) -> bool:
     return any(part.get("type") == "Lowercase" or part.get("lowercase") is True for part in parts)
 
 
-def _pooling(path: Path, folder: Path, *, has_prompt: bool) -> str:
+def _pooling(path: Path, folder: Path, *, has_prompt: bool) -> Pooling:
     found = read_record(path / "config.json", _PoolingFile, what="settings file")
-    if found.modes not in (["cls"], ["mean"]):
-        raise _refusal(folder, f"it pools by {' and '.join(found.modes)}, and only cls or mean can be computed")
+    if len(found.modes) != 1 or found.modes[0] not in POOLINGS:
+        known = " or ".join(POOLINGS)
+        raise _refusal(folder, f"it pools by {' and '.join(found.modes)}, and only {known} can be computed")
     if has_prompt and not found.include_prompt:
         raise _refusal(folder, "it leaves its prompts out of the pooling, which cannot be done here")
-    return found.modes[0]
+    return POOLINGS[found.modes[0]]
 
 
-def _similarity(name: str | None, folder: Path, *, unit: bool) -> str:
+def _similarity(name: str | None, folder: Path, *, unit: bool) -> Similarity:
     """The similarity, "cosine" or "dot". The dot product of unit vectors is their cosine."""
     if name not in (None, "cosine", "dot"):
         raise _refusal(folder, f"it compares vectors by {name!r:.40}, and only cosine and dot can be computed")

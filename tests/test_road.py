@@ -16,7 +16,8 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
 from data.shards.writer import SplitWriter, finish_folder
-from models.encoder import EmbeddingSettings, load_encoder
+from models.encoder import load_encoder
+from models.settings import EmbeddingSettings
 from tests.beir import write_beir
 from tests.faults.comparison import NO_DIFFERENCES
 from tests.faults.kill_matrix import Moment, Trial, run_trial, undisturbed

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from data.collate import PairCollator
 from data.ground.errors import ConfigError
@@ -27,21 +27,24 @@ from data.shards.reader import ShardFolder
 from data.stream import Stream
 from data.tokens import load_tokenizer
 from models.adapters import add_adapters, freeze_lower_layers
+from models.backbone import longest_input, set_dropout, truncate_layers
+from models.choices import Direction
+from models.direction import is_decoder
 from models.encoder import (
-    EmbeddingSettings,
     Encoder,
     base_of,
+    build_decoder,
     build_masked_lm,
     load_encoder,
     load_masked_lm,
-    longest_input,
-    set_dropout,
-    truncate_layers,
+    untrained_family,
 )
 from models.heads import HEADS_FILE, heads_up_to
+from models.loading import load_config
 from models.masked_autoencoder import MaskedAutoencoder
 from models.packed_attention import check_packs, fast_on, packs
 from models.sentence_transformers import read_sentence_model
+from models.settings import EmbeddingSettings
 from models.sizes import ModelError
 from models.static_embedding import MODEL_TYPE, build_static, special_ids_of
 from trainer.config.schema import Recipe
@@ -60,6 +63,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _DECIDED_ELSEWHERE = {
+    "is_causal": "model.direction says it",
+    "use_bidirectional_attention": "model.direction says it",
     "is_decoder": "an encoder looks both ways",
     "add_cross_attention": "an encoder has none",
     "chunk_size_feed_forward": "lengths differ from batch to batch",
@@ -209,8 +214,14 @@ def _start_of(recipe: Recipe, sources: Sequence[ShardFolder], tokenizer: Any) ->
             table = build_static(recipe.model.config, vocab_size=vocabulary.size, special_ids=special_ids)
         return _Start(Encoder(table, recipe.model.pooling))
     _check_model_config(recipe.model.config)
+    ids = {"vocab_size": vocabulary.size, "pad_token_id": vocabulary.pad_id}
     with _made_of_config():
-        masked_lm = build_masked_lm(recipe.model.config, vocab_size=vocabulary.size, pad_token_id=vocabulary.pad_id)
+        family = untrained_family(recipe.model.config)
+        if is_decoder(family) and not recipe.kind.predicts_tokens:
+            decoder = build_decoder(recipe.model.config, _check_direction(recipe, family), **ids)
+            return _Start(Encoder(decoder, recipe.model.pooling))
+        masked_lm = build_masked_lm(recipe.model.config, **ids)
+        _check_direction(recipe, family)
     return _Start(Encoder(base_of(masked_lm), recipe.model.pooling), masked_lm)
 
 
@@ -220,9 +231,12 @@ def _loaded(recipe: Recipe, sources: Sequence[ShardFolder]) -> _Start:
     if recipe.kind.predicts_tokens:
         refuse_heads(source)
         masked_lm, head_is_fresh = load_masked_lm(source)
+        _check_direction(recipe, masked_lm.config)
         start = _Start(Encoder(base_of(masked_lm), recipe.model.pooling), masked_lm, head_is_fresh)
     else:
-        start = _Start(load_encoder(source, pooling=recipe.model.pooling))
+        _check_direction(recipe, load_config(source))
+        direction = recipe.model.direction or None
+        start = _Start(load_encoder(source, pooling=recipe.model.pooling, direction=direction))
     folder = transformer_folder(Path(source))
     if not folder.is_dir() or any(folder.glob("tokenizer*")) or (folder / "vocab.txt").is_file():
         model_tokenizer = load_tokenizer(source)
@@ -350,6 +364,29 @@ def _made_of_config() -> contextlib.AbstractContextManager[None]:
     return refused_by("transformers", "model.config", hint="fix that setting", kind=ModelError)
 
 
+def _check_direction(recipe: Recipe, config: PretrainedConfig) -> Direction:
+    """The direction in which the model reads. A decoder may read in either, so its recipe must say it."""
+    direction, family = recipe.model.direction, config.model_type
+    if not is_decoder(config):
+        if direction == "causal":
+            raise ConfigError(
+                f'model.direction = "causal" is for decoders, and {family!r} is an encoder, which reads in both '
+                "directions; remove it"
+            )
+        return "bidirectional"
+    if not direction:
+        raise ConfigError(
+            f'model.direction is not set, and {family!r} is a decoder; set it to "causal", as decoders are '
+            'pre-trained, or to "bidirectional"'
+        )
+    if direction == "causal" and recipe.model.pooling == "cls":
+        raise ConfigError(
+            'model.pooling = "cls" takes the first token, which has read no other with model.direction = "causal"; use '
+            '"last" or "mean"'
+        )
+    return direction
+
+
 def _check_model_config(config: Mapping[str, Any]) -> None:
     """Refuse settings that transformers would take, but that no encoder here can have or that are set elsewhere."""
     for key, owner in _DECIDED_ELSEWHERE.items():
@@ -383,15 +420,20 @@ def _attention(recipe: Recipe, backbone: PreTrainedModel, *, half_precision: boo
     if recipe.model.attention == "packed":
         check_packs(backbone)
     if recipe.model.attention != "auto":
+        named = f'model.attention = "{recipe.model.attention}"'
+        with refused_by("transformers", named, hint='use "auto"', kind=ConfigError):
+            backbone.set_attn_implementation(recipe.model.attention)
         return recipe.model.attention
     return _fastest_attention(backbone, half_precision=half_precision)
 
 
 def _fastest_attention(backbone: PreTrainedModel, *, half_precision: bool) -> str:
+    # Gemma 2 caps its scores, and DeBERTa and MPNet add to them, which fused attention does not.
+    fused = "sdpa" if getattr(type(backbone), "_supports_sdpa", False) else "eager"
     if not torch.cuda.is_available():
         # PyTorch's fused attention saves memory, but in bf16 on a CPU it takes twice the time of plain products.
-        return "eager" if half_precision else "sdpa"
-    return "packed" if half_precision and fast_on(torch.device("cuda"), backbone) else "sdpa"
+        return "eager" if half_precision else fused
+    return "packed" if half_precision and fast_on(torch.device("cuda"), backbone) else fused
 
 
 def _adapters(recipe: Recipe, encoder: Encoder) -> PeftModel | None:

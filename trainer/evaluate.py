@@ -36,7 +36,8 @@ from transformers import PreTrainedTokenizerBase
 from data.ground.command import exit_code_of, log_to_stderr
 from data.ground.errors import ConfigError
 from data.ground.whole_folder import check_file
-from models.encoder import EmbeddingSettings, Encoder
+from models.encoder import Encoder
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from trainer.evaluation import arguments
 from trainer.evaluation.arguments import Command

@@ -30,8 +30,9 @@ from data.ground.files import reading
 from data.ground.records import read_json
 from data.ground.whole_folder import check_place, written_whole
 from data.tokens import load_tokenizer, tokenizer_fingerprint
-from models.encoder import EmbeddingSettings, load_encoder
+from models.encoder import load_encoder
 from models.loading import NOT_COMPUTED_WITH, check_finite
+from models.settings import EmbeddingSettings
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,8 @@ from data.ground.errors import ConfigError
 from data.ground.options import count, real
 from data.ground.whole_folder import check_place, written_whole
 from data.tokens import tokenizer_fingerprint
-from models.encoder import EmbeddingSettings, Encoder
+from models.encoder import Encoder
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel, special_ids_of
 from trainer.evaluation.subject import load_model

@@ -30,7 +30,8 @@ import torch
 from transformers import BertTokenizerFast
 from transformers.utils import logging as hf_logging
 
-from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
+from models.encoder import build_masked_lm, load_encoder
+from models.settings import EmbeddingSettings
 from models.sizes import Ladder
 from tests.benchmarks.support import SHARED, Figures
 from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS, encoding_of

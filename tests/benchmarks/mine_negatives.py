@@ -29,7 +29,8 @@ from pathlib import Path
 import torch
 
 from data.tokens import load_tokenizer
-from models.encoder import EmbeddingSettings, load_encoder
+from models.encoder import load_encoder
+from models.settings import EmbeddingSettings
 from models.static_embedding import StaticConfig, StaticModel
 from tests.benchmarks.static_embedding import ENGLISH_ROWS, SPECIALS, scifact, tatoeba, write_tokenizer
 from tests.benchmarks.support import SHARED, Figures, peak_mib, resident_mib

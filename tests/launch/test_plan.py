@@ -20,8 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from launch import plan, scaling
 from launch.scaling import Collective, Model, Texts
-from models.encoder import EmbeddingSettings, build_masked_lm
+from models.encoder import build_masked_lm
 from models.masked_autoencoder import DecoderInputs
+from models.settings import EmbeddingSettings
 from tests import ROOT
 from tests.launch.hosts import Unavailable, deepspeed_commands, made, run_on_all
 from tests.needs import needed, own

@@ -5,20 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.encoder import (
-    EmbeddingSettings,
-    Encoder,
-    base_of,
-    build_masked_lm,
-    encoder_layers,
-    float32_einsum,
-    load_encoder,
-    load_masked_lm,
-    pool,
-    truncate_layers,
-)
+from models.backbone import encoder_layers, set_dropout, truncate_layers
+from models.encoder import Encoder, base_of, build_masked_lm, float32_einsum, load_encoder, load_masked_lm, pool
 from models.layout import Layout
 from models.packed_attention import check_packs
+from models.settings import EmbeddingSettings
 from models.sizes import ModelError, Size
 
 SHAPE = dict(hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96)
@@ -200,6 +191,24 @@ def test_the_last_layer_reads_only_what_is_asked(family, checkpointing, attentio
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
     if family != "distilbert":  # its layers have another form, and compute all
         assert rows[-1] == int(read.sum()) < rows[0]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_passes_that_wait_for_their_backward_passes_read_their_own_positions(checkpointing):
+    """Activation checkpointing repeats a pass after others have come; each has its own positions again."""
+    ids, mask = texts()
+    gradients = []
+    for reads in (False, True):
+        encoder = build("bert", "cls").train()
+        set_dropout(encoder.backbone, 0.0)
+        encoder._last_layer_skips = reads
+        if checkpointing:
+            encoder.backbone.activation_checkpointing_enable({"use_reentrant": False})
+        first, second = (encoder(ids[rows], mask[rows], [Size(3, 48)])[0] for rows in (slice(0, 1), slice(1, 3)))
+        (first.square().sum() + second.pow(3).sum()).backward()
+        gradients.append([parameter.grad for parameter in encoder.parameters() if parameter.grad is not None])
+    for ours, theirs in zip(*gradients):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_plain_call_after_reading_computes_everything():

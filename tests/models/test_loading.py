@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, GPT2Config, GPT2Model
 
 from data.ground.errors import OtherFormat
-from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder, load_masked_lm
+from models.encoder import build_masked_lm, load_encoder, load_masked_lm
 from models.loading import check_finite, check_plausible
+from models.settings import EmbeddingSettings
 from models.sizes import ModelError
 from models.static_embedding import StaticConfig, StaticModel
 
@@ -112,7 +113,10 @@ def test_a_head_in_part(model: Path) -> None:
         ({"hidden_act": "gelo"}, "KeyError: 'gelo'"),
         ({"vocab_size": 10}, "do not fit"),
         ({"dtype": "float99"}, "refused by transformers|cannot load"),
-        ({"model_type": "gpt2"}, "'gpt2', which is not an encoder"),
+        ({"model_type": "gpt2"}, "lack .*h.0.*, which would be random"),
+        ({"model_type": "t5", "classifier_dropout": 0.0}, "'t5', which is not an encoder or a decoder of texts"),
+        ({"model_type": "vit"}, "'vit', which is not an encoder or a decoder of texts"),
+        ({"model_type": "gemma3"}, "'gemma3', which is not an encoder or a decoder of texts"),
         ({"model_type": "bart"}, "'bart' as a decoder"),
         ({"is_decoder": True}, "'bert' as a decoder"),
         ({"model_type": None}, "names no model_type"),
@@ -128,9 +132,19 @@ def test_configurations(values: dict[str, Any], words: str, model: Path) -> None
 
 
 def test_a_decoder_whose_weights_fit(tmp_path: Path) -> None:
-    GPT2Model(GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="not an encoder"):
+    """It embeds texts, if somebody says how; there is no masked language model to pre-train."""
+    GPT2Model(GPT2Config(vocab_size=20, n_embd=8, n_layer=2, n_head=2)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="does not say how it pools"):
         load_encoder(tmp_path)
+    assert load_encoder(tmp_path, pooling="last").num_layers == 2
+    with pytest.raises(ModelError, match="'gpt2', which has no masked language model to pre-train"):
+        load_masked_lm(tmp_path)
+
+
+def test_an_encoder_has_no_direction_to_choose(model: Path) -> None:
+    load_encoder(model, direction="bidirectional")
+    with pytest.raises(ModelError, match="'bert', an encoder, which reads in both directions"):
+        load_encoder(model, direction="causal")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 99, b"\x80\x04}.", b"[" * 10**5, b"[]", b"{"])
@@ -168,7 +182,7 @@ def test_a_static_table(tmp_path: Path) -> None:
         ({"vocab_size": 3}, "comes from the shards' tokenizer"),
         ({"num_attention_heads": 0}, "num_attention_heads"),
         ({"hidden_act": "gelo"}, "model.config is refused by transformers"),
-        ({"model_type": "gpt2"}, "not an encoder"),
+        ({"model_type": "gpt2"}, "'gpt2', which is a decoder and not an encoder with a masked language model"),
         ({"hidden_size": 2**17, "num_hidden_layers": 1000, "intermediate_size": 2**20}, "GiB of memory"),
     ],
 )
@@ -207,6 +221,7 @@ def test_settings_are_checked(tmp_path: Path) -> None:
         ({"passage_max_length": 2**40}, "passage_max_length"),
         ({"query_prompt": 3}, "query_prompt = 3"),
         ({"pooling": "max"}, "pooling = 'max'"),
+        ({"direction": "backwards"}, "direction = 'backwards'"),
         ({"temperature": 0.0}, "temperature = 0.0"),
     ):
         path.write_text(json.dumps({**values, **changed}))

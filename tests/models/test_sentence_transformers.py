@@ -16,8 +16,9 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from data.model_folders import transformer_folder
 from data.tokens import load_tokenizer, tokenizer_fingerprint
-from models.encoder import EmbeddingSettings, load_encoder, load_masked_lm
+from models.encoder import load_encoder, load_masked_lm
 from models.sentence_transformers import read_sentence_model
+from models.settings import EmbeddingSettings
 from models.sizes import ModelError
 from trainer.evaluation.encoding.encode import encoding_of
 from trainer.evaluation.subject import load_model
@@ -46,7 +47,7 @@ def in_older_layout(folder: Path) -> None:
         module["type"] = f"sentence_transformers.models.{module['type'].rpartition('.')[2]}"
     write_json(folder / "modules.json", modules)
     pooling = json.loads((folder / "1_Pooling" / "config.json").read_text("utf-8"))
-    modes = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens", "mean_sqrt_len": "mean_sqrt_len_tokens"}
+    modes = {"cls": "cls_token", "mean": "mean_tokens", "lasttoken": "lasttoken", "weightedmean": "weightedmean_tokens"}
     flags = {f"pooling_mode_{name}": mode == pooling["pooling_mode"] for mode, name in modes.items()}
     write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": WIDTH, **flags})
     length = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))["model_max_length"]
@@ -152,6 +153,15 @@ def test_vectors_are_the_librarys(
     assert np.abs(our_vectors(folder, texts, side="passage", pooling=other) - theirs).max() > 0.01
     change(folder / "config_sentence_transformers.json", prompts={})
     assert np.abs(our_vectors(folder, texts, side="passage") - theirs).max() > 0.01
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2])
+@pytest.mark.parametrize("pooling", ["lasttoken", "weightedmean"])
+def test_poolings_of_decoders_are_the_librarys(pooling: str, layout: str, make: Make, texts: list[str]) -> None:
+    folder = make(layout, pooling=pooling)
+    ours = our_vectors(folder, texts)
+    np.testing.assert_allclose(ours, their_vectors(folder, texts), atol=2e-6)
+    assert np.abs(our_vectors(folder, texts, pooling="mean") - ours).max() > 0.01  # the control
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -262,9 +272,9 @@ def set_module(folder: Path, index: int, **values: Any) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "max pooling": (lambda f: change(f / "1_Pooling/config.json", pooling_mode="max"), "pools by max"),
-    "weighted mean": (
-        lambda f: write_json(f / "1_Pooling/config.json", {"pooling_mode_weightedmean_tokens": True}),
-        "pools by weightedmean",
+    "mean by the root": (
+        lambda f: write_json(f / "1_Pooling/config.json", {"pooling_mode_mean_sqrt_len_tokens": True}),
+        "pools by mean_sqrt_len_tokens",
     ),
     "two poolings": (
         lambda f: write_json(

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from data.shards.writer import SplitWriter, finish_folder
-from models.encoder import EmbeddingSettings, build_masked_lm
+from models.encoder import build_masked_lm
+from models.settings import EmbeddingSettings
 from models.static_embedding import StaticConfig, StaticModel
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
+from models.encoder import build_masked_lm, load_encoder
 from models.heads import save_heads
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from trainer.evaluation.encoding.encode import encoding_of
 

@@ -9,13 +9,18 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModel
 
+from data.ground.errors import UserError
 from data.shards.reader import ShardFolder
-from models.encoder import EmbeddingSettings, base_of, build_masked_lm
+from models.choices import Direction
+from models.direction import looks_ahead
+from models.encoder import base_of, build_masked_lm, load_encoder
 from models.masked_autoencoder import MaskedAutoencoder
+from models.settings import EmbeddingSettings
 from tests.trainer.support import LADDER, MODEL, loaded, recipe_values
 from trainer.build import build_model, open_shards
-from trainer.exporting.model_folder import write_model_folder
+from trainer.exporting.model_folder import embedding_settings, write_model_folder
 
 MORE_ROWS = 7  # Many models pad the word table for speed: it then has more rows than there are tokens.
 
@@ -59,3 +64,56 @@ def test_a_fresh_head_starts_from_the_frequencies(
     counts = np.bincount(np.concatenate(texts), minlength=len(bias)) + 1.0
     np.testing.assert_allclose(bias.numpy(), np.log(counts / counts.sum()), rtol=1e-5)
     assert not bias_of(sources["with_head"], shards, tmp_path, **objective).any()
+
+
+DECODER = {
+    "model_type": "qwen3",
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "intermediate_size": 48,
+    "max_position_embeddings": 80,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "words"),
+    [
+        ("contrastive", {"config": DECODER, "pooling": "last"}, "model.direction is not set, and 'qwen3' is a decoder"),
+        ("contrastive", {"config": DECODER, "pooling": "cls", "direction": "causal"}, "takes the first token"),
+        ("contrastive", {"config": MODEL, "direction": "causal"}, "'bert' is an encoder"),
+        ("masked", {"config": MODEL, "direction": "causal"}, "'bert' is an encoder"),
+        (
+            "masked",
+            {"config": DECODER, "direction": "causal"},
+            "a decoder and not an encoder with a masked",
+        ),
+        ("contrastive", {"config": {**DECODER, "is_causal": False}, "direction": "causal"}, "model.direction says it"),
+    ],
+)
+def test_directions_that_cannot_be(
+    name: str, model: dict[str, Any], words: str, document_shards: Path, tuple_shards: Path, tmp_path: Path
+) -> None:
+    values = recipe_values(document_shards if name == "masked" else tuple_shards, objective={"name": name})
+    recipe = loaded({**values, "model": {"ladder": LADDER, **model}}, tmp_path)
+    with pytest.raises(UserError, match=words):
+        build_model(recipe, open_shards(recipe))
+
+
+@pytest.mark.parametrize("direction", ["causal", "bidirectional"])
+def test_a_decoder_is_built_saved_and_started_from(
+    direction: Direction, tuple_shards: Path, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """Its direction is the recipe's, is written beside it, and is taken from there."""
+    values = recipe_values(tuple_shards, objective={"name": "contrastive"})
+    model = {"config": DECODER, "ladder": LADDER, "pooling": "last", "direction": direction}
+    recipe = loaded({**values, "model": model}, tmp_path)
+    parts = build_model(recipe, open_shards(recipe))
+    assert parts.encoder.pooling == "last" and parts.encoder.backbone.training
+    settings = embedding_settings(recipe)
+    assert settings.direction == direction
+    write_model_folder(tmp_path / "model", parts.saved, tiny_tokenizer, settings, nn.ModuleDict())
+    for source in (load_encoder(tmp_path / "model").backbone, AutoModel.from_pretrained(tmp_path / "model")):
+        assert looks_ahead(source) == (direction == "bidirectional")

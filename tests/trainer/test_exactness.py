@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from launch.scaling import BUCKET_ELEMENTS
-from models.encoder import EmbeddingSettings, build_masked_lm
+from models.encoder import build_masked_lm
+from models.settings import EmbeddingSettings
 from tests import ROOT
 from tests.needs import Lazy, needed, own
 from tests.ranks import run_ranks

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
+from models.encoder import build_masked_lm, load_encoder
+from models.settings import EmbeddingSettings
 from tests import ROOT
 from tests.needs import needed, own
 from tests.ranks import run_ranks

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
-from models.encoder import EmbeddingSettings, load_encoder
+from models.encoder import load_encoder
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from tests import ROOT
 from tests.launcher import launch

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from models.encoder import EmbeddingSettings, Encoder, build_masked_lm, load_encoder
+from models.encoder import Encoder, build_masked_lm, load_encoder
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
 from tests.needs import needed, own

@@ -125,6 +125,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "model.source": ALWAYS,
     "model.config": ALWAYS,
     "model.pooling": ALWAYS,
+    "model.direction": (LAYERS,),
     "model.attention": (LAYERS,),
     "model.ladder": ALWAYS,
     "model.trains": (EMBEDS, LAYERS),

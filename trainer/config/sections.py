@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from models.choices import Direction, Pooling, Similarity
 from models.sizes import STARBUCKS_LADDER
 
 LEAST_LENGTH = 4  # tokens of a text, special ones included
@@ -45,12 +46,22 @@ class ModelConfig:
 
     source: str = Field(
         default="",
-        description="Folder or hub name of a Hugging Face encoder; empty starts from random weights by `config`.",
+        description="Folder or hub name of a Hugging Face encoder or decoder; empty starts from random weights by "
+        "`config`.",
     )
     config: dict[str, Any] = Field(
         default_factory=dict, description="model_type and that family's own keys, for a model from random weights."
     )
-    pooling: Literal["cls", "mean"] = Field(default="cls", description="How a text's token vectors become one vector.")
+    pooling: Pooling = Field(
+        default="cls",
+        description="How a text's token vectors become one vector: the first token's, their mean, the last token's, or "
+        "their mean with weights that grow with the position.",
+    )
+    direction: Literal["", Direction] = Field(
+        default="",
+        description="What a token of a decoder reads: those before it (causal), or all (bidirectional). It must be set "
+        "for decoders; encoders are bidirectional.",
+    )
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "packed"] = Field(
         default="auto",
         description="The implementation of attention; packed computes no padding (docs/performance.md), and auto takes "
@@ -239,7 +250,7 @@ class ObjectiveConfig:
     loss: Literal["infonce", "cosent"] = Field(
         default="infonce", description="The contrastive loss: InfoNCE over the global batch, or CoSENT of graded pairs."
     )
-    similarity: Literal["dot", "cosine"] = Field(default="cosine", description="How two vectors are compared.")
+    similarity: Similarity = Field(default="cosine", description="How two vectors are compared.")
     temperature: float = Field(default=0.05, ge=_SMALLEST_DIVISOR, le=_LARGEST, description="Divides the similarities.")
     kl: Literal["scores", "coordinates", "margins", "none"] = Field(
         default="scores",
@@ -291,9 +302,7 @@ class GuideConfig:
     """A frozen encoder that says which passages are no negatives, or whose scores are learnt."""
 
     model: str = Field(default="", description="Folder or hub name of the encoder; it must have the shards' tokenizer.")
-    pooling: Literal["", "cls", "mean"] = Field(
-        default="", description="Its pooling; empty means as its barista.json says."
-    )
+    pooling: Literal["", Pooling] = Field(default="", description="Its pooling; empty means as its barista.json says.")
     temperature: float = Field(
         default=0.0,
         ge=0,
@@ -307,7 +316,7 @@ class TeacherConfig:
     """A frozen encoder whose vectors are learnt at every size."""
 
     model: str = Field(default="", description="Folder or hub name of the encoder; empty means model.source as it is.")
-    pooling: Literal["", "cls", "mean"] = Field(default="", description="Its pooling; empty means as its folder says.")
+    pooling: Literal["", Pooling] = Field(default="", description="Its pooling; empty means as its folder says.")
     vectors: Literal["live", "stored"] = Field(
         default="live",
         description="live computes its vectors at each step; stored reads them from `store`, of any model.",

@@ -63,7 +63,7 @@ class ObjectiveCosts:
 
     def rows_read(self, texts: Texts) -> float:
         """Tokens whose state after the last layer is read; that layer's feed-forward is computed for them alone."""
-        return texts.count if self.recipe.model.pooling == "cls" else texts.tokens
+        return texts.count if self.recipe.model.pooling in ("cls", "last") else texts.tokens
 
     # --- operations --------------------------------------------------------------------------------------------------
 

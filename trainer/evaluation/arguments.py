@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from data.ground.options import LARGEST_SEED, SubParsers, count
+from models.choices import Pooling
 from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS
 from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
 from trainer.evaluation.tasks.retrieval import DEFAULT_PASSAGES_PER_BLOCK, DEFAULT_TOP_K
@@ -232,7 +233,7 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
         default="ladder",
         help="ladder, grid (the ladder's layers × its dims), or a list: demi,3x48 (%(default)s)",
     )
-    add("--pooling", choices=("cls", "mean"), help="in place of the model's own")
+    add("--pooling", choices=get_args(Pooling), help="in place of the model's own")
     add("--similarity", choices=("dot", "cosine"), help="of retrieval, in place of the model's own (STS takes cosine)")
     add("--max-length", type=count(), metavar="TOKENS", help="of queries and documents, in place of the model's own")
     add(

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from models.encoder import EmbeddingSettings, Encoder
+from models.encoder import Encoder
+from models.settings import EmbeddingSettings
 from trainer.config.schema import Recipe
 from trainer.distributed import World
 from trainer.engine import Engine

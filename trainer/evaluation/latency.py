@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from models.encoder import EmbeddingSettings, Encoder, truncate_layers
+from models.backbone import truncate_layers
+from models.encoder import Encoder
 from models.heads import heads_up_to
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from models.static_embedding import StaticModel, cut_table
 

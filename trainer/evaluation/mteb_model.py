@@ -21,7 +21,8 @@ from mteb.types import PromptType
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from models.encoder import EmbeddingSettings, Encoder
+from models.encoder import Encoder
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS, encoding_of
 from trainer.evaluation.subject import check_sizes, load_model, trained_settings

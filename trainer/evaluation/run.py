@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from models.encoder import EmbeddingSettings
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from trainer.distributed import World
 from trainer.evaluation.encoding.across import Searched, SizePair, sides

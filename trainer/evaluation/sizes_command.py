@@ -25,7 +25,8 @@ from data.ground.errors import ConfigError
 from data.ground.records import digest_of
 from data.ground.whole_folder import check_place
 from data.tokens import tokenizer_fingerprint
-from models.encoder import EmbeddingSettings, Encoder
+from models.encoder import Encoder
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from trainer.distributed import World, gather_objects, join
 from trainer.evaluation.encoding.across import Searched, across_depths, encoded_sizes

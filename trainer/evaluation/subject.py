@@ -15,8 +15,11 @@ from transformers.utils import logging as hf_logging
 
 from data.ground.errors import ConfigError
 from data.tokens import load_tokenizer, tokenizer_fingerprint
-from models.encoder import EmbeddingSettings, Encoder, load_encoder, longest_input
+from models.backbone import longest_input
+from models.choices import Pooling
+from models.encoder import Encoder, load_encoder
 from models.heads import heads_up_to
+from models.settings import EmbeddingSettings
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 
 
@@ -34,7 +37,7 @@ def load_subject(
 
 
 def load_model(
-    source: str | Path, *, pooling: str | None = None
+    source: str | Path, *, pooling: Pooling | None = None
 ) -> tuple[Encoder, PreTrainedTokenizerFast, EmbeddingSettings | None]:
     """An encoder with its tokenizer and its settings; the tokenizer must be the one the weights were trained with.
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from data.ground.errors import ConfigError
-from models.encoder import EmbeddingSettings
 from models.loading import local_folder
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from trainer.build import refuse_heads
 from trainer.config.schema import flat

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from huggingface_hub import EvalResult, ModelCardData
 from transformers import PreTrainedTokenizerFast
 
-from models.encoder import EmbeddingSettings
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from trainer.evaluation.results.report import METRIC_LABELS, markdown_table
 from trainer.exporting.folders import Cut
@@ -60,7 +60,7 @@ def size_card(
         *_cuts(cut.widths),
         ("parameters", f"{cut.parameters:,}"),
         ("weights", weights),
-        ("architecture", f"{family}, {settings.pooling} pooling"),
+        ("architecture", ", ".join(filter(None, (family, settings.direction, f"{settings.pooling} pooling")))),
         *_lengths(settings),
     ]
     return (

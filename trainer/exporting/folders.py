@@ -38,9 +38,12 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from models.encoder import EmbeddingSettings, Encoder, truncate_layers
+from models.backbone import truncate_layers
+from models.encoder import Encoder
 from models.heads import linear_head
 from models.quantisation import int8_table
+from models.sentence_transformers import POOLING_FLAGS, POOLINGS
+from models.settings import EmbeddingSettings
 from models.sizes import ModelError, Size
 
 WEIGHTS = ("float32", "float16")
@@ -158,12 +161,11 @@ def _write_module(cut: Cut, kind: str, tokenizer: PreTrainedTokenizerFast, folde
         lengths = {"max_seq_length": tokenizer.model_max_length, "do_lower_case": False}
         _write_json(folder / "sentence_bert_config.json", lengths)
     elif kind == "Pooling":
-        flags = {"cls_token": "cls", "mean_tokens": "mean", "max_tokens": "max", "mean_sqrt_len_tokens": "sqrt"}
         _write_json(
             folder / "config.json",
             {
                 "word_embedding_dimension": int(cut.backbone.config.hidden_size),
-                **{f"pooling_mode_{flag}": cut.settings.pooling == mode for flag, mode in flags.items()},
+                **{flag: POOLINGS.get(mode) == cut.settings.pooling for flag, mode in POOLING_FLAGS.items()},
             },
         )
     elif kind == "Dense":

@@ -17,8 +17,8 @@ from data.ground.files import first_line, write_atomically
 from data.ground.whole_folder import written_whole
 from data.tokens import tokenizer_fingerprint
 from models.adapters import merged_change, merged_tensors, save_adapter
-from models.encoder import EmbeddingSettings
 from models.heads import save_heads
+from models.settings import EmbeddingSettings
 from models.sizes import Ladder
 from trainer.build import ModelParts
 from trainer.config.schema import Recipe
@@ -133,6 +133,7 @@ def embedding_settings(recipe: Recipe) -> EmbeddingSettings:
     query_prompts, passage_prompts = recipe.prompts
     return EmbeddingSettings(
         pooling=recipe.model.pooling,
+        direction=recipe.model.direction,
         similarity=recipe.objective.similarity,
         ladder=tuple((size.layers, size.dim) for size in ladder),
         query_max_length=recipe.data.max_length if alike else recipe.data.query_max_length,

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from data.ground.errors import ConfigError
 from data.ground.whole_folder import written_whole
 from data.tokens import tokenizer_fingerprint
-from models.encoder import EmbeddingSettings, Encoder
+from models.encoder import Encoder
 from models.heads import save_heads
+from models.settings import EmbeddingSettings
 from models.sizes import Ladder, Size
 from trainer.evaluation.subject import check_sizes, load_model, trained_settings
 from trainer.exporting.cards import router_card, size_card, static_card

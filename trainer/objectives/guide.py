@@ -24,8 +24,11 @@ from data.ground.errors import ConfigError, DataError
 from data.model_folders import SETTINGS_FILE
 from data.shards.reader import ShardFolder
 from data.tokens import load_tokenizer, tokenizer_fingerprint
-from models.encoder import EmbeddingSettings, Encoder, load_encoder, longest_input, truncate_layers
+from models.backbone import longest_input, truncate_layers
+from models.choices import Pooling
+from models.encoder import Encoder, load_encoder
 from models.packed_attention import packs
+from models.settings import EmbeddingSettings
 from models.sizes import ModelError, Size
 from trainer.config.schema import Recipe
 from trainer.losses.unit_vectors import normalize_
@@ -104,7 +107,7 @@ def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | None:
         sources,
         section="guide",
         source=chosen.model,
-        pooling=chosen.pooling,
+        pooling=chosen.pooling or None,
         temperature=chosen.temperature,
         needs_temperature=recipe.guide_teaches,
     )
@@ -116,7 +119,7 @@ def load_frozen(
     *,
     section: str,
     source: str,
-    pooling: str,
+    pooling: Pooling | None,
     temperature: float,
     needs_temperature: bool = False,
 ) -> Guide:
@@ -147,7 +150,7 @@ def load_frozen(
     if needs_temperature and not temperature and not (Path(source) / SETTINGS_FILE).is_file():
         raise ConfigError(f"{named} has no barista.json with a temperature; set {section}.temperature")
     try:
-        encoder = load_encoder(source, pooling=pooling or None).requires_grad_(False).eval()
+        encoder = load_encoder(source, pooling=pooling).requires_grad_(False).eval()
     except ModelError as error:
         raise ConfigError(f"{named}: {error}") from None
     if (rows := encoder.word_embeddings.weight.shape[0]) < sources[0].vocabulary.size:

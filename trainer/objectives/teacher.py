@@ -99,7 +99,7 @@ def load_teacher(recipe: Recipe, sources: Sequence[ShardFolder]) -> Teacher | No
         return StoredTeacher(VectorStore.open(chosen.store, tokenizer=sources[0].manifest.tokenizer["fingerprint"]))
     source = chosen.model or recipe.model.source
     return LiveTeacher(
-        load_frozen(recipe, sources, section="teacher", source=source, pooling=chosen.pooling, temperature=1.0)
+        load_frozen(recipe, sources, section="teacher", source=source, pooling=chosen.pooling or None, temperature=1.0)
     )
 
 

@@ -29,7 +29,9 @@ from data.ground.files import read_text, write_atomically
 from data.ground.records import read_record
 from data.ground.whole_folder import check_place
 from data.shards.format import MANIFEST
-from models.encoder import EmbeddingSettings, Encoder, longest_input
+from models.backbone import longest_input
+from models.encoder import Encoder
+from models.settings import EmbeddingSettings
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from trainer.config.load import load_recipe
 from trainer.distributed import gather_objects, join
@@ -298,6 +300,7 @@ def _write_recipes(asked: Resize, source: Path, *, ranks: int) -> None:
         "model": {
             "source": str(source),
             "pooling": settings.pooling,
+            **({"direction": settings.direction} if settings.direction else {}),
             "ladder": [list(pair) for pair in settings.ladder],
             "trains": asked.trains,
             "dropout": 0.0,

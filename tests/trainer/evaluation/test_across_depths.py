@@ -15,7 +15,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data.ground.errors import ConfigError
-from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
+from models.encoder import build_masked_lm, load_encoder
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from tests.beir import write_beir
 from trainer.evaluate import main

@@ -17,7 +17,8 @@ from torch import multiprocessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data.ground.errors import ConfigError
-from models.encoder import EmbeddingSettings, Encoder, build_masked_lm, load_encoder
+from models.encoder import Encoder, build_masked_lm, load_encoder
+from models.settings import EmbeddingSettings
 from models.sizes import ModelError, Size
 from tests.beir import write_beir
 from trainer import evaluate

@@ -22,7 +22,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from data.ground.errors import ConfigError, DataError, OtherFormat
-from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
+from models.encoder import build_masked_lm, load_encoder
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from tests import ROOT
 from tests.beir import write_beir

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from data.ground.errors import ConfigError
-from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
+from models.encoder import build_masked_lm, load_encoder
 from models.quantisation import from_int8, int8_ranges, int8_table, to_int8, to_signs
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
 from tests.beir import write_beir

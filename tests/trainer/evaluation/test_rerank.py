@@ -10,7 +10,8 @@ import pytest
 import torch
 from scipy import stats
 
-from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
+from models.encoder import build_masked_lm, load_encoder
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
 from tests.beir import write_beir

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from data.ground.errors import ConfigError
-from models.encoder import EmbeddingSettings, build_masked_lm
+from models.encoder import build_masked_lm
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from trainer import evaluate
 from trainer.evaluation.senteval import (

@@ -24,7 +24,8 @@ from scipy import stats
 
 from data.ground.command import run_command
 from data.ground.errors import ConfigError, DataError
-from models.encoder import EmbeddingSettings, base_of, build_masked_lm
+from models.encoder import base_of, build_masked_lm
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from tests import ROOT
 from tests.beir import write_beir

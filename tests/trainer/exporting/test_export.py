@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
 from data.ground.errors import ConfigError, OtherFormat
 from data.tokens import tokenizer_fingerprint
-from models.encoder import EmbeddingSettings, load_encoder
+from models.encoder import load_encoder
+from models.settings import EmbeddingSettings
 from models.sizes import ModelError, Size
 from tests.trainer.exports import LADDER, our_vectors, write_model
 from trainer import export

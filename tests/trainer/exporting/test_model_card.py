@@ -10,7 +10,8 @@ import pytest
 from huggingface_hub import ModelCard
 
 from data.ground.errors import DataError
-from models.encoder import EmbeddingSettings, build_masked_lm
+from models.encoder import build_masked_lm
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from tests.trainer.support import LADDER, MODEL, recipe_of, recipe_values
 from trainer.config.load import as_toml

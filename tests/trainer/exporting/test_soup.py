@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models.encoder import EmbeddingSettings, load_encoder
+from models.encoder import load_encoder
+from models.settings import EmbeddingSettings
 from models.static_embedding import StaticConfig, StaticModel
 from trainer import soup
 

@@ -21,7 +21,8 @@ from data.prepare import main as prepare
 from data.shards.reader import ShardFolder
 from data.stream import Sample
 from data.tokens import load_tokenizer
-from models.encoder import EmbeddingSettings, build_masked_lm, load_encoder
+from models.encoder import build_masked_lm, load_encoder
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
 from tests.beir import write_beir

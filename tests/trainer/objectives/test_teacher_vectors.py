@@ -19,7 +19,7 @@ from data.collate import PairBatch, TextBatch, Texts, text_hashes
 from data.ground.errors import ConfigError
 from data.shards.reader import ShardFolder
 from data.stream import Sample
-from models.encoder import EmbeddingSettings
+from models.settings import EmbeddingSettings
 from tests.trainer.support import loaded, recipe_values
 from trainer import teacher_vectors
 from trainer.evaluation.encoding.encode import encoding_of

@@ -14,8 +14,9 @@ from transformers import BertConfig, BertModel
 
 from data.corpora.read import read_split
 from data.ground.errors import ConfigError
-from models.encoder import EmbeddingSettings, load_encoder
+from models.encoder import load_encoder
 from models.heads import HEADS_FILE
+from models.settings import EmbeddingSettings
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from tests.launcher import launch
 from tests.ranks import run_ranks

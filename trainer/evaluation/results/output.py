@@ -11,7 +11,7 @@ from typing import Any
 from data.ground.errors import ConfigError
 from data.ground.files import write_atomically
 from data.ground.whole_folder import check_place
-from models.encoder import EmbeddingSettings
+from models.settings import EmbeddingSettings
 from models.sizes import Size
 from trainer.evaluation.results.parts import PARTS_FOLDER
 from trainer.evaluation.results.raw import RAW_FILE
