@@ -33,10 +33,11 @@ from launch.scaling import (
     best_of_stage,
     recommended,
 )
-from trainer.config.load import load_recipe, read_json_object
+from launch.sources import config_of
+from trainer.config.load import load_recipe
 from trainer.config.schema import Recipe
-from trainer.costs.counts import Shape
 from trainer.costs.objective_costs import costs_of
+from trainer.costs.shapes import Shape
 
 FINEWEB_TOKENS = {"10BT": 10e9, "100BT": 100e9}
 # Beyond these nothing that could exist is meant, and the formulas leave the numbers that a computer has.
@@ -44,16 +45,6 @@ _MOST, _MOST_NODES, _MOST_GPUS = 10**9, 10**6, 1024
 _LEAST_GBITS, _MOST_GBITS = 1e-3, 1e6
 _LEAST_SHARE = 1e-3
 CUSTOM_LATENCY = 10e-6  # of an interconnect that is given by its rate alone
-
-# Hub names of encoders that recipes start from, with what matters here of their config.json.
-_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
-_KNOWN = {
-    "google-bert/bert-base-uncased": (768, 3072, 12, 30522, 512),
-    "google-bert/bert-large-uncased": (1024, 4096, 24, 30522, 512),
-    "FacebookAI/roberta-base": (768, 3072, 12, 50265, 514),
-    "FacebookAI/xlm-roberta-base": (768, 3072, 12, 250002, 514),
-    "microsoft/MiniLM-L12-H384-uncased": (384, 1536, 12, 30522, 512),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +68,10 @@ def _plan_and_print(args: argparse.Namespace, rest: Sequence[str]) -> None:
         if not (text.startswith("--") and "=" in text and "." in text.partition("=")[0]):
             raise ConfigError(f"{text!r} is not understood; settings are given as --section.key=value")
     recipe = load_recipe(args.recipe, [text[2:] for text in rest])
-    shape, positions = _shape_of(recipe, args.model, args.vocabulary)
+    shape = _shape_of(recipe, args)
     rows = plan(
         recipe,
-        Model.of(recipe, shape, positions=positions, guide=guide_of(recipe, args.guide)),
+        Model.of(recipe, shape, guide=guide_of(recipe, args.guide, recipes=Path(args.recipe).parent)),
         nodes=parse_nodes(args.nodes),
         gpus_per_node=_within("--gpus-per-node", args.gpus_per_node, 1, _MOST_GPUS),
         gpu=args.gpu,
@@ -153,21 +144,20 @@ def parse_interconnect(text: str) -> Link:
     return Link(rate * 1e9 / 8, CUSTOM_LATENCY)
 
 
-def _shape_of(recipe: Recipe, given: str, vocabulary: int) -> tuple[Shape, int]:
-    """The encoder's shape and positions: --model, else the recipe's own; a vocabulary by --vocabulary."""
-    if not given and recipe.model.config:
+def _shape_of(recipe: Recipe, args: argparse.Namespace) -> Shape:
+    """The encoder's shape: --model, else the recipe's own; a vocabulary by --vocabulary."""
+    if not args.model and recipe.model.config:
         values, said = dict(recipe.model.config), "[model.config]"
     else:
-        values, said = _config_of(given or recipe.model.source, "--model")
+        values, said = config_of(args.model or recipe.model.source, "--model", Path(args.recipe).parent)
     if "static" in (values.get("model_type"), recipe.model.config.get("model_type")):
         raise ConfigError(
             f"{said} is a static embedding, a table without matrix products: what is predicted here are transformer "
             "encoders; docs/static.md has measured rates and memory"
         )
     full = recipe.ladder.full
-    shape, positions = _read_shape(
-        values | ({"vocab_size": vocabulary} if vocabulary else {}), said, full.dim, full.layers
-    )
+    values |= {"vocab_size": args.vocabulary} if args.vocabulary else {}
+    shape = Shape.of(values, said=said, hidden=full.dim, layers=full.layers)
     if not shape.vocabulary:
         raise ConfigError(f"{said} does not say how many tokens its vocabulary has; give --vocabulary, such as 30522")
     width = recipe.model.output_dim or shape.hidden
@@ -176,58 +166,29 @@ def _shape_of(recipe: Recipe, given: str, vocabulary: int) -> tuple[Shape, int]:
             f"{said} has {shape.layers} layers of {shape.hidden} dimensions, and the ladder ends with {full}; "
             "give the recipe's own encoder, or change model.ladder"
         )
-    return shape, positions
+    return shape
 
 
-def guide_of(recipe: Recipe, given: str = "") -> FrozenGuide | None:
-    """The shape of the frozen model that runs beside the student: of --guide, else of the recipe's guide or teacher."""
+def guide_of(recipe: Recipe, given: str = "", *, recipes: Path | None = None) -> FrozenGuide | None:
+    """The shape of the frozen model that runs beside the student: of --guide, else of the recipe's guide or teacher.
+
+    recipes: the folder of the recipes that may make it.
+    """
     live = recipe.is_taught and recipe.teacher.vectors == "live"
     if not recipe.uses_guide and not live:
         if given:
             raise ConfigError(f"--guide {given!r} is given, and the recipe uses no guide; leave it out")
         return None
     own = recipe.guide.model if recipe.uses_guide else recipe.teacher.model or recipe.model.source
-    values, said = _config_of(given or own, "--guide")
-    shape, positions = _read_shape(values, said)
+    values, said = config_of(given or own, "--guide", recipes)
+    shape = Shape.of(values, said=said)
     if values.get("model_type") == "static":
         shape = dataclasses.replace(shape, layers=0)
     elif not shape.layers:
         raise ConfigError(f"{said} does not say num_hidden_layers; give a model's config.json")
     if not shape.hidden or not shape.vocabulary:
         raise ConfigError(f"{said} does not say hidden_size and vocab_size; give a model's config.json")
-    return FrozenGuide.of(shape, positions=positions)
-
-
-def _read_shape(values: dict[str, Any], said: str, hidden: int = 0, layers: int = 0) -> tuple[Shape, int]:
-    """Shape and positions. hidden, layers: where the config does not say them."""
-    hidden = _number(values, said, "hidden_size", "dim", default=hidden)
-    layers = _number(values, said, "num_hidden_layers", "n_layers", default=layers)
-    inner = _number(values, said, "intermediate_size", "hidden_dim", default=4 * hidden)
-    vocabulary = _number(values, said, "vocab_size", default=0)
-    return Shape(hidden, inner, layers, vocabulary), _number(values, said, "max_position_embeddings", default=512)
-
-
-def _config_of(name: str, option: str) -> tuple[dict[str, Any], str]:
-    """What is known of a model's config.json, and where it stands. option: which gives another."""
-    if name in _KNOWN:
-        return dict(zip(_KEYS, _KNOWN[name])), name
-    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
-    if not path.is_file():
-        raise ConfigError(
-            f"the shape of {name!r} is not known here; give {option}, the path of its config.json "
-            f"or one of {', '.join(_KNOWN)}"
-        )
-    return read_json_object(path, "the model's", hint="give a model's config.json"), str(path)
-
-
-def _number(values: dict[str, Any], said: str, *names: str, default: int) -> int:
-    for name in names:
-        if name in values:
-            value = values[name]
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
-                raise ConfigError(f"{said}: {name} = {value!r} must be a whole number from 1 to {_MOST:,}")
-            return value
-    return default
+    return FrozenGuide.of(shape)
 
 
 def _lengths(recipe: Recipe, args: argparse.Namespace) -> Lengths:

@@ -19,9 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.config.schema import Recipe
-from trainer.costs.counts import Shape, Texts
+from trainer.costs.counts import Texts
+from trainer.costs.layers import kernels, wide_gradients
 from trainer.costs.objective_costs import costs_of
-from trainer.costs.parameters import encoder_parameters
+from trainer.costs.parameters import encoder_parameters, stem_parameters
+from trainer.costs.shapes import Shape
 
 STAGES = (0, 1, 2, 3)
 GIB = 2**30
@@ -118,6 +120,9 @@ ZERO1_FLOAT32 = Stage(4, 4, 4 + 12, (0, 12), 4, False, 4, 4)
 
 BUCKET_ELEMENTS = 50_000_000  # reduce_bucket_size of the shipped ds_configs; a BERT's table fits
 PERSISTENT_ELEMENTS = 100_000  # stage 3 leaves smaller parameters whole (stage3_param_persistence_threshold)
+# Stage 3 holds no more weights at a time (stage3_max_live_parameters), and releases those that no module needs within
+# as many elements (stage3_max_reuse_distance): DeepSpeed's defaults.
+LIVE_ELEMENTS = 1_000_000_000
 
 
 # --- the model ---------------------------------------------------------------------------------------------------
@@ -131,38 +136,44 @@ class FrozenGuide:
     bytes: float
 
     @classmethod
-    def of(cls, shape: Shape, *, positions: int = 512) -> FrozenGuide:
+    def of(cls, shape: Shape) -> FrozenGuide:
         if not shape.layers:  # a table stays in float32
             return cls(shape, 4.0 * shape.vocabulary * shape.hidden)
-        return cls(shape, 2.0 * sum(encoder_parameters(shape, positions=positions)))
+        return cls(shape, 2.0 * sum(encoder_parameters(shape)))
 
 
 @dataclass(frozen=True)
 class Model:
-    """Parameters, those that train, and those that stage 3 divides; the guide beside it."""
+    """Parameters, and which of them train; those that stage 3 divides, and those that it leaves whole."""
 
     shape: Shape
     parameters: float
     trained: float
     divided: float
+    whole: float  # of those that train
     guide: FrozenGuide | None = None
 
     @classmethod
-    def of(cls, recipe: Recipe, shape: Shape, *, positions: int = 512, guide: FrozenGuide | None = None) -> Model:
+    def of(cls, recipe: Recipe, shape: Shape, *, guide: FrozenGuide | None = None) -> Model:
         if recipe.single_size is not None:
             shape = dataclasses.replace(shape, layers=recipe.single_size.layers)
-        sizes = encoder_parameters(shape, positions=positions) + costs_of(recipe).own_parameters(shape)
-        total = trained = sum(sizes)
-        hidden, inner = shape.hidden, shape.inner
-        if frozen := recipe.model.frozen_layers:
-            kept = dataclasses.replace(shape, layers=frozen)
-            trained -= sum(encoder_parameters(kept, positions=positions))
+        sizes = encoder_parameters(shape) + costs_of(recipe).own_parameters(shape)
+        frozen, trained = recipe.model.frozen_layers, sizes
+        if frozen:
+            trained = sizes[len(stem_parameters(dataclasses.replace(shape, layers=frozen))) :]
         if rank := recipe.adapter_rank:  # on all linear layers of a block; fewer where lora_targets says so
-            layers = shape.layers - recipe.model.frozen_layers
-            trained = layers * rank * (4 * 2 * hidden + 2 * (hidden + inner))
-            total += trained
-        divided = sum(size for size in sizes if size > PERSISTENT_ELEMENTS)
-        return cls(shape, total, trained, divided, guide)
+            linears = (*shape.attention, *shape.feed_forward)
+            ends = [rank * end for each in linears for end in (each.inputs, each.outputs)]
+            trained = ends * (shape.layers - frozen)
+            sizes = sizes + trained
+        return cls(
+            shape,
+            parameters=sum(sizes),
+            trained=sum(trained),
+            divided=sum(size for size in sizes if size > PERSISTENT_ELEMENTS),
+            whole=sum(size for size in trained if size <= PERSISTENT_ELEMENTS),
+            guide=guide,
+        )
 
 
 @dataclass(frozen=True)
@@ -182,13 +193,10 @@ class Lengths:
 def texts_of(recipe: Recipe, samples: float, lengths: Lengths) -> Texts:
     """The texts of that many samples: documents, two spans each, or queries with their positive and hard negatives."""
 
-    def alike(count: float, length: float) -> Texts:
-        return Texts(count, count * length, count * length**2)
-
     if recipe.reads_documents:
-        return alike(samples * (2 if recipe.pairs == "spans" else 1), lengths.document)
+        return Texts.alike(samples * (2 if recipe.pairs == "spans" else 1), lengths.document)
     passages = samples * (1 + recipe.data.num_negatives)
-    return alike(samples, lengths.query) + alike(passages, lengths.passage)
+    return Texts.alike(samples, lengths.query) + Texts.alike(passages, lengths.passage)
 
 
 # --- memory ------------------------------------------------------------------------------------------------------
@@ -213,7 +221,11 @@ def state_bytes(model: Model, stage: int, ranks: int) -> float:
     """Weights, gradients, masters and moments on one rank while a step is taken."""
     kept = STAGE_CONFIGS[stage]
     shared = kept.divided / (ranks if stage else 1)
-    return kept.weights * model.parameters + model.trained * (kept.gradients + shared)
+    weights = kept.weights * model.parameters
+    if stage == 3:
+        frozen = model.parameters - model.trained  # a rank's share of these is not in kept.divided
+        weights = kept.weights * (min(model.parameters, LIVE_ELEMENTS) + frozen / ranks)
+    return weights + model.trained * (kept.gradients + shared)
 
 
 def resting_bytes(model: Model, stage: int, ranks: int, *, kept: Stage | None = None) -> float:
@@ -245,7 +257,7 @@ def memory_of(
         buckets=kept.bucket * BUCKET_ELEMENTS + costs.table_gradient_bytes(model.shape),
         activations=costs.activation_bytes(model.shape, micro, width=3.0 if autocast else 2.0)
         # Gradients alive inside the layer that is sent back.
-        + 2.0 * micro.tokens * (2 * model.shape.inner + 4 * model.shape.hidden),
+        + 2.0 * micro.tokens * wide_gradients(model.shape),
         loss=loss,
         context=assumed.context_bytes,
     )
@@ -278,7 +290,9 @@ def collectives(
     DeepSpeed's stages 1 and 2 reduce gradients by all-reduce, of which each rank keeps its part. Stages 2 and 3 with
     bf16 weights reduce at every micro-batch. Stage 3 gathers the divided weights once a forward and keeps them for its
     backward; with gradient caching, whose first pass has no backward, three times a micro-batch. The objective's own
-    modules then run in the second pass alone, which keeps their weights; the first fetches them ahead, for nothing.
+    modules then run in the second pass alone, which keeps their weights; the first fetches them ahead, for nothing. Of
+    a large model a pass keeps only the last weights, whose backward begins within LIVE_ELEMENTS, and gathers the others
+    a second time.
     """
     kept, costs = kept or STAGE_CONFIGS[stage], costs_of(recipe)
     times = micro_batches if kept.reduces_each_micro_batch else 1.0
@@ -288,12 +302,13 @@ def collectives(
     if stage in (1, 2):
         found.append(Collective("all_gather", kept.sent_weights * model.trained, 2))
     if stage == 3:
-        gathers = micro_batches * (3 if costs.caches else 1)
+        again = max(0.0, 1 - LIVE_ELEMENTS / 2 / model.divided) if model.divided else 0.0
+        gathers = micro_batches * (3 if costs.caches else 1 + again)
         own = sum(size for size in costs.own_parameters(model.shape) if size > PERSISTENT_ELEMENTS)
         elements = gathers * model.divided - (micro_batches * own if costs.caches else 0.0)
         # Parameters one by one, about a matrix a call.
         found.append(Collective("all_gather", kept.sent_weights * elements, gathers * model.shape.layers))
-        found.append(Collective("all_gather", kept.sent_weights * (model.trained - model.divided)))
+        found.append(Collective("all_gather", kept.sent_weights * model.whole))
     if gathered := costs.gathered_bytes(vectors):
         found += [Collective("all_gather", gathered), Collective("reduce_scatter", gathered)]
         if model.guide is not None:
@@ -374,18 +389,18 @@ def predict(
     budget = micro_batch_size * recipe.longest_text
     micro_batches = max(1, math.ceil(share.tokens / budget)) if costs.cuts else 1
     part = min(1.0, budget / share.tokens) if costs.cuts else 1.0
-    micro = Texts(share.count * part, share.tokens * part, share.pairs * part)
+    micro = share.part(part)
     vectors = costs.vectors(whole)
     products = costs.computed_flops(model.shape, share, vectors=vectors)
-    passes = costs.encoder_passes * model.shape.layers
+    launches = costs.encoder_passes * model.shape.layers * kernels(model.shape)
     if model.guide is not None:
         products += costs.guide_flops(model.guide.shape, share, vectors=vectors)
-        passes += model.guide.shape.layers
+        launches += model.guide.shape.layers * kernels(model.guide.shape)
     moved = moved_bytes(recipe, model, share, stage=stage, ranks=ranks, micro_batches=micro_batches)
     busy = products / (gpu.peak_flops * assumed.matrix_share)
     busy += moved / (gpu.memory_bandwidth * assumed.memory_share)
-    # About 20 kernels a layer and pass in eager mode: small micro-batches wait for the host.
-    host = micro_batches * passes * 20 * assumed.launch_seconds
+    # Small micro-batches wait for the host, which launches kernel by kernel in eager mode.
+    host = micro_batches * launches * assumed.launch_seconds
     compute = max(busy, host)
     calls = collectives(recipe, model, stage=stage, micro_batches=micro_batches, vectors=vectors)
     communication = sum(collective_seconds(each, cluster, assumed) for each in calls)

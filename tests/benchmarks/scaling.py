@@ -21,7 +21,7 @@ from launch import scaling
 from launch.scaling import Model
 from tests.launch.hosts import deepspeed_commands, made, run_on_all
 from tests.trainer.support import recipe_of
-from trainer.costs.counts import Shape
+from trainer.costs.shapes import Shape
 
 CONFIGS = {"zero0": 0, "zero1_float32": 1, "zero1": 1, "zero2": 2, "zero3": 3}
 HIDDEN, INNER, LAYERS, POSITIONS = 256, 1024, 3, 80
@@ -69,7 +69,7 @@ def predicted_bytes(case: dict[str, Any], ranks: int, vocabulary: int) -> float:
     recipe = recipe_of(case["values"])
     config = case["name"].partition("-")[2]
     kept = scaling.ZERO1_FLOAT32 if config == "zero1_float32" else None
-    model = Model.of(recipe, Shape(HIDDEN, INNER, LAYERS, vocabulary), positions=POSITIONS)
+    model = Model.of(recipe, Shape(HIDDEN, INNER, LAYERS, vocabulary, positions=POSITIONS))
     counts = {"micro_batches": case["micro_batches"], "vectors": case["passages"]}
     planned = scaling.collectives(recipe, model, stage=CONFIGS[config], kept=kept, **counts)
     with_gloo = (dataclasses.replace(each, kind=each.kind.replace("reduce_scatter", "all_reduce")) for each in planned)

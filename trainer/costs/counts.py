@@ -2,53 +2,86 @@
 
 They are counted as in PaLM (Chowdhery et al. 2022, appendix B): matrix products only, 2 operations for a multiply-add,
 a backward pass as two forward passes, and nothing for recomputation (so activation checkpointing and gradient caching
-lower the utilisation). Torch-free: `launch.plan` predicts with the same formulas with which trainer/costs/flops.py
-reports.
+lower the utilisation). In one thing not as there: of attention's products, those that a causal mask or a window hides
+are not counted, while PaLM counts all pairs. Torch-free: `launch.plan` predicts with the same formulas with which
+trainer/costs/flops.py reports.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from models.sizes import Size
+from trainer.costs.shapes import Shape
+
+__all__ = ["FORWARD_AND_BACKWARD", "Shape", "Texts", "encoder_flops", "masked_flops"]
 
 FORWARD_AND_BACKWARD = 3
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The dimensions of an encoder on which its operation count depends."""
-
-    hidden: int
-    inner: int
-    layers: int
-    vocabulary: int
-
-    @classmethod
-    def of(cls, config: object) -> Shape:
-        inner = getattr(config, "intermediate_size", None) or getattr(config, "hidden_dim", None)
-        names = ("hidden_size", "num_hidden_layers", "vocab_size")
-        hidden, layers, vocabulary = (int(getattr(config, name)) for name in names)
-        return cls(hidden, int(inner or 4 * hidden), layers, vocabulary)
-
-
-@dataclass(frozen=True)
 class Texts:
-    """The number of texts, their tokens together, and the sum of their squared lengths (attention's pairs)."""
+    """The number of texts, their tokens together, and the sum of their squared lengths (attention's pairs).
+
+    groups: how many texts have which length, each as (count, length), which windows of attention are counted by; empty:
+    all texts have the mean length.
+    """
 
     count: float
     tokens: float
     pairs: float
+    groups: tuple[tuple[float, float], ...] = ()
+
+    @classmethod
+    def alike(cls, count: float, length: float) -> Texts:
+        """Texts of one length."""
+        return cls(count, count * length, count * length**2)
 
     def __add__(self, other: Texts) -> Texts:
-        return Texts(self.count + other.count, self.tokens + other.tokens, self.pairs + other.pairs)
+        groups = self._groups + other._groups
+        return Texts(self.count + other.count, self.tokens + other.tokens, self.pairs + other.pairs, groups)
+
+    def part(self, share: float) -> Texts:
+        """A share of every length."""
+        groups = tuple((count * share, length) for count, length in self.groups)
+        return Texts(self.count * share, self.tokens * share, self.pairs * share, groups)
+
+    @property
+    def _groups(self) -> tuple[tuple[float, float], ...]:
+        return self.groups or (((self.count, self.tokens / self.count),) if self.count else ())
+
+    def attended(self, *, causal: bool = False, reach: int | None = None) -> float:
+        """The pairs (token, token that it sees). reach: as in Shape.reaches."""
+        if reach is not None:
+            return sum(count * _pairs(length, causal, reach) for count, length in self._groups)
+        return (self.pairs + self.tokens) / 2 if causal else self.pairs
+
+
+def _pairs(length: float, causal: bool, reach: int) -> float:
+    """The attended pairs of one text: the tokens from `reach` on see as many before them, the others all of those."""
+    full = max(0.0, length - 1 - reach)
+    rising = length - full
+    before = rising * (rising + 1) / 2 + full * (reach + 1)  # the token itself counted
+    return before if causal else 2 * before - length
 
 
 def encoder_flops(shape: Shape, texts: Texts) -> float:
-    """One forward pass, padding not counted."""
-    linear = 8 * shape.hidden**2 + 4 * shape.hidden * shape.inner  # a token: q, k, v, out; up, down
-    return shape.layers * (texts.tokens * linear + 4 * shape.hidden * texts.pairs)
+    """One forward pass, padding not counted.
+
+    Attention's products are counted for the pairs that its mask lets through: half of them where it is causal, and
+    those of a window. A kernel that computes the others, too, and throws them away does not use the GPU better for it.
+    """
+    linear = 2 * sum(each.weights for each in (*shape.attention, *shape.feed_forward))  # a token
+    attention = 4 * shape.query_width  # a pair: its score, and its share of a value
+    if shape.reaches:
+        kinds = Counter(shape.reaches[: shape.layers])
+        seen = sum(layers * texts.attended(causal=shape.causal, reach=reach) for reach, layers in kinds.items())
+        total = shape.layers * texts.tokens * linear + attention * seen
+    else:
+        total = shape.layers * (texts.tokens * linear + attention * texts.attended(causal=shape.causal))
+    return total + texts.tokens * 2 * shape.table_width * shape.hidden
 
 
 def masked_flops(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ _PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G"
 
 def encoder_flops(shape: Shape, lengths: Tensor) -> float:
     """One forward pass over texts of these lengths (int64 [n]), padding not counted."""
-    return counts.encoder_flops(shape, _texts(lengths))
+    return counts.encoder_flops(shape, _texts(shape, lengths))
 
 
 def masked_flops(
@@ -36,7 +37,7 @@ def masked_flops(
     """Forward of the pre-training loss over texts of these lengths (int64 [n])."""
     return counts.masked_flops(
         shape,
-        _texts(lengths),
+        _texts(shape, lengths),
         encoder_rows=encoder_rows,
         decoder_rows=decoder_rows,
         sizes=sizes,
@@ -44,8 +45,13 @@ def masked_flops(
     )
 
 
-def _texts(lengths: Tensor) -> counts.Texts:
-    return counts.Texts(len(lengths), float(lengths.sum()), float((lengths.double() ** 2).sum()))
+def _texts(shape: Shape, lengths: Tensor) -> counts.Texts:
+    found = counts.Texts(len(lengths), float(lengths.sum()), float((lengths.double() ** 2).sum()))
+    if not shape.reaches:
+        return found
+    # How much of a text a window lets see does not follow from sums.
+    groups = zip(*(each.tolist() for each in lengths.unique(return_counts=True)))
+    return dataclasses.replace(found, groups=tuple((count, length) for length, count in groups))
 
 
 @functools.cache

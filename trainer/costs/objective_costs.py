@@ -9,13 +9,15 @@ Units: bytes, operations. `vectors`: how many vectors of the global batch a rank
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from models.sizes import Size
 from trainer.config.schema import Recipe
-from trainer.costs.counts import FORWARD_AND_BACKWARD, Shape, Texts, encoder_flops, masked_flops
-from trainer.costs.parameters import layer_parameters, masked_head_parameters
+from trainer.costs.counts import FORWARD_AND_BACKWARD, Texts, encoder_flops, masked_flops
+from trainer.costs.layers import kept_by_a_norm, kept_bytes, moved_elements
+from trainer.costs.parameters import decoder_parameters, masked_head_parameters
+from trainer.costs.shapes import Shape
 
 _MIB = 2**20
 _BF16 = 2.0  # bytes an element
@@ -62,7 +64,7 @@ class ObjectiveCosts:
         return FORWARD_AND_BACKWARD + self.caches + self.recipe.train.activation_checkpointing
 
     def rows_read(self, texts: Texts) -> float:
-        """Tokens whose state after the last layer is read; that layer's feed-forward is computed for them alone."""
+        """Tokens whose state after the last layer is read; in BERT its feed-forward is computed for them alone."""
         return texts.count if self.recipe.model.pooling in ("cls", "last") else texts.tokens
 
     # --- operations --------------------------------------------------------------------------------------------------
@@ -73,9 +75,33 @@ class ObjectiveCosts:
 
     def computed_flops(self, shape: Shape, texts: Texts, *, vectors: float) -> float:
         """Operations that a rank computes for its texts: the model's, minus skipped ones, plus repeated ones."""
-        last_feed_forward = 4 * shape.hidden * shape.inner  # a token
-        skipped = self.encoder_passes * last_feed_forward * (texts.tokens - self.rows_read(texts))
-        return self._model_products(shape, texts) - skipped + self._loss_flops(texts, vectors)
+        last_feed_forward = 2 * sum(each.weights for each in shape.feed_forward)  # a token
+        passes = self.encoder_passes - (self.recipe.adapter_rank > 0)
+        skipped = passes * last_feed_forward * self._skipped(shape, texts)
+        spared = self._spared_by_frozen_weights(shape, texts)
+        return self._model_products(shape, texts) - skipped - spared + self._loss_flops(texts, vectors)
+
+    def _spared_by_frozen_weights(self, shape: Shape, texts: Texts) -> float:
+        """Operations of the backward pass that are not needed, less those of adapters.
+
+        Nothing is sent back through frozen lower layers, nor out of the first layer above them. With adapters, the
+        matrices themselves need no gradient, and two thin products stand beside each.
+        """
+        frozen, rank = self.recipe.model.frozen_layers, self.recipe.adapter_rank
+        below = encoder_flops(replace(shape, layers=frozen), texts) if frozen else 0.0
+        # Nor are they run again, where activations are recomputed.
+        spared = (FORWARD_AND_BACKWARD - 1 + self.recipe.train.activation_checkpointing) * below
+        if frozen or rank:
+            spared += texts.tokens * 2 * sum(each.weights for each in shape.attention[:-1])
+        if rank:
+            linears = (*shape.attention, *shape.feed_forward)
+            own = self.encoder_passes * rank * sum(each.inputs + each.outputs for each in linears)
+            spared += texts.tokens * (shape.layers - frozen) * 2 * (sum(each.weights for each in linears) - own)
+        return spared
+
+    def _skipped(self, shape: Shape, texts: Texts) -> float:
+        """Tokens for which the last feed-forward is not computed."""
+        return texts.tokens - self.rows_read(texts) if shape.reads_rows else 0.0
 
     def guide_flops(self, guide: Shape, texts: Texts, *, vectors: float) -> float:
         """Operations of the frozen model beside the student, for a rank's texts."""
@@ -92,9 +118,8 @@ class ObjectiveCosts:
     def moved_bytes(self, shape: Shape, texts: Texts, *, guide: Shape | None = None) -> float:
         """Bytes that elementwise kernels and softmax move through a GPU's memory.
 
-        Matrix products and the optimizer are not counted. For each token, a layer's unfused forward pass reads and
-        writes: dropout 2h, residual 3h, norm 2h, each twice, and the activation 2i. Its backward pass moves twice as
-        much (docs/scaling.md).
+        Matrix products and the optimizer are not counted. A layer's backward pass moves twice as much as its forward
+        pass (trainer/costs/layers.py).
         """
         total = _forward_bytes(shape, texts) * self.encoder_passes
         return total if guide is None else total + _forward_bytes(guide, texts)
@@ -102,19 +127,18 @@ class ObjectiveCosts:
     def activation_bytes(self, shape: Shape, texts: Texts, *, width: float = _BF16, drops: bool = True) -> float:
         """Bytes that one micro-batch keeps for backward, with a fused or packed attention (no matrix of scores).
 
-        For each token, a layer keeps its input, q, k, v, the attention's output, both norms' inputs, the first norm's
-        output, and the feed-forward's two wide states: 8h + 2i elements (Korthikanti et al. 2022, table 2, without
-        recomputable scores), and two dropout masks of h bytes. 2h more elements are kept before and after the layers.
-        width: bytes an element.
+        What a layer keeps is counted in trainer/costs/layers.py; 2h more elements a token are kept before and after the
+        layers, and what the norm after the last layer keeps at every size, where there is one. width: bytes an element.
         """
         hidden, inner = shape.hidden, shape.inner
-        masks = 2 * hidden if drops else 0
-        layer = (8 * hidden + 2 * inner) * width + masks
+        layer = kept_bytes(shape, width=width, drops=drops)
         if self.recipe.train.activation_checkpointing:
             total = texts.tokens * (shape.layers * hidden * width + layer)
         else:
-            skipped = texts.tokens - self.rows_read(texts)
-            total = texts.tokens * shape.layers * layer - skipped * (2 * inner + hidden) * width
+            total = texts.tokens * shape.layers * layer - self._skipped(shape, texts) * (2 * inner + hidden) * width
+        if shape.vectors.final_norm:
+            depths = len({size.layers for size in self.sizes})
+            total += texts.tokens * depths * kept_by_a_norm(shape, width=width)
         return total + 2 * texts.tokens * hidden * width
 
     def table_gradient_bytes(self, shape: Shape) -> float:
@@ -135,7 +159,7 @@ class ObjectiveCosts:
 
 
 def _forward_bytes(shape: Shape, texts: Texts) -> float:
-    return shape.layers * texts.tokens * (14 * shape.hidden + 2 * shape.inner) * _BF16
+    return shape.layers * texts.tokens * moved_elements(shape) * _BF16
 
 
 @dataclass(frozen=True)
@@ -189,7 +213,7 @@ class MaskedCosts(ComparingCosts):
     pretrains: ClassVar[bool] = True
 
     def own_parameters(self, shape: Shape) -> list[int]:
-        decoder = layer_parameters(shape) if self.recipe.objective.decoder else []
+        decoder = decoder_parameters(shape) if self.recipe.objective.decoder else []
         return masked_head_parameters(shape) + decoder
 
     @property
