@@ -182,6 +182,7 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
         _check_own_tokenizer(source, sources)
     elif recipe.model.config.get("model_type") == MODEL_TYPE:
         special_ids = special_ids_of(tokenizer.all_special_ids, tokenizer.unk_token_id)
+        special_ids = sorted({*special_ids, *vocabulary.before, *vocabulary.after})
         with _made_of_config():
             table = build_static(recipe.model.config, vocab_size=vocabulary.size, special_ids=special_ids)
         encoder = Encoder(table, recipe.model.pooling)

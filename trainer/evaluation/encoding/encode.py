@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data.encoding import TextEncoder
-from data.ground.errors import ConfigError
+from data.ground.errors import ConfigError, DataError
 from models.encoder import Encoder
 from models.sizes import Size
 from trainer.distributed import gather_rows, max_over_ranks
@@ -112,6 +112,8 @@ def encode(
     share = by_length[rank::world_size]
     tokenize = _tokenize_flat if flat else _tokenize
     ids = tokenize(tokenizer, [prompt + distinct[row] for row in share], max_length)
+    if not flat and not tokenizer.num_special_tokens_to_add():
+        _refuse_empty(ids, device=torch.device(device), world_size=world_size)
     vectors = _encode_share(
         forward,
         ids,
@@ -174,6 +176,16 @@ def token_batches(lengths: np.ndarray, batch_tokens: int) -> list[np.ndarray]:
         batches.append(order[start : start + rows])
         start += rows
     return batches
+
+
+def _refuse_empty(ids: _Ids, *, device: torch.device, world_size: int) -> None:
+    """Refuse texts without a token on all ranks, whichever has them: there is no position that could embed them."""
+    empty = int((ids.lengths == 0).sum())
+    if max_over_ranks(empty, device) if world_size > 1 else empty:
+        raise DataError(
+            "an empty text cannot be embedded with a tokenizer that adds no token to a text; leave empty texts out, or "
+            "train with a closing token (python -m data.prepare ... --append-token)"
+        )
 
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
