@@ -4,11 +4,13 @@ What is decided here:
 - Batches are flat: all tokens in one tensor plus offsets, never padded. Moving a batch from a loader process to the
   trainer costs time per byte, and the trainer cuts micro-batches by length, so padding comes last, in the model
   (models/layout.py).
-- Special tokens are added here, because shards hold ids without them. A document longer than the model reads is cut to
-  a random window, drawn anew each epoch (Starbucks §4: "long documents cut to a random window"); queries and passages
-  are cut at their end, as they are when a retrieval model is used.
-- A prompt stands between [CLS] and the text and counts towards the length; each source has its own (`data.tokens`
-  says when this equals tokenizing the joined text). Hashes are of the cut text, without prompt or special tokens.
+- The frame of special tokens is added here, because shards hold ids without it: what the shards' tokenizer puts before
+  and after a text (data/tokens.py). It is added after cutting, so that a closing token ends long texts too.
+- A document longer than the model reads is cut to a random window, drawn anew each epoch (Starbucks §4: "long documents
+  cut to a random window"); queries and passages are cut at their end, as they are when a retrieval model is used.
+- A prompt stands between the opening tokens and the text and counts towards the length; each source has its own
+  (`data.tokens` says when this equals tokenizing the joined text). Hashes are of the cut text, without prompt or
+  special tokens.
 - For enhanced decoding the decoder reads and predicts every token but the special ones. The batch has one key for each
   text, from which the model draws on the device what each position sees (models/visibility.py).
 - All draws are keyed by (seed, epoch, source, sample), see `data.masking`: a sample's batch entry does not depend on
@@ -159,7 +161,12 @@ class MaskedCollator:
     tables: MaskingTables = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_length("max_length", self.max_length)
+        if not self.vocabulary.before or not self.vocabulary.after:
+            raise DataError(
+                "masked pre-training needs an opening token, which embeds the text, and a closing one, and this "
+                "tokenizer does not put both around a text; take one that does, such as BERT's"
+            )
+        _check_length("max_length", self.max_length, self.vocabulary)
         check_ratios(self.ratios, nested=self.nested)
         shares = (self.mask_probability, self.random_probability)
         if min(shares) < 0 or sum(shares) > 1 + 1e-9:
@@ -177,13 +184,13 @@ class MaskedCollator:
     def __call__(self, samples: Sequence[Sample]) -> MaskedBatch:
         keys = _keys(samples, self.seed)  # [B]
         windows = self.windows([sample.payload for sample in samples], keys)
-        tokens, offsets = _with_specials(windows, self.vocabulary)
+        tokens, offsets = _framed(windows, self.vocabulary)
         return self.mask(tokens, offsets, keys=keys, sample_ids=_sample_ids(samples))
 
     def windows(self, documents: Sequence[np.ndarray], keys: np.ndarray) -> list[np.ndarray]:
         """The part of each document that the model reads: ids without special tokens. keys: uint64 [n]."""
         lengths = np.asarray([len(document) for document in documents], dtype=np.int64)
-        room = self.max_length - 2
+        room = self.max_length - self.vocabulary.frame_length
         window_bits = draws(purpose_keys(keys, Purpose.WINDOW), np.zeros(len(documents), dtype=np.uint64))
         starts = integers(window_bits, np.maximum(lengths - room, 0) + 1)
         return [document[start : start + room] for document, start in zip(documents, starts.tolist())]
@@ -240,10 +247,10 @@ class TextCollator:
     prompts: Sequence[np.ndarray] = ()  # ids, one prompt a source; empty: none
 
     def __post_init__(self) -> None:
-        _check_length("max_length", self.max_length, self.prompts)
+        _check_length("max_length", self.max_length, self.vocabulary, self.prompts)
 
     def __call__(self, samples: Sequence[Sample]) -> TextBatch:
-        room = self.max_length - 2
+        room = self.max_length - self.vocabulary.frame_length
         texts = [sample.payload[: room - _prompt_length(self.prompts, sample.source)] for sample in samples]
         return TextBatch(
             texts=with_prompts(texts, [sample.source for sample in samples], self.prompts, self.vocabulary),
@@ -279,8 +286,8 @@ class PairCollator:
     negatives_from: Sequence[int] = ()  # positions in the stream from which the 1st, 2nd, ... negative is drawn
 
     def __post_init__(self) -> None:
-        _check_length("query_max_length", self.query_max_length, self.query_prompts)
-        _check_length("passage_max_length", self.passage_max_length, self.passage_prompts)
+        _check_length("query_max_length", self.query_max_length, self.vocabulary, self.query_prompts)
+        _check_length("passage_max_length", self.passage_max_length, self.vocabulary, self.passage_prompts)
         if self.num_negatives < 0:
             raise DataError(f"num_negatives is {self.num_negatives}; give 0 or more")
         assert len(self.negatives_from) in (0, self.num_negatives)
@@ -334,10 +341,10 @@ class PairCollator:
         bits = draws(purpose_keys(keys, Purpose.POSITIVE), np.zeros(len(samples), dtype=np.uint64))
         choices = integers(bits, num_positives).tolist()
         negatives = self._draw_negatives(keys, num_passages - num_positives, at_most)
-        drawn = []
+        drawn, frame_length = [], self.vocabulary.frame_length
         for sample, item, choice, chosen in zip(samples, tuples, choices, negatives):
-            query_room = self.query_max_length - 2 - _prompt_length(self.query_prompts, sample.source)
-            room = self.passage_max_length - 2 - _prompt_length(self.passage_prompts, sample.source)
+            query_room = self.query_max_length - frame_length - _prompt_length(self.query_prompts, sample.source)
+            room = self.passage_max_length - frame_length - _prompt_length(self.passage_prompts, sample.source)
             positives = [text[:room] for text in item.passages[: item.num_positives]]
             others = [item.passages[item.num_positives + index][:room] for index in chosen]
             drawn.append(_Drawn(item.query[:query_room], [positives[choice], *others], positives))
@@ -375,7 +382,7 @@ class SpanCollator:
         halves += [document[(len(document) + 1) // 2 :] for document in documents]
         text_keys = np.concatenate([_text_keys(keys, np.full(len(keys), number)) for number in range(2)])
         spans = self.masked.windows(halves, text_keys)
-        tokens, offsets = _with_specials(spans, self.masked.vocabulary)
+        tokens, offsets = _framed(spans, self.masked.vocabulary)
         count, hashes = len(samples), torch.from_numpy(text_hashes(spans))
         middle = int(offsets[count])
         flat, places = torch.from_numpy(tokens), torch.from_numpy(offsets)
@@ -436,16 +443,17 @@ def text_hashes(texts: Sequence[np.ndarray]) -> np.ndarray:
     return mix64((totals[offsets[1:]] - totals[offsets[:-1]]) ^ mix64(lengths.astype(np.uint64))).view(np.int64)
 
 
-def _check_length(name: str, value: int, prompts: Sequence[np.ndarray] = ()) -> None:
-    if value < 3:
+def _check_length(name: str, value: int, vocabulary: Vocabulary, prompts: Sequence[np.ndarray] = ()) -> None:
+    frame = vocabulary.frame_length
+    if value < frame + 1:
         raise DataError(
-            f"{name} is {value}, which leaves no room for text beside the two special tokens; give 3 or more"
+            f"{name} is {value}, which leaves no room for text beside {frame} special tokens; give {frame + 1} or more"
         )
     longest = max(map(len, prompts), default=0)
-    if value < 3 + longest:
+    if value < (least := frame + longest + 1):
         raise DataError(
-            f"{name} is {value}, which leaves no room for text beside a prompt of {longest} tokens and the two special "
-            f"tokens; give {3 + longest} or more, or shorten the prompt"
+            f"{name} is {value}, which leaves no room for text beside a prompt of {longest} tokens and {frame} special "
+            f"tokens; give {least} or more, or shorten the prompt"
         )
 
 
@@ -480,19 +488,21 @@ def _sample_ids(samples: Sequence[Sample]) -> torch.Tensor:
 def with_prompts(
     texts: Sequence[np.ndarray], sources: Sequence[int], prompts: Sequence[np.ndarray], vocabulary: Vocabulary
 ) -> Texts:
-    """Add the sources' prompts and the special tokens to texts, which are ids and already cut to length."""
+    """Add the sources' prompts and the frame to texts, which are ids and already cut to length."""
     if prompts:
         texts = [np.concatenate((prompts[source], text)) for source, text in zip(sources, texts)]
-    tokens, offsets = _with_specials(texts, vocabulary)
+    tokens, offsets = _framed(texts, vocabulary)
     return Texts(torch.from_numpy(tokens), torch.from_numpy(offsets))
 
 
-def _with_specials(texts: Sequence[np.ndarray], vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
-    """(int32 tokens [T] with cls before and sep after each text, int64 offsets [n + 1])."""
-    offsets = _offsets([len(text) + 2 for text in texts])
+def _framed(texts: Sequence[np.ndarray], vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
+    """(int32 tokens [T] of the texts, each within the tokenizer's frame, int64 offsets [n + 1])."""
+    offsets = _offsets([len(text) + vocabulary.frame_length for text in texts])
     tokens = np.empty(int(offsets[-1]), dtype=np.int32)
     inside = np.ones(len(tokens), dtype=bool)
-    for border, special_id in ((offsets[:-1], vocabulary.cls_id), (offsets[1:] - 1, vocabulary.sep_id)):
+    borders = [(offsets[:-1] + number, special) for number, special in enumerate(vocabulary.before)]
+    borders += [(offsets[1:] - number, special) for number, special in enumerate(reversed(vocabulary.after), 1)]
+    for border, special_id in borders:
         tokens[border] = special_id
         inside[border] = False
     if texts:

@@ -1,4 +1,8 @@
-"""The facts about a tokenizer that training needs: special ids, which tokens continue a word, and its fingerprint.
+"""The facts about a tokenizer that training needs: its frame, which tokens continue a word, and its fingerprint.
+
+The frame is what a tokenizer puts before and after a text by itself: [CLS] and [SEP] in BERT, <s> and nothing in Llama,
+nothing at all in Qwen3. It is read from the post-processor, the part of the tokenizer's JSON that adds these tokens, so
+that training, evaluation and exports frame texts alike.
 
 The fingerprint is the sha256 of the fast tokenizer's JSON without "truncation" and "padding": one padded call changes
 these two settings, but they do not change the ids of a text.
@@ -18,7 +22,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -34,33 +38,72 @@ BYTE_LEVEL_SPACES = ("Ġ", "Ċ", "ĉ", "č")
 # The largest token id: tables with one row per id must fit into memory.
 LARGEST_ID = 2**24
 _SAVE_AGAIN = "save it again"
+_ANY_TEXT = "text"
 # Beginnings of texts with which a prompt is tested.
 TEXT_BEGINNINGS = ("the first", "what is a", "A man in", "In this", "7 of them")
 
 
+class Frame(NamedTuple):
+    """The ids that a tokenizer puts before and after every text."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """Ids and word boundaries of a tokenizer; every id in a shard is below `size`."""
+    """Ids, frame and word boundaries of a tokenizer; every id in a shard is below `size`.
+
+    The special ids include those of the frame.
+    """
 
     size: int
-    cls_id: int
-    sep_id: int
+    before: tuple[int, ...]  # what every text begins with, such as [CLS]
+    after: tuple[int, ...]  # what every text ends with, such as [SEP]
     pad_id: int
     mask_id: int | None
     special_ids: tuple[int, ...]
     continuation: np.ndarray  # bool [size]; True where a token continues a word
 
+    @property
+    def frame_length(self) -> int:
+        """Tokens that the frame adds to a text."""
+        return len(self.before) + len(self.after)
+
+
+def frame_of(tokenizer: PreTrainedTokenizerFast) -> Frame:
+    """What a fast tokenizer puts before and after a text.
+
+    Raises DataError if its post-processor changes the text itself, or adds ids that the tokenizer does not have.
+    """
+    _require_fast(tokenizer)
+    from tokenizers import Tokenizer, models
+
+    # The post-processor holds the ids that it adds. It is tried in a tokenizer of one token, so that neither this
+    # tokenizer's truncation and padding nor its normaliser play a part.
+    text_id = LARGEST_ID + 1
+    alone = Tokenizer(models.WordLevel({_ANY_TEXT: text_id}, unk_token=_ANY_TEXT))
+    if (processor := tokenizer.backend_tokenizer.post_processor) is not None:
+        alone.post_processor = processor
+    ids = alone.encode(_ANY_TEXT).ids
+    where = ids.index(text_id) if text_id in ids else 0
+    before, after = tuple(ids[:where]), tuple(ids[where + 1 :])
+    if ids.count(text_id) != 1 or max((*before, *after), default=-1) > max(tokenizer.get_vocab().values(), default=-1):
+        raise DataError(
+            f"the post-processor of tokenizer {tokenizer.name_or_path!r} does more than to put tokens of its "
+            "vocabulary before and after a text; give the tokenizer a TemplateProcessing"
+        )
+    return Frame(before, after)
+
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
-    """The vocabulary of a fast tokenizer; cls falls back to bos and sep to eos (ModernBERT-like and RoBERTa)."""
-    _require_fast(tokenizer)
-    cls_id = _first(tokenizer.cls_token_id, tokenizer.bos_token_id)
-    sep_id = _first(tokenizer.sep_token_id, tokenizer.eos_token_id)
-    pad_id = _first(tokenizer.pad_token_id, sep_id)
-    if cls_id is None or sep_id is None or pad_id is None:
+    """The vocabulary of a fast tokenizer; without a padding token, texts are padded with the one that ends them."""
+    before, after = frame_of(tokenizer)
+    own = tokenizer.pad_token_id, tokenizer.sep_token_id, tokenizer.eos_token_id
+    pad_id = _first(*own, *after[-1:], *before[:1])
+    if pad_id is None:
         raise DataError(
-            f"tokenizer {tokenizer.name_or_path!r} has no cls/bos or no sep/eos token; "
-            "add cls_token and sep_token to its tokenizer_config.json"
+            f"tokenizer {tokenizer.name_or_path!r} has no padding token; add pad_token to its tokenizer_config.json"
         )
     ids = tokenizer.get_vocab()
     if max(ids.values(), default=0) > LARGEST_ID:
@@ -70,7 +113,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
         )
     # Ids may have gaps after tokens were added by hand, so the size follows from the largest id, too.
     size = max(len(tokenizer), max(ids.values()) + 1)
-    special_ids = tuple(sorted(int(i) for i in tokenizer.all_special_ids))
+    special_ids = tuple(sorted({*map(int, tokenizer.all_special_ids), *before, *after}))
     continuation = np.zeros(size, dtype=bool)
     starts_word = _word_start_rule(json.loads(tokenizer.backend_tokenizer.to_str()))
     added = set(tokenizer.get_added_vocab().values())
@@ -78,7 +121,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
         continuation[index] = index not in added and not starts_word(token)
     continuation[list(special_ids)] = False
     continuation.setflags(write=False)
-    return Vocabulary(size, cls_id, sep_id, pad_id, tokenizer.mask_token_id, special_ids, continuation)
+    return Vocabulary(size, before, after, pad_id, tokenizer.mask_token_id, special_ids, continuation)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:

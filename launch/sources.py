@@ -13,7 +13,7 @@ from typing import Any
 
 from data.ground.errors import ConfigError
 from launch.known_models import KNOWN
-from trainer.config.load import load_recipe, parse_json
+from trainer.config.load import load_recipe, read_json_object
 from trainer.config.schema import Recipe
 
 
@@ -30,7 +30,7 @@ def _config_of(name: str, option: str, recipes: Path | None, passed: Collection[
         return dict(KNOWN[name]), name
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if path.is_file():
-        return parse_json(path, "the model's", hint="give a model's config.json"), str(path)
+        return read_json_object(path, "the model's", hint="give a model's config.json"), str(path)
     maker = _maker_of(name, option, recipes) if recipes is not None else None
     if maker is None:
         raise ConfigError(

@@ -210,6 +210,7 @@ def _start_of(recipe: Recipe, sources: Sequence[ShardFolder], tokenizer: Any) ->
     vocabulary = sources[0].vocabulary
     if recipe.model.config.get("model_type") == MODEL_TYPE:
         special_ids = special_ids_of(tokenizer.all_special_ids, tokenizer.unk_token_id)
+        special_ids = sorted({*special_ids, *vocabulary.before, *vocabulary.after})
         with _made_of_config():
             table = build_static(recipe.model.config, vocab_size=vocabulary.size, special_ids=special_ids)
         return _Start(Encoder(table, recipe.model.pooling))

@@ -28,7 +28,7 @@ from data.ground.command import exit_code_of, log_to_stderr
 from data.ground.errors import ConfigError
 from data.ground.options import count, real
 from data.ground.whole_folder import check_place, written_whole
-from data.tokens import tokenizer_fingerprint
+from data.tokens import Frame, frame_of, tokenizer_fingerprint
 from models.encoder import Encoder
 from models.settings import EmbeddingSettings
 from models.sizes import Size
@@ -41,13 +41,15 @@ TOKENS_PER_PASS = 1024
 
 
 @torch.no_grad()
-def token_outputs(encoder: Encoder, vocabulary_size: int, *, cls_id: int, sep_id: int) -> Tensor:
+def token_outputs(encoder: Encoder, vocabulary_size: int, frame: Frame) -> Tensor:
     """The encoder's full-size embedding of each token as a text of its own: float32 [vocabulary_size, hidden]."""
     full = Size(encoder.num_layers, encoder.hidden_size)
+    before, after = (torch.tensor(ids, dtype=torch.int64) for ids in frame)
     parts = []
     for start in range(0, vocabulary_size, TOKENS_PER_PASS):
         tokens = torch.arange(start, min(start + TOKENS_PER_PASS, vocabulary_size))
-        texts = torch.stack([torch.full_like(tokens, cls_id), tokens, torch.full_like(tokens, sep_id)], dim=1)
+        framing = [ids.expand(len(tokens), -1) for ids in (before, after)]
+        texts = torch.cat([framing[0], tokens[:, None], framing[1]], dim=1)
         parts.append(encoder(texts, torch.ones_like(texts), (full,))[0].float())
     return torch.cat(parts)
 
@@ -90,16 +92,13 @@ def make_start(model: str, output: Path, *, source: str, dim: int, sif: float) -
     encoder.eval()
     if encoder.is_static:
         raise ConfigError(f"{model} is a static encoder already; name it in model.source as it is")
-    rows = len(tokenizer)
+    rows, frame = len(tokenizer), frame_of(tokenizer)
     if source == "tokens":
         vectors = encoder.word_embeddings.weight.detach()[:rows].float()
     else:
-        cls_id = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
-        sep_id = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
-        if cls_id is None or sep_id is None:
-            raise ConfigError(f"the tokenizer of {model} has no cls/bos or no sep/eos token; use --from tokens")
-        vectors = token_outputs(encoder, rows, cls_id=cls_id, sep_id=sep_id)
+        vectors = token_outputs(encoder, rows, frame)
     special_ids = special_ids_of(tokenizer.all_special_ids, tokenizer.unk_token_id)
+    special_ids = sorted({*special_ids, *frame.before, *frame.after})
     table = table_of(vectors, dim=dim or vectors.shape[1], sif=sif, special_ids=special_ids)
     static = StaticModel(StaticConfig(vocab_size=rows, hidden_size=table.shape[1], special_ids=special_ids))
     with torch.no_grad():

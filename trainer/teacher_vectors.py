@@ -33,7 +33,7 @@ from data.ground.files import sha256_of
 from data.ground.options import settings_among
 from data.ground.records import digest_of
 from data.shards.reader import ShardFolder
-from data.tokens import load_tokenizer, prompt_ids, tokenizer_fingerprint
+from data.tokens import frame_of, load_tokenizer, prompt_ids, tokenizer_fingerprint
 from trainer.config.load import load_recipe
 from trainer.config.schema import Recipe
 from trainer.distributed import World, gather_objects, join
@@ -157,8 +157,9 @@ def _rooms(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> list[int]:
         sides = [(data.max_length, passage_prompts)]
     else:
         sides = [(data.query_max_length, query_prompts), (data.passage_max_length, passage_prompts)]
+    frame = frame_of(tokenizer)
     rooms = {
-        length - 2 - len(prompt_ids(tokenizer, prompt) if prompt else ())
+        length - len(frame.before) - len(frame.after) - len(prompt_ids(tokenizer, prompt) if prompt else ())
         for length, prompts in sides
         for prompt in (prompts or [""])
     }

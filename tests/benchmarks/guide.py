@@ -50,7 +50,7 @@ FILTERS: dict[str, Any] = {"filter_false_negatives": True, "filter_by": "guide",
 def build_guide() -> Guide:
     encoder = srl_step.build_encoder().requires_grad_(False).eval()
     length, budget = srl_step.MAX_LENGTH, srl_step.MICRO_BATCH * srl_step.MAX_LENGTH
-    return Guide(encoder, Size(6, 384), "cosine", 0.05, length, length, budget, 0)
+    return Guide(encoder, Size(6, 384), "cosine", 0.05, length, length, budget, 1)
 
 
 def guided(of: srl_step.Ours | Static, guide: Guide, **changed: Any) -> ContrastiveObjective | TableObjective:

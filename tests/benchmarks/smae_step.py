@@ -246,7 +246,7 @@ def masking_ratios() -> dict[str, float]:
         *(f"{'##' if rng.random() < 0.3 else ''}w{i}" for i in range(30517)),
     ]
     continuation = np.array([name.startswith("##") for name in names])
-    vocabulary = Vocabulary(len(names), 2, 3, 0, 4, (0, 1, 2, 3, 4), continuation)
+    vocabulary = Vocabulary(len(names), (2,), (3,), 0, 4, (0, 1, 2, 3, 4), continuation)
     documents = rng.integers(5, len(names), (32, 510)).astype(np.uint16)
     samples = [Sample(0, i, 0, i, document) for i, document in enumerate(documents)]
     collate = MaskedCollator(

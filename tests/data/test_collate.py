@@ -31,7 +31,7 @@ CLS, SEP, MASK = 1, 2, 3
 
 @pytest.fixture
 def vocabulary() -> Vocabulary:
-    return Vocabulary(500, CLS, SEP, 0, MASK, (0, 1, 2, 3), np.arange(500) % 4 == 3)
+    return Vocabulary(500, (CLS,), (SEP,), 0, MASK, (0, 1, 2, 3), np.arange(500) % 4 == 3)
 
 
 def documents(lengths: Sequence[int], *, epoch: int = 0, source: int = 0) -> list[Sample]:

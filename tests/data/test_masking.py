@@ -21,7 +21,7 @@ SIZE = 1000
 def vocabulary() -> Vocabulary:
     continuation = np.random.default_rng(5).random(SIZE) < 0.35
     continuation[:5] = False
-    return Vocabulary(SIZE, CLS, SEP, PAD, MASK, (PAD, CLS, SEP, MASK, UNK), continuation)
+    return Vocabulary(SIZE, (CLS,), (SEP,), PAD, MASK, (PAD, CLS, SEP, MASK, UNK), continuation)
 
 
 def batch_of(lengths: Sequence[int], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -132,7 +132,7 @@ def test_budget_whole_words_and_special_tokens(vocabulary: Vocabulary, nested: b
 
 def test_every_word_is_equally_likely(vocabulary: Vocabulary) -> None:
     tokens = np.tile(np.array([CLS, *range(5, 25), SEP], dtype=np.int32), 4000)
-    single = Vocabulary(SIZE, CLS, SEP, PAD, MASK, vocabulary.special_ids, np.zeros(SIZE, dtype=bool))
+    single = Vocabulary(SIZE, (CLS,), (SEP,), PAD, MASK, vocabulary.special_ids, np.zeros(SIZE, dtype=bool))
     offsets = np.arange(4001) * 22
     mask = whole_word_masks(tokens, offsets, tables=MaskingTables.of(single), keys=keys_of(4000), ratios=[0.25])[0]
     shares = mask.reshape(4000, 22).mean(axis=0)[1:-1]
@@ -250,7 +250,7 @@ def test_every_part_of_a_key_counts() -> None:
 
 
 def test_wordpiece_and_byte_level_words(tiny_tokenizer: object) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     text = "Unbelievable tokenizations, isn't it: extraordinarily incomprehensible wordpieces everywhere"
@@ -264,13 +264,14 @@ def test_wordpiece_and_byte_level_words(tiny_tokenizer: object) -> None:
         show_progress=False,
     )
     backend.train_from_iterator([text], trainer)
+    backend.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 1))
     byte_level = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", mask_token="<mask>"
     )
     for tokenizer in (tiny_tokenizer, byte_level):
         vocabulary = vocabulary_of(tokenizer)  # type: ignore[arg-type]
         encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)  # type: ignore[attr-defined]
-        tokens = np.array([vocabulary.cls_id, *encoding.ids, vocabulary.sep_id], dtype=np.int32)
+        tokens = np.array([*vocabulary.before, *encoding.ids, *vocabulary.after], dtype=np.int32)
         tables = MaskingTables.of(vocabulary)
         # A token that opens at white space, or at the text's start, opens a word.
         pieces: dict[int, list[int]] = {}
@@ -310,6 +311,6 @@ def test_invalid_settings_are_refused(vocabulary: Vocabulary) -> None:
         whole_word_masks(tokens, offsets, tables=tables, keys=keys_of(1), ratios=[1.5])
     with pytest.raises(DataError, match="raise the decoder's ratio"):
         whole_word_masks(tokens, offsets, tables=tables, keys=keys_of(1), ratios=[0.5, 0.2])
-    without = Vocabulary(SIZE, CLS, SEP, PAD, None, (PAD, CLS, SEP), np.zeros(SIZE, dtype=bool))
+    without = Vocabulary(SIZE, (CLS,), (SEP,), PAD, None, (PAD, CLS, SEP), np.zeros(SIZE, dtype=bool))
     with pytest.raises(DataError, match="no mask token"):
         MaskingTables.of(without)

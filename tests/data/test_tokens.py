@@ -64,7 +64,7 @@ def sentencepiece_like_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 def test_wordpiece_vocabulary(tiny_tokenizer):
     vocabulary = vocabulary_of(tiny_tokenizer)
     assert vocabulary.size == len(tiny_tokenizer) == len(vocabulary.continuation)
-    ids = [vocabulary.pad_id, vocabulary.cls_id, vocabulary.sep_id, vocabulary.mask_id]
+    ids = [vocabulary.pad_id, *vocabulary.before, *vocabulary.after, vocabulary.mask_id]
     assert tiny_tokenizer.convert_ids_to_tokens(ids) == ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
     assert vocabulary.special_ids == (0, 1, 2, 3, 4)
     for token, index in tiny_tokenizer.get_vocab().items():
@@ -84,17 +84,20 @@ def test_words_are_whole_in_every_tokenizer_family(tiny_tokenizer, docstrings):
         assert words_of(tokenizer, text) == text.split()
 
 
-def test_cls_and_sep_fall_back_to_bos_and_eos(docstrings):
+def test_the_frame_is_what_the_tokenizer_adds_not_what_it_names(docstrings):
     tokenizer = byte_level_tokenizer(docstrings[:50])
+    assert tokenizer.bos_token_id is not None and tokenizer.eos_token_id is not None
     vocabulary = vocabulary_of(tokenizer)
-    assert (vocabulary.cls_id, vocabulary.sep_id) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    assert (vocabulary.before, vocabulary.after, vocabulary.frame_length) == ((), (), 0)
+    assert tokenizer("text").input_ids == tokenizer("text", add_special_tokens=False).input_ids
     assert vocabulary_of(sentencepiece_like_tokenizer(docstrings[:50])).mask_id is None
 
 
-def test_a_tokenizer_without_cls_is_refused(docstrings):
-    bare = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(docstrings[:50]).backend_tokenizer)
-    with pytest.raises(DataError, match="cls"):
-        vocabulary_of(bare)
+def test_a_tokenizer_without_any_token_to_pad_with_is_refused(docstrings):
+    backend = byte_level_tokenizer(docstrings[:50]).backend_tokenizer
+    with pytest.raises(DataError, match="no padding token; add pad_token to its"):
+        vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")).pad_id == 1
 
 
 def test_added_tokens_count_and_start_words(tiny_tokenizer_path):
@@ -122,8 +125,8 @@ def test_fingerprint_ignores_padding_and_truncation_but_not_the_vocabulary(tiny_
 def test_bert_base_uncased(shared_data):
     tokenizer = BertTokenizerFast(vocab=str(shared_data / "vocab" / "bert-base-uncased-vocab.txt"))
     vocabulary = vocabulary_of(tokenizer)
-    assert (vocabulary.size, vocabulary.pad_id, vocabulary.cls_id) == (30522, 0, 101)
-    assert (vocabulary.sep_id, vocabulary.mask_id, vocabulary.special_ids) == (102, 103, (0, 100, 101, 102, 103))
+    assert (vocabulary.size, vocabulary.pad_id, vocabulary.before) == (30522, 0, (101,))
+    assert (vocabulary.after, vocabulary.mask_id, vocabulary.special_ids) == ((102,), 103, (0, 100, 101, 102, 103))
     assert words_of(tokenizer, "embeddings of baristas") == ["embeddings", "of", "baristas"]
     assert int(vocabulary.continuation.sum()) == sum(token.startswith("##") for token in tokenizer.get_vocab()) - sum(
         token == "##" for token in tokenizer.get_vocab()

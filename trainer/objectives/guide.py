@@ -52,6 +52,7 @@ class Guide:
     query_max_length: int
     passage_max_length: int
     token_budget: int
+    closing: int  # tokens that end every text, which cutting keeps
 
     def vectors(
         self, queries: Texts, passages: Texts, *, device: torch.device, heartbeat: Callable[[str], None]
@@ -59,7 +60,7 @@ class Guide:
         """The vectors of these queries [n, g] and passages [m, g], float32; unit vectors for cosine."""
         limits = self.query_max_length, self.passage_max_length
         first, second = (
-            self.embed(cut(texts, limit), device=device, heartbeat=heartbeat)
+            self.embed(cut(texts, limit, closing=self.closing), device=device, heartbeat=heartbeat)
             for texts, limit in zip((queries, passages), limits)
         )
         return first, second
@@ -85,14 +86,14 @@ class Guide:
         return vectors
 
 
-def cut(texts: Texts, longest: int) -> Texts:
-    """Texts of at most `longest` tokens. A longer text keeps its first ones and its last one, which ends it."""
+def cut(texts: Texts, longest: int, *, closing: int) -> Texts:
+    """Texts of at most `longest` tokens. A longer text keeps its first ones and the last `closing`, which end it."""
     lengths = texts.lengths
     if not len(texts) or int(lengths.max()) <= longest:
         return texts
     ends = torch.arange(len(texts.tokens)) - texts.offsets[:-1].repeat_interleave(lengths)  # place within the text
     left = lengths.repeat_interleave(lengths)
-    kept = (ends < longest - 1) | (ends == left - 1)
+    kept = (ends < longest - closing) | (ends >= left - closing)
     offsets = offsets_of(lengths.clamp(max=longest))
     return Texts(texts.tokens[kept], offsets)
 
@@ -175,6 +176,7 @@ def load_frozen(
         query_max_length=min(settings.query_max_length, positions),
         passage_max_length=min(settings.passage_max_length, positions),
         token_budget=recipe.train.micro_batch_size * longest,
+        closing=len(sources[0].vocabulary.after),
     )
 
 

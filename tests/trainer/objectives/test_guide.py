@@ -68,10 +68,14 @@ def test_its_vectors_are_those_of_texts_one_by_one(values: Values) -> None:
 
 def test_texts_are_cut_before_their_end() -> None:
     texts = Texts(torch.tensor([2, 5, 3, 2, 6, 7, 8, 3, 2, 3]), torch.tensor([0, 3, 8, 10]))
-    shorter = cut(texts, 4)
+    shorter = cut(texts, 4, closing=1)
     assert shorter.tokens.tolist() == [2, 5, 3, 2, 6, 7, 3, 2, 3]
     assert shorter.offsets.tolist() == [0, 3, 7, 9]
-    assert cut(texts, 5) is texts
+    assert cut(texts, 5, closing=1) is texts
+    bare = cut(texts, 4, closing=0)  # nothing ends these texts
+    assert bare.tokens.tolist() == [2, 5, 3, 2, 6, 7, 8, 2, 3]
+    longer = cut(texts, 4, closing=2)
+    assert longer.tokens.tolist() == [2, 5, 3, 2, 6, 8, 3, 2, 3]
 
 
 def test_it_is_no_part_of_what_trains(values: Values) -> None:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data.encoding import TextEncoder
-from data.ground.errors import ConfigError
+from data.ground.errors import ConfigError, DataError
 from models.encoder import Encoder
 from models.sizes import Size
 from trainer.distributed import World, gather_rows, max_over_ranks
@@ -149,6 +149,8 @@ def encode(
     share = shares[embedder.world.rank]
     read = functools.partial(_read, embedder, prompt=prompt, max_length=max_length)
     ids = read([distinct[row] for row in share])
+    if not embedder.flat and not embedder.tokenizer.num_special_tokens_to_add():
+        _refuse_empty(ids, embedder.world)
     filler = None if len(share) else read(distinct[:1])
     vectors = _encode_share(embedder, ids, filler=filler, normalise=similarity == "cosine")  # [len(share), Σ dims]
 
@@ -196,6 +198,16 @@ def _shares(texts: Sequence[str], embedder: Embedder) -> list[np.ndarray]:
 def _read(embedder: Embedder, texts: Sequence[str], *, prompt: str, max_length: int) -> _Ids:
     tokenize = _tokenize_flat if embedder.flat else _tokenize
     return tokenize(embedder.tokenizer, [prompt + text for text in texts], max_length)
+
+
+def _refuse_empty(ids: _Ids, world: World) -> None:
+    """Refuse texts without a token on all ranks, whichever has them: there is no position that could embed them."""
+    empty = int((ids.lengths == 0).sum())
+    if max_over_ranks(empty, world.device) if world.size > 1 else empty:
+        raise DataError(
+            "an empty text cannot be embedded with a tokenizer that adds no token to a text; leave empty texts out, or "
+            "train with a closing token (python -m data.prepare ... --append-token)"
+        )
 
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
