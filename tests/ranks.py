@@ -1,9 +1,9 @@
 """Ranks without a launcher: forked from a process that has imported the trainer once.
 
 The deepspeed command, its launcher and the imports of two ranks cost some twenty seconds of a core, whatever a test
-then computes. Tests that ask what ranks compute fork them here instead. Each rank gets the environment and the command
-line that the launcher would give it, and a rank that fails ends the others. Tests about the launcher, its signals and
-its exit codes start the real one (tests/launcher.py).
+then computes. Tests that ask what ranks compute fork them here instead. Each rank gets the environment that a launcher
+would give it, and a rank that fails ends the others. Tests about the launcher, its signals and its exit codes start the
+real one (tests/launcher.py).
 """
 
 from __future__ import annotations
@@ -40,27 +40,30 @@ def run_ranks(
     context.set_forkserver_preload([_PRELOADED])
     port, everywhere = free_port(), environment_of_ranks()
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / str(rank) for rank in range(ranks)]
+        outputs = [(Path(folder) / f"{rank}.out", Path(folder) / f"{rank}.err") for rank in range(ranks)]
         processes = []
         try:
             for rank, output in enumerate(outputs):
                 own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_SIZE": ranks}
                 own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
                 environment = everywhere | {name: str(value) for name, value in own.items()}
-                words = [module, f"--local_rank={rank}", *arguments]
-                processes.append(context.Process(target=_be_rank, args=(words, environment, output)))
+                processes.append(context.Process(target=_be_rank, args=([module, *arguments], environment, output)))
                 processes[-1].start()
             code = _ended(processes, timeout_seconds)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
-        said = "".join(output.read_text() if output.is_file() else "" for output in outputs)
+        out, err = ("".join(map(_text, paths)) for paths in zip(*outputs))
     if code is None:
-        raise subprocess.TimeoutExpired([module, *arguments], timeout_seconds, said)
+        raise subprocess.TimeoutExpired([module, *arguments], timeout_seconds, out, err)
     if expect is not None:
-        assert code == expect, f"exit code {code}\n{said[-12000:]}"
-    return subprocess.CompletedProcess([module, *arguments], code, said, "")
+        assert code == expect, f"exit code {code}\n{out[-4000:]}\n{err[-8000:]}"
+    return subprocess.CompletedProcess([module, *arguments], code, out, err)
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
 
 
 def _ended(processes: list[multiprocessing.context.ForkServerProcess], seconds: float) -> int | None:
@@ -78,11 +81,10 @@ def _ended(processes: list[multiprocessing.context.ForkServerProcess], seconds: 
     return code
 
 
-def _be_rank(words: list[str], environment: Mapping[str, str], output: Path) -> None:
+def _be_rank(words: list[str], environment: Mapping[str, str], outputs: tuple[Path, Path]) -> None:
     """In the forked process: run words[0] as `python -m` would."""
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    for stream, path in enumerate(outputs, start=1):  # stdout and stderr
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(environment)

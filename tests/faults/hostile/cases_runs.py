@@ -141,7 +141,13 @@ def _(folder: Path, assets: Assets, seconds: int) -> Command:
     return command.but(environment=alone, meanwhile=step, outputs=("run", "stat"))
 
 
-@case("runs/loader-worker-stopped", ended_with(1, "loader worker, is stopped"), cause=20, seconds=120)
+@case(
+    "runs/loader-worker-stopped",
+    ended_with(1, "loader worker, is stopped"),
+    cause=20,
+    seconds=120,
+    may_leave=("run/checkpoints/tmp-*",),  # of a save in progress, which the next start removes
+)
 def _(folder: Path, assets: Assets) -> Command:
     def stop(process: int) -> None:
         metrics = folder / "run" / "metrics.jsonl"
@@ -412,7 +418,12 @@ def _(folder: Path, assets: Assets) -> Command:
     return command
 
 
-@case("runs/done-then-started-again-and-killed", ended_with(-signal.SIGKILL), holds("run/DONE"))
+@case(
+    "runs/done-then-started-again-and-killed",
+    ended_with(-signal.SIGKILL),
+    holds("run/DONE"),
+    may_leave=("run/*.tmp",),  # of a file that was being written
+)
 def _(folder: Path, assets: Assets) -> Command:
     run = assets.copy(assets.root / "masked" / "run", folder / "run")
     before = (run / "environment.json").stat().st_mtime_ns
