@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -95,12 +96,27 @@ def merged_tensors(backbone: PreTrainedModel, tensors: Mapping[str, Tensor]) -> 
             continue
         path, is_adapted, kind = name.partition(".base_layer.")
         if is_adapted and kind == "weight":
-            down = tensors[f"{path}.lora_A.{_NAME}.weight"]  # [r, in]
-            up = tensors[f"{path}.lora_B.{_NAME}.weight"]  # [out, r]
-            scaling = backbone.get_submodule(path).scaling
-            value = value + (up @ down) * scaling[_NAME]  # type: ignore[index,operator]
+            value = value + _change(backbone, tensors, path)
         merged[f"{path}.{kind}" if is_adapted else name] = value
     return merged
+
+
+def _change(backbone: PreTrainedModel, tensors: Mapping[str, Tensor], path: str) -> Tensor:
+    """α/r · B A of the adapter at the linear layer `path`: [out, in]."""
+    down = tensors[f"{path}.lora_A.{_NAME}.weight"]  # [r, in]
+    up = tensors[f"{path}.lora_B.{_NAME}.weight"]  # [out, r]
+    return (up @ down) * backbone.get_submodule(path).scaling[_NAME]  # type: ignore[index,operator]
+
+
+def merged_change(backbone: PreTrainedModel, tensors: Mapping[str, Tensor]) -> tuple[int, float]:
+    """The number of adapted weights W, and ‖ΔW‖ / ‖W‖ over all of them together, in Frobenius norms.
+
+    `tensors`: as for `merged_tensors`. A change of 0 means that the adapters have learnt nothing.
+    """
+    adapted = [name.removesuffix(".base_layer.weight") for name in tensors if name.endswith(".base_layer.weight")]
+    changes = torch.stack([_change(backbone, tensors, path).double().norm() for path in adapted])
+    weights = torch.stack([tensors[f"{path}.base_layer.weight"].double().norm() for path in adapted])
+    return len(adapted), float(changes.norm() / weights.norm())
 
 
 def save_adapter(adapter: PeftModel, tensors: Mapping[str, Tensor], folder: Path) -> None:

@@ -85,7 +85,7 @@ def processes() -> None:
 
 @pytest.fixture(scope="session")
 def launcher() -> None:
-    """Declares that the test or fixture that uses it starts the real launcher, a Slurm cluster, or hosts."""
+    """Declares that the test or fixture that uses it starts several ranks, a launcher, a Slurm cluster, or hosts."""
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,11 @@
 
     fast     starts no process
     launch   starts processes of its own, or is the one real launch of its kind
-    full     the full products of cases: under the real launcher, or too long to wait for
+    full     the full products of cases: on several ranks, or too long to wait for
 
-A test declares what it starts by a fixture or by the mark of the same name: `processes`, or `launcher` for the real
-launchers of several ranks. A fixture that one of its fixtures uses counts too. The lane follows from the declarations.
+A test declares what it starts by a fixture or by the mark of the same name: `processes`, or `launcher` for several
+ranks, forked or under a real launcher. A fixture that one of its fixtures uses counts too. The lane follows from the
+declarations.
 `@pytest.mark.launch` and `@pytest.mark.full` move a test to another lane, but no test can be marked `fast`.
 """
 
@@ -22,20 +23,22 @@ from typing import Any
 
 import pytest
 
+RANKS_START = "tests.ranks"  # the audit event by which tests/ranks.py tells of its start
+
 LANES = {
     "fast": "starts no process (set by the fixtures that a test uses, never by hand)",
     "launch": "starts processes, or is the one real launch of its kind",
-    "full": "the products: under the real launcher, or too long to wait for",
+    "full": "the products: on several ranks, or too long to wait for",
 }
 # The names of the fixtures and marks by which a test declares what it starts.
 DECLARATIONS = {
     "processes": "starts processes of its own",
-    "launcher": "starts the real launcher of several ranks, a Slurm cluster, or hosts",
+    "launcher": "starts several ranks, the real launcher, a Slurm cluster, or hosts",
 }
 # Slurm's commands are left out: most tests use stand-ins, and the fixture of a real cluster declares itself.
 LAUNCHERS = {"deepspeed", "torchrun"}
 # The audit events that Python raises when it starts a process. Only multiprocessing's spawn raises none.
-STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"}
+STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", RANKS_START}
 
 
 def crossed(**factors: Sequence[Any]) -> tuple[list[str], list[Any]]:
@@ -111,7 +114,7 @@ class Guard:
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self._declared is None or event not in STARTS:
             return
-        needed = "processes"
+        needed = "launcher" if event == RANKS_START else "processes"
         if event == "subprocess.Popen":
             words = arguments[1] if isinstance(arguments[1], (list, tuple)) else [arguments[1]]
             if LAUNCHERS & {Path(os.fsdecode(word)).name for word in words[:2]}:

@@ -441,6 +441,10 @@ def naive_contrastive_loss(
             total = total + weight * torch.log(1 + torch.stack(terms).sum())
         else:
             total = total + weight * F.cross_entropy(matrix, targets)
+    for query, weight in zip(queries[:-1], weights):  # small queries against the full size's passages
+        if asymmetric := getattr(objective, "asymmetric_weight", 0.0):
+            matrix = scores(query, passages[-1][:, : query.shape[1]]).masked_fill(hidden, -1e9)
+            total = total + weight * asymmetric * F.cross_entropy(matrix, targets)
     if objective.kl == "none":
         return total
     if objective.kl == "margins":

@@ -1,4 +1,4 @@
-"""Whole runs, one after another, that leave the ids of every step's samples; started under the real launcher.
+"""Whole runs, one after another, on several ranks, that leave the ids of every step's samples.
 
     deepspeed --num_gpus 2 --module tests.trainer.elastic_worker CASES.json
 

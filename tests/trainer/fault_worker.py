@@ -1,4 +1,4 @@
-"""The ordinary trainer with faults planted; started under the real launcher.
+"""The ordinary trainer with faults planted; started under the real launcher, or as forked ranks (tests/ranks.py).
 
     deepspeed --num_gpus 2 --module tests.trainer.fault_worker CASES.json
 

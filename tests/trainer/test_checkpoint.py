@@ -30,7 +30,7 @@ from torch import Tensor
 
 from data.ground.errors import ConfigError, DataError
 from tests import ROOT
-from tests.launcher import launch
+from tests.ranks import run_ranks
 from tests.run_folder import lines_of
 from tests.trainer.support import float32_ds_config, recipe_values
 from trainer import checkpoint
@@ -671,7 +671,7 @@ def launched(
     arguments = ["--config", str(folder / "recipe.toml"), *extra]
     case = {"task": "contrastive", "arguments": arguments, "ids": str(folder / "ids"), "control": control}
     (folder / "cases.json").write_text(json.dumps([case]))
-    done = launch("tests.trainer.elastic_worker", str(folder / "cases.json"), ranks=2, expect=expect)
+    done = run_ranks("tests.trainer.elastic_worker", str(folder / "cases.json"), ranks=2, expect=expect)
     return done.stdout + done.stderr
 
 

@@ -1,8 +1,8 @@
 """A run moved from 2 ranks to 1, to 4 and back to 2 takes the same samples in every step, with the same losses.
 
-Whole runs under the real launcher at every ZeRO stage, with partitions so small that a tiny model is cut anywhere; also
-from stage to stage and from bf16 weights to float32. Dropout is off, because its draws belong to a rank. Negative
-control: without Adam's moments the losses leave the undisturbed run's.
+Whole runs on several ranks at every ZeRO stage, with partitions so small that a tiny model is cut anywhere; also from
+stage to stage and from bf16 weights to float32. Dropout is off, because its draws belong to a rank. Negative control:
+without Adam's moments the losses leave the undisturbed run's.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import pytest
 import tomli_w
 
 from tests import ROOT
-from tests.launcher import launch
 from tests.needs import needed, own
+from tests.ranks import run_ranks
 from tests.run_folder import steps_of
 from tests.trainer.support import float32_ds_config, recipe_values
 
@@ -97,7 +97,7 @@ def launched(
             cases.append(case("masked-zero3-whole", "zero3"))
         (folder / f"{begin}.json").write_text(json.dumps(cases))
         if cases:
-            launch("tests.trainer.elastic_worker", str(folder / f"{begin}.json"), ranks=ranks)
+            run_ranks("tests.trainer.elastic_worker", str(folder / f"{begin}.json"), ranks=ranks)
         for name in going:  # the same ranks come twice
             (folder / "ids" / name).rename(folder / "ids" / f"{name}.{number}")
         begin = stop

@@ -1,6 +1,6 @@
 """One optimizer step on any number of ranks, at any ZeRO stage, in any micro-batches, is the step of one plain process.
 
-Every case runs under the real launcher on real shards and is compared with the restatement in `reference`: whole batch,
+Every case runs on several ranks on real shards and is compared with the restatement in `reference`: whole batch,
 whole score matrices, torch's own autograd and AdamW. Negative controls break the trainer on purpose.
 """
 
@@ -19,8 +19,8 @@ from launch.scaling import BUCKET_ELEMENTS
 from models.encoder import build_masked_lm
 from models.settings import EmbeddingSettings
 from tests import ROOT
-from tests.launcher import launch
 from tests.needs import Lazy, needed, own
+from tests.ranks import run_ranks
 from tests.reference import first_parameters, train_naively
 from tests.trainer.support import LADDER, MODEL, float32_ds_config, recipe_values, with_dropout
 from trainer.exporting.model_folder import write_model_folder
@@ -45,6 +45,7 @@ AT_TWO_STAGES += ("adaptive", "distill", "distill_heads", "distill_lonely", "rel
 # outputs: whole float32 tensors at every stage.
 AT_ONE_STAGE = ("mrl", "cosent", "coordinates", "weighted", "crowded", "filtered", "margins")
 AT_ONE_STAGE += ("own_margins", "taught_by_guide", "masked_pairs", "symmetric_spans", "symmetric_spans_lonely")
+AT_ONE_STAGE += ("asymmetric", "asymmetric_by_dot", "asymmetric_lonely")
 AT_ONE_STAGE += ("srl_uneven", "smae_uneven", "related_directly", "related_lonely", "similarity", "gram", "order")
 # In `make test`, one a stage.
 LAUNCHED = [("srl", 0), ("smae", 1), ("srl", 2), ("smae", 3)]
@@ -52,7 +53,7 @@ LAUNCHED = [("srl", 0), ("smae", 1), ("srl", 2), ("smae", 3)]
 TWICE = ("smae", "srl")
 ON_RANKS = {
     1: ("smae", "srl", "two_d", "mrl"),
-    4: ("srl", "two_d", "mrl", "smae", "crowded", "srl_uneven", "smae_lonely", "distill", "related"),
+    4: ("srl", "two_d", "mrl", "smae", "crowded", "srl_uneven", "smae_lonely", "distill", "related", "asymmetric"),
 }
 CONTROLS = {
     "passage gradients stay": "srl",
@@ -61,6 +62,7 @@ CONTROLS = {
     "new dropout each pass": "srl_dropout",
     "false negatives of one rank": "crowded",
     "Gram matrices of one rank": "gram",
+    "full size's passages stay": "asymmetric",
 }
 BF16 = ("zero0", "zero1", "zero2", "zero3")
 
@@ -161,6 +163,8 @@ def recipes(
     taught = pairs(crowded_shards, **guide, kl_teacher="guide", kl_weight=2.0, kl_size_weights=[1.0, 0.5, 2.0])
     cases["taught_by_guide"] = taught | {"guide": {"model": str(static_guide_folder), "temperature": 0.3}}
     cases["margins"] = pairs(**guide, kl="margins", kl_teacher="guide") | {"guide": {"model": str(guide_folder)}}
+    cases["asymmetric"] = pairs(crowded_shards, asymmetric_weight=2.0)
+    cases["asymmetric_by_dot"] = pairs(asymmetric_weight=0.5, similarity="dot", temperature=8.0, kl="none")
     cases["own_margins"] = pairs(kl="margins", detach_teacher=False, reduction="sum", similarity="dot", temperature=8.0)
     cases["guided_masked_pairs"] = copy.deepcopy(cases["masked_pairs"]) | {"guide": {"model": str(guide_folder)}}
     cases["guided_masked_pairs"]["objective"] |= guide
@@ -188,6 +192,8 @@ def recipes(
         "teacher": {"model": str(teacher_folder), "vector_weight": 3.0, "gram_weight": 2.0, "similarity_weight": 0.3}
     }
     # Last batches of 11 samples, and of one: the other ranks then have none.
+    cases["asymmetric_lonely"] = copy.deepcopy(cases["asymmetric"])
+    cases["asymmetric_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
     for name, samples in (("uneven", 11), ("lonely", 1)):
         cases[f"srl_{name}"], cases[f"smae_{name}"] = pairs(crowded_shards), masked()
         cases[f"srl_{name}"]["train"] |= {"steps": 0, "epochs": samples / 24}
@@ -213,7 +219,7 @@ def run_cases(cases: list[dict[str, Any]], wanted: set[str], folder: Path, *, ra
     chosen = [case for case in cases if case["name"] in wanted]
     assert len(chosen) == len(wanted), f"no such cases: {wanted - {case['name'] for case in cases}}"
     (folder / "cases.json").write_text(json.dumps(chosen))
-    launch("tests.trainer.worker", "steps", str(folder / "cases.json"), str(folder), ranks=ranks)
+    run_ranks("tests.trainer.worker", "steps", str(folder / "cases.json"), str(folder), ranks=ranks)
     return {case["name"]: torch.load(folder / f"{case['name']}.pt") for case in chosen}
 
 
@@ -376,6 +382,7 @@ def test_every_recipe_is_in_the_product(recipes: dict[str, Any]) -> None:
         ("taught_by_guide", "guided"),
         ("margins", "srl"),
         ("own_margins", "direct"),
+        ("asymmetric", "crowded"),
         ("guided_masked_pairs", "masked_pairs"),
         ("spans", "lighter_spans"),
         ("symmetric_spans", "spans"),

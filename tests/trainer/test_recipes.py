@@ -14,8 +14,8 @@ import pytest
 from models.encoder import build_masked_lm, load_encoder
 from models.settings import EmbeddingSettings
 from tests import ROOT
-from tests.launcher import launch
 from tests.needs import needed, own
+from tests.ranks import run_ranks
 from tests.run_folder import steps_of
 from trainer.config.load import load_recipe, read_toml
 from trainer.config.presets import preset_settings
@@ -115,7 +115,7 @@ def launched(
             arguments = [*arguments, *(f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in feed.items())]
             cases.append({"task": "contrastive", "arguments": arguments})
     (root / "cases.json").write_text(json.dumps(cases))
-    launch("tests.trainer.worker", "runs", str(root / "cases.json"), str(root), ranks=2)
+    run_ranks("tests.trainer.worker", "runs", str(root / "cases.json"), str(root), ranks=2)
     return {name: root / name for name in wanted}
 
 

@@ -1,7 +1,7 @@
 """Six steps are three steps, an end of the process, and three more, to the last bit; and what a run leaves behind.
 
-All runs are whole commands on two ranks under the real launcher, with dropout and shuffled real shards. A first launch
-makes the uninterrupted and the interrupted runs, later ones resume in new processes.
+All runs are whole commands on two ranks, one of them under the real launcher, with dropout and shuffled real shards. A
+first start makes the uninterrupted and the interrupted runs, later ones resume in new processes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from models.sizes import Size
 from tests import ROOT
 from tests.launcher import launch
 from tests.needs import needed, own
+from tests.ranks import run_ranks
 from tests.run_folder import CLOCKED, records, steps_of, weights
 from tests.trainer.support import LADDER, float32_ds_config, recipe_values, with_dropout
 from trainer.config.load import build_recipe, load_recipe, read_toml
@@ -76,7 +77,7 @@ def launched(
 
     def start(name: str, runs: list[dict[str, Any]]) -> None:
         (folder / f"{name}.json").write_text(json.dumps(runs))
-        launch("tests.trainer.worker", "runs", str(folder / f"{name}.json"), str(folder), ranks=2)
+        run_ranks("tests.trainer.worker", "runs", str(folder / f"{name}.json"), str(folder), ranks=2)
 
     first = []
     one = ["--objective.sizes=one", "--objective.size=2x32", "--train.steps=1"]

@@ -19,8 +19,8 @@ from models.encoder import Encoder, build_masked_lm, load_encoder
 from models.settings import EmbeddingSettings
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
-from tests.launcher import launch
 from tests.needs import needed, own
+from tests.ranks import run_ranks
 from tests.reference import train_naively
 from tests.run_folder import lines_of
 from tests.trainer.support import float32_ds_config, recipe_of, recipe_values
@@ -87,7 +87,7 @@ def launched(
         listed = [{"name": name, "values": cases[name], "steps": 1, "control": ""} for name in names]
         (folder / "cases.json").write_text(json.dumps(listed))
         if names:
-            launch("tests.trainer.worker", "steps", str(folder / "cases.json"), str(folder), ranks=ranks)
+            run_ranks("tests.trainer.worker", "steps", str(folder / "cases.json"), str(folder), ranks=ranks)
         found |= {f"{name}-{ranks}": torch.load(folder / f"{name}.pt")[0] for name in names}
     return found
 
@@ -281,7 +281,7 @@ def test_a_run_on_two_ranks_evaluates_what_it_saves(tuple_shards: Path, docstrin
     arguments = ["--config", "launch/recipes/static_retrieval_english.toml"]
     arguments += [f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in settings.items()]
     (tmp_path / "cases.json").write_text(json.dumps([{"task": "contrastive", "arguments": arguments}]))
-    launch("tests.trainer.worker", "runs", str(tmp_path / "cases.json"), str(tmp_path), ranks=2)
+    run_ranks("tests.trainer.worker", "runs", str(tmp_path / "cases.json"), str(tmp_path), ranks=2)
     folder = tmp_path / "run" / "model"
     task, sizes = read_sts(sts), [Size(n, d) for n, d in LADDER]
     sides = [

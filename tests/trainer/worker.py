@@ -1,4 +1,4 @@
-"""What tests start under the real launcher: many small cases in one set of processes, since a start costs seconds.
+"""What tests start on several ranks: many small cases in one set of processes, since a start costs seconds.
 
     deepspeed --num_gpus 2 --module tests.trainer.worker steps CASES.json OUTPUT
 
@@ -154,6 +154,13 @@ def _broken(control: str) -> Iterator[None]:
             return gradients.split(list(counts))[dist.get_rank()].clone()
 
         with patch(contrastive_terms, "scatter_gradients", own_rows), patch(teacher, "scatter_gradients", own_rows):
+            yield
+    elif control == "full size's passages stay":  # what a detached index gives
+
+        def nothing(gradient: torch.Tensor, unit: torch.Tensor, lengths: torch.Tensor) -> None:
+            gradient.zero_()
+
+        with patch(contrastive_terms, "unnormalized_gradient_", nothing):
             yield
     elif control == "Gram matrices of one rank":  # what comparing a rank's own texts gives
 

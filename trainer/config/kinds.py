@@ -108,6 +108,8 @@ class Contrastive(Kind):
         charts = {"loss": ["^losses/contrastive"]}
         if recipe.objective.kl != "none":
             charts["KL to the full size"] = ["^losses/kl"]
+        if recipe.objective.asymmetric_weight:
+            charts["queries against the full size's passages"] = ["^losses/asymmetric"]
         if self.is_taught(recipe):
             charts["all terms of the teacher"] = ["^losses/distillation"]
         return "Losses by size, fine-tuning", charts
@@ -119,6 +121,11 @@ class Contrastive(Kind):
         if objective.loss == "cosent" and objective.kl in ("scores", "margins"):
             raise ConfigError(
                 'objective.loss = "cosent" has no negatives to score; set objective.kl to "none" or "coordinates"'
+            )
+        if objective.asymmetric_weight and objective.filter_false_negatives:
+            raise ConfigError(
+                "objective.asymmetric_weight compares a size's queries with the full size's passages, for which "
+                "objective.filter_false_negatives has no scores; set one of the two"
             )
         if objective.preset and not objective.preset_for:
             raise ConfigError(

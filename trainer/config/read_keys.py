@@ -84,6 +84,10 @@ STUDENTS = Condition(
     + ', or objective.kl_teacher = "guide")',
     lambda recipe: recipe.objective.sizes not in ALONE or recipe.guide_teaches,
 )
+SMALLER_SIZES = Condition(
+    "sizes below the full one (objective.sizes other than " + " and ".join(f'"{kind}"' for kind in ALONE) + ")",
+    lambda recipe: recipe.objective.sizes not in ALONE,
+)
 STUDENTS_OR_NO_KL = Condition(STUDENTS.words, lambda recipe: recipe.objective.kl == "none" or STUDENTS.holds(recipe))
 OWN_TEACHER = Condition('objective.kl_teacher = "full"', lambda recipe: not recipe.guide_teaches)
 FILTER = Condition("objective.filter_false_negatives = true", lambda recipe: recipe.objective.filter_false_negatives)
@@ -177,6 +181,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "objective.kl_size_weights": (CONTRASTIVE, KL, FIXED_SIZES, STUDENTS),
     "objective.kl_temperature": (CONTRASTIVE, COORDINATES, STUDENTS),
     "objective.detach_teacher": (CONTRASTIVE, KL, OWN_TEACHER, STUDENTS),
+    "objective.asymmetric_weight": (CONTRASTIVE, NEGATIVES, LAYERS, SMALLER_SIZES),
     "objective.mask_false_negatives": (COMPARISONS, NEGATIVES),
     "objective.filter_false_negatives": (COMPARISONS, NEGATIVES),
     "objective.filter_by": (COMPARISONS, NEGATIVES, FILTER),

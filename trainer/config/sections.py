@@ -269,6 +269,13 @@ class ObjectiveConfig:
         default=1.0, ge=_SMALLEST_DIVISOR, le=_LARGEST, description='With kl = "coordinates", divides the coordinates.'
     )
     detach_teacher: bool = Field(default=True, description="Whether the divergence moves the students alone.")
+    asymmetric_weight: float = Field(
+        default=0.0,
+        ge=0,
+        le=_LARGEST,
+        description="Weight of InfoNCE of every smaller size's queries against the full size's passages, cut to the "
+        "size's dimensions; beside the weight of the size's own loss.",
+    )
     mask_false_negatives: bool = Field(
         default=True, description="Leave out passages that are known not to be negatives of a query."
     )

@@ -236,7 +236,9 @@ class ContrastiveCosts(ComparingCosts):
         return texts.count * each / (1 + each)
 
     def gathered_bytes(self, vectors: float) -> float:
-        return super().gathered_bytes(vectors) if self.recipe.objective.loss == "infonce" else 0.0
+        if self.recipe.objective.loss != "infonce":
+            return 0.0
+        return super().gathered_bytes(vectors) + 4.0 * vectors * self._asymmetric_widths
 
     def guide_flops(self, guide: Shape, texts: Texts, *, vectors: float) -> float:
         """The guide's forward pass, and its scores as often as the loss computes the student's."""
@@ -249,7 +251,15 @@ class ContrastiveCosts(ComparingCosts):
         if self.recipe.objective.loss == "cosent":
             return 0.0
         queries, once = self._queries(texts, vectors)
-        return (3 if once else 4) * 2 * queries * vectors * self.widths
+        return (3 if once else 4) * 2 * queries * vectors * (self.widths + self._asymmetric_widths)
+
+    @property
+    def _asymmetric_widths(self) -> int:
+        """Dimensions of the full size's passages, cut to every smaller size, which small queries are compared with."""
+        return self.widths - self.sizes[-1].dim if self.recipe.objective.asymmetric_weight else 0
+
+    def loss_bytes(self, texts: Texts, *, vectors: float) -> float:
+        return super().loss_bytes(texts, vectors=vectors) + 8 * self._asymmetric_widths * vectors
 
     def _queries(self, texts: Texts, vectors: float) -> tuple[float, bool]:
         """A rank's queries, and whether a row of their scores fits in memory and is computed only once."""

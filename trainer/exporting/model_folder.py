@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from data.ground.files import first_line, write_atomically
 from data.ground.whole_folder import written_whole
 from data.tokens import tokenizer_fingerprint
-from models.adapters import merged_tensors, save_adapter
+from models.adapters import merged_change, merged_tensors, save_adapter
 from models.heads import save_heads
 from models.settings import EmbeddingSettings
 from models.sizes import Ladder
@@ -66,6 +66,7 @@ def _write(full: dict[int, torch.Tensor], parts: ModelParts, recipe: Recipe) -> 
         if parts.adapter is not None:
             new["adapter"] = _empty(output / "tmp-adapter")
             save_adapter(parts.adapter, tensors, new["adapter"])
+            _tell_change(*merged_change(model, tensors))
             tensors = merged_tensors(model, tensors)
         new["model"] = tmp = _empty(output / "tmp-model")
         model.save_pretrained(tmp, state_dict=tensors)
@@ -101,6 +102,18 @@ def _write_beside(folder: Path, tokenizer: Any, settings: EmbeddingSettings, hea
     save_heads(heads, folder)
     tokenizer.save_pretrained(folder)
     dataclasses.replace(settings, tokenizer=tokenizer_fingerprint(tokenizer)).save(folder)
+
+
+def _tell_change(count: int, share: float) -> None:
+    """Say by how much the adapters change the model: a run whose adapters learn nothing looks like any other."""
+    if share:
+        log.info("the adapters change %d weights by %.2g of their norm", count, share)
+    else:
+        log.warning(
+            "the adapters change none of their %d weights: the model is what it was; train for longer, or with a "
+            "higher optim.lr",
+            count,
+        )
 
 
 def _empty(folder: Path) -> Path:

@@ -15,6 +15,7 @@ from trainer.losses.tile_settings import MarginFilter, ScoreTeacher
 from trainer.losses.unit_vectors import normalize_, unnormalized_gradient_
 from trainer.objectives.backward import Passes
 from trainer.objectives.contrastive_terms import (
+    Asymmetric,
     Compared,
     CoordinateKL,
     CoSENT,
@@ -115,6 +116,8 @@ def contrastive_loss(
         terms.append(replace(_infonce(recipe), kl_weight=chosen.kl_weight, teacher=teacher))
     else:
         terms.append(_infonce(recipe))
+    if is_read(recipe, "objective.asymmetric_weight") and chosen.asymmetric_weight:
+        terms.append(Asymmetric(chosen.asymmetric_weight, _infonce(recipe), chosen.similarity == "cosine"))
     if kl == "margins":
         terms.append(Margins(chosen.kl_weight, chosen.temperature, teacher))
     return ContrastiveLoss(

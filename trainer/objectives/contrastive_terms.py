@@ -19,6 +19,7 @@ from trainer.losses.graded_pairs import coordinate_divergence, cosent
 from trainer.losses.infonce import add_contrastive_gradients
 from trainer.losses.prefix_infonce import PrefixSettings, prefix_contrastive_
 from trainer.losses.tile_settings import GUIDE, TAUGHT_BY_FULL, MarginFilter, ScoreTeacher, TileSettings
+from trainer.losses.unit_vectors import normalize_, unnormalized_gradient_
 from trainer.objectives.backward import Passes
 from trainer.objectives.size_schedules import SizePlan
 from trainer.objectives.teacher import Teaching, texts_of_all_ranks
@@ -93,24 +94,50 @@ class InfoNCE:
     teacher: ScoreTeacher = TAUGHT_BY_FULL
 
     def add_gradients(self, given: Compared) -> dict[str, Tensor]:
-        plan, count, device = given.plan, len(given.batch.queries), given.vectors[0].device
-        widths = [each.shape[1] for each in given.vectors]
+        plan, count = given.plan, len(given.batch.queries)
+        loss, nce, divergence = self.contrast(
+            given,
+            [each[:count] for each in given.vectors],
+            [each[count:] for each in given.vectors],
+            gradients=([each[:count] for each in given.gradients], [each[count:] for each in given.gradients]),
+            weights=plan.loss_weights,
+            kl_weights=tuple(weight * self.kl_weight for weight in plan.kl_weights),
+        )
+        losses = {"loss": loss} | _named("loss", plan.names, nce)
+        return losses | (_named("kl", plan.names, divergence, plan.kl_weights) if self.kl_weight else {})
+
+    def contrast(
+        self,
+        given: Compared,
+        queries: list[Tensor],
+        passages: list[Tensor],
+        *,
+        gradients: tuple[list[Tensor], list[Tensor]],
+        weights: tuple[float, ...],
+        kl_weights: tuple[float, ...],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss of this rank's queries against all ranks' passages, as `add_contrastive_gradients` returns it.
+
+        queries, passages: K of [n, d_k] and [m, d_k], of this rank. gradients: those to which the gradients of the
+        queries and of the passages are added; the latter are sums over all ranks' queries.
+        """
+        count, device = len(given.batch.queries), queries[0].device
+        widths = [each.shape[1] for each in passages]
         counts = gather_counts(len(given.batch.passages), device)
-        passages = [each[count:] for each in given.vectors]
-        passage_gradients = [each[count:] for each in given.gradients]
-        alone = len(counts) == 1
+        query_gradients, own_gradients = gradients
+        passage_gradients, alone = own_gradients, len(counts) == 1
         if not alone:
             # One gather of all widths side by side: every rank's passages, [M, sum of widths].
             everyone = gather_rows(torch.cat(passages, dim=1), counts)
             returned = torch.zeros_like(everyone)
             passages, passage_gradients = list(everyone.split(widths, dim=1)), list(returned.split(widths, dim=1))
-        loss, nce, divergence = add_contrastive_gradients(
-            [each[:count] for each in given.vectors],
+        found = add_contrastive_gradients(
+            queries,
             passages,
-            gradients=[*(each[:count] for each in given.gradients), *passage_gradients],
+            gradients=[*query_gradients, *passage_gradients],
             settings=TileSettings(
-                plan.loss_weights,
-                tuple(weight * self.kl_weight for weight in plan.kl_weights),
+                weights,
+                kl_weights,
                 self.temperature,
                 _of_all_ranks(count, device),
                 self.negatives.filter,
@@ -122,10 +149,9 @@ class InfoNCE:
         )
         if not alone:
             # Each passage's gradient, summed over all ranks' queries, goes back to the passage's rank.
-            for gradient, part in zip(given.gradients, scatter_gradients(returned, counts).split(widths, dim=1)):
-                gradient[count:] += part
-        losses = {"loss": loss} | _named("loss", plan.names, nce)
-        return losses | (_named("kl", plan.names, divergence, plan.kl_weights) if self.kl_weight else {})
+            for gradient, part in zip(own_gradients, scatter_gradients(returned, counts).split(widths, dim=1)):
+                gradient += part
+        return found
 
     @property
     def is_nested(self) -> bool:
@@ -163,6 +189,42 @@ class InfoNCE:
         assert guide is not None or self.negatives.filter is None or self.negatives.filter.by != GUIDE
         vectors = None if guide is None else (guide.queries, gather_rows(guide.passages, counts))
         return {"targets": targets, "excluded": excluded, "guide": vectors}
+
+
+@dataclass(frozen=True)
+class Asymmetric:
+    """InfoNCE of every smaller size's queries against the full size's passages, cut to the size's dimensions.
+
+    It trains for searches in which a small model embeds the queries and the full one has embedded the documents. Both
+    sides get gradients. weight: times the weight of the size's own loss. infonce: without a KL and without a filter.
+    """
+
+    weight: float
+    infonce: InfoNCE
+    cosine: bool
+
+    def add_gradients(self, given: Compared) -> dict[str, Tensor]:
+        plan, count = given.plan, len(given.batch.queries)
+        smaller = range(plan.full)
+        if not smaller:
+            return {}
+        full, full_gradient = given.vectors[plan.full][count:], given.gradients[plan.full][count:]
+        prefixes = [full[:, : given.vectors[size].shape[1]].clone() for size in smaller]
+        lengths = [normalize_(each) for each in prefixes] if self.cosine else []
+        gradients = [torch.zeros_like(each) for each in prefixes]
+        loss, nce, _ = self.infonce.contrast(
+            given,
+            [given.vectors[size][:count] for size in smaller],
+            prefixes,
+            gradients=([given.gradients[size][:count] for size in smaller], gradients),
+            weights=tuple(plan.loss_weights[size] * self.weight for size in smaller),
+            kl_weights=(0.0,) * len(smaller),
+        )
+        for gradient, unit, length in zip(gradients, prefixes, lengths):
+            unnormalized_gradient_(gradient, unit, length)
+        for gradient in gradients:
+            full_gradient[:, : gradient.shape[1]] += gradient
+        return {"loss": loss} | _named("asymmetric", plan.names[: plan.full], nce)
 
 
 @dataclass(frozen=True)

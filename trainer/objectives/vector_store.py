@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from data.ground.errors import ConfigError
-from data.ground.files import reading, sha256_of, write_atomically
+from data.ground.files import reading, refused_by, sha256_of, write_atomically
 from data.ground.records import Record, read_record
 from data.shards.writer import npy_bytes
 
@@ -85,11 +85,12 @@ class VectorStore:
             )
         keys, blocks = [], []
         for number in range(record.blocks):
-            with reading(folder / f"{number:06d}.*", what="block of vectors", hint=_HINT):
+            named = f"block of vectors {folder / f'{number:06d}.*'}"
+            with refused_by("numpy", named, hint=_HINT, kind=ConfigError), reading(folder, what="store", hint=_HINT):
                 found = np.load(keys_path(folder, number), allow_pickle=False)
                 block = np.load(_vectors_path(folder, number), mmap_mode="r", allow_pickle=False)
-            if found.shape != (len(block), len(record.rooms)) or block.shape[1:] != (record.width,):
-                raise ConfigError(f"teacher.store {folder}: block {number} does not fit its record; {_HINT}")
+                if found.shape != (len(block), len(record.rooms)) or block.shape[1:] != (record.width,):
+                    raise ConfigError(f"teacher.store {folder}: block {number} does not fit its record; {_HINT}")
             keys.append(found)
             blocks.append(block)
         starts = np.concatenate(([0], np.cumsum([len(block) for block in blocks])))

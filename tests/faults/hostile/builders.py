@@ -152,7 +152,7 @@ def recipe_values(shards: Path | str, task: str = "masked", **sections: Mapping[
             "shards": [str(shards)],
             "num_workers": 0,
             # The lengths depend on the task, because a key that the objective does not read is refused.
-            **({"max_length": 32} if task == "masked" else TUPLE_LENGTHS),
+            **({"max_length": 32} if task in ("masked", "distill") else TUPLE_LENGTHS),
         },
         "objective": {"name": task},
         "optim": {"lr": 0.01, "schedule": "constant", "warmup_ratio": 0.0},
@@ -169,8 +169,8 @@ def recipe_values(shards: Path | str, task: str = "masked", **sections: Mapping[
 def train(folder: Path, values: Values, *overrides: str, name: str = "recipe.toml") -> Command:
     """Write the recipe, and return the command that trains by it. `overrides`: --section.key=value, --resume auto."""
     write(folder / name, tomli_w.dumps(values))
-    module = "trainer.pretrain" if values["objective"]["name"] == "masked" else "trainer.finetune"
-    return Command(module, ("--config", name, *overrides), outputs=(str(values["run"]["output"]),))
+    command = {"masked": "pretrain", "distill": "distill"}.get(values["objective"]["name"], "finetune")
+    return Command(f"trainer.{command}", ("--config", name, *overrides), outputs=(str(values["run"]["output"]),))
 
 
 def ranks(command: Command, *others: Command, world_size: int = 2, one_host: bool = False) -> list[Command]:

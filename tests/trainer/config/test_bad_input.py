@@ -217,6 +217,8 @@ def test_combinations(values: Values, masked_values: Values, refusal: Callable[.
     filtered = changed(changed(values, "objective.filter_false_negatives", True), "objective.filter_by", "guide")
     assert "guide.model" in refusal(filtered)
     assert "guide.model = '/nowhere/guide'" in refusal(changed(filtered, "guide.model", "/nowhere/guide"))
+    filtered = changed(changed(values, "objective.filter_false_negatives", True), "objective.asymmetric_weight", 1.0)
+    assert "objective.asymmetric_weight" in refusal(filtered)
     twice = changed(changed(values, "data.weights", [1.0]), "data.mixture_temperature", 2.0)
     sentence = refusal(twice)
     assert "data.mixture_temperature = 2.0" in sentence and "data.weights" in sentence

@@ -28,6 +28,7 @@ from models.sizes import Size
 from tests import ROOT
 from tests.beir import write_beir
 from tests.launcher import launch, run_process
+from tests.ranks import run_ranks
 from trainer import evaluate
 from trainer.distributed import free_port
 from trainer.evaluation.encoding.encode import encode, encoder_forward
@@ -470,7 +471,7 @@ def test_one_rank_is_asked_to_stop_and_all_do(
         return command(model_folder, tasks[:2], "--output", tmp_path / name, *options)
 
     monkeypatch.setenv("KILL_AT", "stop:1")
-    done = launch("tests.trainer.evaluation_worker", *run("ranks"), ranks=2, expect=STOPPED_CODE)
+    done = run_ranks("tests.trainer.evaluation_worker", *run("ranks"), ranks=2, expect=STOPPED_CODE)
     assert "stopped (asked); the same command goes on" in done.stderr
     blocks = sorted(path.name for path in (tmp_path / "ranks_vectors").glob("*/*.f16"))
     assert blocks == ["000000.f16", "000001.f16", "000003.f16", "000005.f16"]

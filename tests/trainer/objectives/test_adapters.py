@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from data.ground.errors import ConfigError
-from models.adapters import add_adapters, freeze_lower_layers, merged_tensors, save_adapter
+from models.adapters import add_adapters, freeze_lower_layers, merged_change, merged_tensors, save_adapter
 from models.encoder import Encoder, build_masked_lm, load_encoder
 from models.sizes import ModelError, Size
 from tests import ROOT
-from tests.launcher import launch
 from tests.needs import Lazy, needed, own
+from tests.ranks import run_ranks
 from tests.reference import first_parameters, train_naively
 from tests.run_folder import steps_of, weights
 from tests.trainer.support import MODEL, float32_ds_config, recipe_of, recipe_values
@@ -119,7 +119,7 @@ def launched_steps(
             add(name, ROOT / f"ds_configs/zero{stage}.json")
     assert len(cases) == len(wanted)
     (folder / "cases.json").write_text(json.dumps(cases))
-    launch("tests.trainer.worker", "steps", str(folder / "cases.json"), str(folder), ranks=2)
+    run_ranks("tests.trainer.worker", "steps", str(folder / "cases.json"), str(folder), ranks=2)
     return {case["name"]: torch.load(folder / f"{case['name']}.pt") for case in cases}
 
 
@@ -301,6 +301,16 @@ def test_merged_weights_are_what_the_adapted_encoder_computes(family: str, tmp_p
         (got,) = again(ids, ones, [Size(3, 48)])
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
     assert float((before - want).abs().max()) > 0.1  # the adapters act
+    # The change that the log tells is that of the merged weights; a fresh adapter's is 0.
+    plain = dict(load_encoder(tmp_path / "plain").backbone.named_parameters())
+    differing = [name for name, value in merged.items() if not torch.equal(value, plain[name])]
+    change, norm = (
+        torch.cat([of(name).detach().double().flatten() for name in differing]).norm()
+        for of in (lambda name: merged[name] - plain[name], lambda name: plain[name])
+    )
+    assert merged_change(encoder.backbone, tensors) == (len(differing), pytest.approx(float(change / norm), rel=1e-5))
+    fresh = {name: torch.zeros_like(value) if ".lora_B." in name else value for name, value in tensors.items()}
+    assert merged_change(encoder.backbone, fresh) == (len(differing), 0.0)
     # peft reads the adapter, and merges it into the very same weights.
     theirs = PeftModel.from_pretrained(load_encoder(tmp_path / "plain").backbone, str(tmp_path / "adapter"))
     for name, value in theirs.merge_and_unload().named_parameters():
@@ -383,7 +393,7 @@ def launched(
                 cases.append({"task": task, "arguments": [*arguments, *stop, *extra]})
         (folder / f"{label}.json").write_text(json.dumps(cases))
         if cases:
-            launch("tests.trainer.worker", "runs", str(folder / f"{label}.json"), str(folder), ranks=2)
+            run_ranks("tests.trainer.worker", "runs", str(folder / f"{label}.json"), str(folder), ranks=2)
 
     start("first", outputs=("", "-resumed"))
     assert not any((folder / f"{name}-resumed" / "DONE").exists() for name in RUNS)

@@ -18,7 +18,7 @@ import torch
 
 from data.collate import PairBatch, Texts
 from data.ground.errors import ConfigError
-from tests.launcher import launch
+from tests.ranks import run_ranks
 from tests.reference import naive_guide
 from tests.run_folder import steps_of, weights
 from tests.trainer.support import float32_ds_config, loaded, recipe_of, recipe_values
@@ -109,7 +109,7 @@ def test_resumed_equals_uninterrupted_and_the_guide_stays_outside(
 
     def start(*runs: dict[str, Any]) -> None:
         (tmp_path / "cases.json").write_text(json.dumps(runs))
-        launch("tests.trainer.worker", "runs", str(tmp_path / "cases.json"), str(tmp_path), ranks=2)
+        run_ranks("tests.trainer.worker", "runs", str(tmp_path / "cases.json"), str(tmp_path), ranks=2)
 
     stopped = run("resumed", **{"train.stop_at_step": 2})
     start(run("whole"), run("other", **{"guide.model": str(static_guide_folder), "train.steps": 1}), stopped)

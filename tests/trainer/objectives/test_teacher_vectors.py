@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from data import prepare
-from data.collate import text_hashes
+from data.collate import PairBatch, TextBatch, Texts, text_hashes
 from data.ground.errors import ConfigError
 from data.shards.reader import ShardFolder
 from data.stream import Sample
@@ -23,8 +25,9 @@ from trainer import teacher_vectors
 from trainer.evaluation.encoding.encode import encoding_of
 from trainer.evaluation.subject import load_model
 from trainer.exporting.model_folder import write_model_folder
+from trainer.objectives.guide import Guide
 from trainer.objectives.registry import maker_of
-from trainer.objectives.teacher import StoredTeacher, load_teacher
+from trainer.objectives.teacher import LiveTeacher, StoredTeacher, load_teacher
 from trainer.objectives.vector_store import STORE_FILE, VectorStore
 
 WIDTH = 20
@@ -187,3 +190,21 @@ def test_pairs_have_their_queries_and_passages_in_the_store(
     assert teacher is not None
     vectors = teacher.vectors(batch, device=torch.device("cpu"), heartbeat=lambda phase: None)
     assert vectors.shape == (40, WIDTH)
+
+
+@pytest.mark.parametrize(("similarity", "length"), [("dot", 1.0), ("cosine", 5.0)])
+def test_a_live_teachers_vectors_have_unit_length(similarity: str, length: float) -> None:
+    """Those of a teacher of dot products are scaled; one of cosines gives unit vectors itself, and is left alone."""
+    frozen = SimpleNamespace(
+        similarity=similarity,
+        passage_max_length=4,
+        embed=lambda texts, **_: torch.tensor([[3.0, 4.0]]).repeat(len(texts), 1),
+        vectors=lambda queries, passages, **_: (torch.tensor([[0.0, 5.0]]), torch.tensor([[5.0, 0.0], [3.0, 4.0]])),
+    )
+    teacher = LiveTeacher(cast(Guide, frozen))
+    texts = Texts(torch.arange(5, dtype=torch.int32), torch.tensor([0, 3, 5]))
+    batch = TextBatch(texts, torch.arange(2), torch.arange(2))
+    pairs = Mock(spec=PairBatch, queries=texts, passages=texts)
+    for each, count in ((batch, 2), (pairs, 3)):
+        vectors = teacher.vectors(each, device=torch.device("cpu"), heartbeat=lambda _: None)
+        assert torch.allclose(vectors.norm(dim=1), torch.full((count,), length))

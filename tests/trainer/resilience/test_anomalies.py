@@ -1,7 +1,7 @@
 """Numbers that are none, and losses that jump: skipped on all ranks together, named, counted, and looked at again.
 
-Whole runs on two ranks under the real launcher, one launch for those that end by themselves. What a skipped step must
-equal is a run that was told to skip the same step, all its numbers being fine.
+Whole runs on two ranks, one start for those that end by themselves. What a skipped step must equal is a run that was
+told to skip the same step, all its numbers being fine.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import tomli_w
 import torch
 
 from tests import ROOT
-from tests.launcher import launch
 from tests.needs import needed, own
+from tests.ranks import run_ranks
 from tests.run_folder import lines_of, records, weights
 from tests.trainer.support import float32_ds_config, recipe_values, with_dropout
 from trainer.distributed import World
@@ -71,7 +71,7 @@ def launched(request: pytest.FixtureRequest, launcher: None, folder: Path) -> di
         cases[f"zero0-{name}-replayed"] = case(f"zero0-{name}", "zero0", fault, *again)
     assert wanted <= cases.keys()
     (folder / "cases.json").write_text(json.dumps([case for name, case in cases.items() if name in wanted]))
-    launch("tests.trainer.fault_worker", str(folder / "cases.json"), ranks=2)
+    run_ranks("tests.trainer.fault_worker", str(folder / "cases.json"), ranks=2)
     return {name: folder / name.removesuffix("-replayed") for name in wanted}
 
 
@@ -159,7 +159,7 @@ def test_a_run_gives_up_after_so_many_in_a_row(folder: Path) -> None:
     engine = f"--engine.ds_config={float32_ds_config(folder, 1)}"
     case = {"task": "contrastive", "arguments": [*values, engine], "fault": NAN}
     (folder / "gives-up.json").write_text(json.dumps([case]))
-    ended = launch("tests.trainer.fault_worker", str(folder / "gives-up.json"), ranks=2, expect=3)
+    ended = run_ranks("tests.trainer.fault_worker", str(folder / "gives-up.json"), ranks=2, expect=3)
     (sentence,) = [line for line in ended.stderr.splitlines() if line.startswith("error: step")]
     assert "--debug.replay=3" in sentence and "Traceback" not in ended.stderr
     assert [path.name for path in (run / "checkpoints").glob("step_*")] == ["step_00000002"]

@@ -19,6 +19,7 @@ from models.heads import HEADS_FILE
 from models.settings import EmbeddingSettings
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from tests.launcher import launch
+from tests.ranks import run_ranks
 from tests.run_folder import steps_of
 from trainer import resize
 from trainer.config.load import load_recipe
@@ -76,7 +77,7 @@ def heads_alone(launcher: None, model_folder: Path, texts: Path, tmp_path_factor
     run = tmp_path_factory.mktemp("heads") / "run"
     command = [str(model_folder), "--texts", str(texts), "--output", str(run), "--sizes", SIZES, "--train", "heads"]
     command += ["--max-length", "16"]
-    launch("trainer.resize", *command, *FAST, ranks=2)
+    run_ranks("trainer.resize", *command, *FAST, ranks=2)
     return run
 
 
@@ -92,7 +93,7 @@ def with_pairs(
     """Another model teaches, by stored vectors, and pairs follow."""
     run = tmp_path_factory.mktemp("pairs_too") / "run"
     command = [str(model_folder), "--texts", str(texts), "--output", str(run), "--sizes", "1x8,2x16,3x24"]
-    launch("trainer.resize", *command, "--teacher", str(guide_folder), "--pairs", str(pairs), *FAST, ranks=2)
+    run_ranks("trainer.resize", *command, "--teacher", str(guide_folder), "--pairs", str(pairs), *FAST, ranks=2)
     return run
 
 
