@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerFast
 
+from data.ground.errors import ConfigError
 from models.adapters import add_adapters, merged_tensors
 from models.backbone import encoder_layers, final_norm, set_dropout, truncate_layers
 from models.choices import Direction, Pooling
@@ -252,6 +253,12 @@ def test_exports_are_plain_sentence_transformers(
         assert loaded is not None
         assert (loaded.pooling, loaded.direction) == (cell.pooling, cell.direction or "")
     assert cell.direction is None or looks_ahead(theirs[0].auto_model.float()) == (cell.direction == "bidirectional")
+
+
+def test_a_decoder_is_not_written_as_onnx(folder_of: Callable[[Cell], Path], tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    with pytest.raises(ConfigError, match=r"is a decoder \(qwen3\).*leave --onnx out"):
+        export_sizes(folder_of(Cell("qwen3", "causal")), tmp_path / "out", onnx=["float32"])
 
 
 @every_family

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from data.ground.errors import ConfigError
 from data.ground.whole_folder import written_whole
 from data.tokens import tokenizer_fingerprint
+from models.direction import is_decoder
 from models.encoder import Encoder
 from models.heads import save_heads
 from models.settings import EmbeddingSettings
@@ -93,6 +94,11 @@ class Form:
                 raise ConfigError(
                     f"{source} is no static model and has no token table alone; leave --table int8 out, or give "
                     "--onnx int8, whose table is in int8"
+                )
+            if self.onnx and is_decoder(encoder.config):
+                raise ConfigError(
+                    f"{source} is a decoder ({encoder.config.model_type}), which torch writes as an ONNX graph of "
+                    "one shape of a batch only; leave --onnx out"
                 )
         elif self.weights != "float32" or self.onnx:
             option = "--onnx" if self.onnx else f"--weights {self.weights}"
