@@ -178,7 +178,7 @@ def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder]) -> ModelParts
         if not folder.is_dir() or any(folder.glob("tokenizer*")) or (folder / "vocab.txt").is_file():
             model_tokenizer = load_tokenizer(source)
             for shards in sources:
-                shards.check_tokenizer(model_tokenizer)
+                shards.check_model_tokenizer(model_tokenizer)
         _check_own_tokenizer(source, sources)
     elif recipe.model.config.get("model_type") == MODEL_TYPE:
         special_ids = special_ids_of(tokenizer.all_special_ids, tokenizer.unk_token_id)
