@@ -174,6 +174,12 @@ def _processes_option(parser: argparse.ArgumentParser) -> None:
 def _shard_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="FOLDER", help="a new or empty folder, or an unfinished one")
     parser.add_argument("--tokenizer", required=True, metavar="NAME", help="folder or hub name of a fast tokenizer")
+    parser.add_argument(
+        "--append-token",
+        metavar="TOKEN",
+        default="",
+        help="a special token of the tokenizer that is to end every text, after cutting (default: none but its own)",
+    )
     _processes_option(parser)
     parser.add_argument(
         "--shard-megabytes", metavar="N", type=int, default=SHARD_BYTES // 2**20, help="largest shard (default 128)"

@@ -5,7 +5,8 @@ nothing at all in Qwen3. It is read from the post-processor, the part of the tok
 that training, evaluation and exports frame texts alike.
 
 The fingerprint is the sha256 of the fast tokenizer's JSON without "truncation" and "padding": one padded call changes
-these two settings, but they do not change the ids of a text.
+these two settings, but they do not change the ids of a text. The fingerprint of the ids leaves the post-processor out,
+too: tokenizers that share it give every text the same ids and may differ in the frame alone.
 
 Whole-word masking (Starbucks §4, after BERT's whole-word masking) needs word boundaries from ids alone, because shards
 hold ids. WordPiece marks continuations with "##"; byte-level BPE and SentencePiece mark word starts with a space sign.
@@ -124,12 +125,77 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
     return Vocabulary(size, before, after, pad_id, tokenizer.mask_token_id, special_ids, continuation)
 
 
+def append_token(tokenizer: PreTrainedTokenizerFast, token: str) -> None:
+    """Make a tokenizer put a special token after every text, behind what it puts there already; changed in place.
+
+    The token stands in the post-processor, so it is added after truncation wherever the tokenizer is used. A pair of
+    texts, which nothing here reads, has the frame around each of the two.
+    """
+    before, after = frame_of(tokenizer)
+    index = tokenizer.get_vocab().get(token)
+    special = {each for each, added in tokenizer.added_tokens_decoder.items() if added.special}
+    special |= {*tokenizer.all_special_ids, *before, *after}
+    if index not in special:
+        names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(special))[:9]))
+        what = "not in the vocabulary" if index is None else "an ordinary token, which texts hold too,"
+        raise DataError(
+            f"token {token!r} is {what} of tokenizer {tokenizer.name_or_path!r}; append one of its special tokens, "
+            f"such as {names}"
+        )
+    if after[-1:] == (index,):
+        raise DataError(
+            f"tokenizer {tokenizer.name_or_path!r} ends every text with {token!r} already; do not append it"
+        )
+    from tokenizers import Tokenizer, models
+
+    opening, closing = (tokenizer.convert_ids_to_tokens(list(ids)) for ids in (before, (*after, index)))
+
+    def pieces(text: str, kind: int) -> list[dict[str, Any]]:
+        first, last = ([{"SpecialToken": {"id": each, "type_id": kind}} for each in ids] for ids in (opening, closing))
+        return [*first, {"Sequence": {"id": text, "type_id": kind}}, *last]
+
+    framing = {
+        "type": "TemplateProcessing",
+        "single": pieces("A", 0),
+        "pair": [*pieces("A", 0), *pieces("B", 1)],
+        "special_tokens": {
+            name: {"id": name, "ids": [number], "tokens": [name]}
+            for name, number in zip([*opening, *closing], [*before, *after, index])
+        },
+    }
+    processor = json.loads(tokenizer.backend_tokenizer.to_str())["post_processor"]
+    kept = [each for each in _steps(processor) if each["type"] == "ByteLevel"]  # which adds nothing
+    # The library makes a post-processor from JSON only as a part of a tokenizer.
+    carrier = json.loads(Tokenizer(models.BPE()).to_str())
+    carrier["post_processor"] = {"type": "Sequence", "processors": [*kept, framing]} if kept else framing
+    tokenizer.backend_tokenizer.post_processor = Tokenizer.from_str(json.dumps(carrier)).post_processor
+    assert frame_of(tokenizer) == Frame(before, (*after, index))
+
+
+def _steps(processor: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The post-processors of a tokenizer's JSON, those of sequences one by one."""
+    if processor is None:
+        return []
+    if processor["type"] != "Sequence":
+        return [processor]
+    return [step for each in processor["processors"] for step in _steps(each)]
+
+
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
-    """sha256 of everything that decides which ids a text gets; equal after saving and loading."""
+    """sha256 of everything that decides which ids a text gets, its frame included; equal after saving and loading."""
+    return _digest_without(tokenizer, "truncation", "padding")
+
+
+def ids_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
+    """sha256 of everything that decides which ids a text gets within its frame."""
+    return _digest_without(tokenizer, "truncation", "padding", "post_processor")
+
+
+def _digest_without(tokenizer: PreTrainedTokenizerFast, *parts: str) -> str:
     _require_fast(tokenizer)
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    content.pop("truncation", None)
-    content.pop("padding", None)
+    for part in parts:
+        content.pop(part, None)
     return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 

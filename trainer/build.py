@@ -242,7 +242,7 @@ def _loaded(recipe: Recipe, sources: Sequence[ShardFolder]) -> _Start:
     if not folder.is_dir() or any(folder.glob("tokenizer*")) or (folder / "vocab.txt").is_file():
         model_tokenizer = load_tokenizer(source)
         for shards in sources:
-            shards.check_tokenizer(model_tokenizer)
+            shards.check_model_tokenizer(model_tokenizer)
     _check_own_tokenizer(source, sources)
     return start
 

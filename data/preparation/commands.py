@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -32,10 +32,13 @@ from data.inputs import SCRATCH
 from data.preparation.convert import Job, Progress
 from data.preparation.output_folder import Inputs, claimed, settle
 from data.preparation.workers import default_processes, run_jobs
-from data.shards.format import MANIFEST, Kind
+from data.shards.format import MANIFEST, Kind, Prompts
 from data.shards.reader import ShardFolder
 from data.shards.writer import finish_folder, finished_split
-from data.tokens import load_tokenizer, save_tokenizer, tokenizer_fingerprint, vocabulary_of
+from data.tokens import append_token, load_tokenizer, save_tokenizer, tokenizer_fingerprint, vocabulary_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +61,13 @@ def prepare_shards(arguments: argparse.Namespace) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
         tokenizer = load_tokenizer(arguments.tokenizer)
+        options = {name: getattr(arguments, name) for name in arguments.identity}
+        if arguments.append_token:
+            tokenizer = _with_token(tokenizer, arguments.append_token, scratch / "tokenizer")
+            # Without it there is no such option, so that folders of earlier versions can be finished.
+            options["append_token"] = arguments.append_token
         fingerprint = tokenizer_fingerprint(tokenizer)
         size = vocabulary_of(tokenizer).size
-        options = {name: getattr(arguments, name) for name in arguments.identity}
         plan = _plan_documents if kind == "documents" else _plan_tuples
         input_splits = plan(arguments, output)
         inputs = Inputs(output, input_splits, processes=arguments.processes)
@@ -112,12 +119,34 @@ def prepare_shards(arguments: argparse.Namespace) -> None:
             )
         text_bytes = _run_with_bar(jobs, processes=arguments.processes)
         inputs.check()
-        manifest = finish_folder(output, len(input_splits), tokenizer=tokenizer, name=str(arguments.tokenizer))
+        manifest = finish_folder(
+            output,
+            len(input_splits),
+            tokenizer=tokenizer,
+            name=str(arguments.tokenizer),
+            appended=arguments.append_token,
+            prompts=Prompts(query=options.get("query_prompt", ""), passage=options.get("passage_prompt", "")),
+        )
     seconds = time.monotonic() - started
     _say(
         f"{manifest.samples:,} {kind}, {manifest.tokens:,} tokens, {len(manifest.shards):,} shards in {output} "
         f"({seconds:.1f} s, {text_bytes / 1e6 / seconds:.1f} MB/s of text)"
     )
+
+
+def _with_token(tokenizer: PreTrainedTokenizerFast, token: str, scratch: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer with a token appended to every text, as it is after saving and loading."""
+    name = tokenizer.name_or_path
+    append_token(tokenizer, token)
+    save_tokenizer(tokenizer, scratch)
+    # Classes of transformers that build a tokenizer from its vocabulary may set a post-processor of their own.
+    loaded = load_tokenizer(scratch)
+    if tokenizer_fingerprint(loaded) != tokenizer_fingerprint(tokenizer):
+        raise DataError(
+            f"tokenizer {name!r} of the class {type(tokenizer).__name__} loses {token!r} when it is saved and loaded; "
+            "save it as a PreTrainedTokenizerFast first"
+        )
+    return loaded
 
 
 def _is_whole(output: Path) -> bool:

@@ -118,7 +118,8 @@ def _differing(before_text: str, now_text: str) -> str:
         if before.get(key) == now.get(key):
             continue
         if key == "options" and isinstance(before.get(key), dict):
-            names += [name for name in sorted(now[key]) if before[key].get(name) != now[key][name]]
+            options = sorted({*before[key], *now[key]})
+            names += [name for name in options if before[key].get(name) != now[key].get(name)]
         elif key != "units" or before.get("inputs") == now.get("inputs"):
             names.append(key)
     return ", ".join(name.replace("_", " ") for name in names)

@@ -5,7 +5,8 @@
                  00042-000917.off.npy     uint32 [samples + 1]     where each sample starts
     <folder>/units/00042.json         completion marker of input split 42
     <folder>/tokenizer/               the tokenizer that made the ids, so that the folder is self-contained
-    <folder>/manifest.json            written last: shards, their sha256, byte offsets of every member, totals
+    <folder>/manifest.json            written last: shards, their sha256, byte offsets of every member, totals, and
+                                      the frame and the prompts of the texts where they are not the usual ones
 
 A folder is read from a local disk, or from a remote store through a cache (data/remote.py).
 
@@ -108,13 +109,39 @@ class CompletionMarker:
         return sum(shard.tokens for shard in self.shards)
 
 
+class FrameEntry(Record):
+    """The tokens before and after every text; `appended` is the last of them where the preparation added it."""
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    appended: str = ""
+
+
+class Prompts(Record):
+    """What the preparation put before every query and every passage; the shards hold its ids as a part of the text."""
+
+    query: str = ""
+    passage: str = ""
+
+
+NO_PROMPTS = Prompts()
+
+
 @dataclass(frozen=True)
 class Manifest:
+    """The content of manifest.json.
+
+    `frame` is None where the tokenizer puts one token before and one after a text by itself, and `prompts` are empty
+    where there are none. The file has no such entry then, like the files that were written before there were any.
+    """
+
     kind: str
     columns: tuple[str, ...]
     tokenizer: dict[str, Any]  # {"fingerprint", "vocab_size", "name"}
     shards: tuple[Shard, ...]
     fingerprint: str  # the sha256 of manifest.json; it identifies the data, and every checkpoint records it
+    frame: FrameEntry | None = None
+    prompts: Prompts = NO_PROMPTS
 
     @property
     def samples(self) -> int:
@@ -139,6 +166,8 @@ class _ManifestFile(Record):
     columns: tuple[str, ...]
     tokenizer: _TokenizerEntry
     shards: tuple[Shard, ...]
+    frame: FrameEntry | None = None
+    prompts: Prompts = NO_PROMPTS
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
@@ -157,6 +186,8 @@ def read_manifest(folder: str | Path) -> Manifest:
         tokenizer=found.tokenizer.model_dump(),
         shards=found.shards,
         fingerprint=hashlib.sha256(content).hexdigest(),
+        frame=found.frame,
+        prompts=found.prompts,
     )
     columns = (COLUMNS[manifest.kind], *([GRADED_COLUMNS] if manifest.kind == "tuples" else []))
     if manifest.columns not in columns:

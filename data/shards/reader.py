@@ -26,7 +26,14 @@ from data.ground.files import open_regular, reading
 from data.ground.secrets import without_secrets
 from data.remote import BadShard, Cache, is_remote, joined, what_is_wrong, what_it_is
 from data.shards.format import RESTORE, Chunk, Shard, Tuple, check_size, irregular, missing, read_manifest, token_dtype
-from data.tokens import Vocabulary, load_tokenizer, tokenizer_fingerprint, vocabulary_of
+from data.tokens import (
+    Vocabulary,
+    frame_of,
+    ids_fingerprint,
+    load_tokenizer,
+    tokenizer_fingerprint,
+    vocabulary_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -39,6 +46,11 @@ Verify = Literal["first_read", "size"]
 BadShards = Literal["refuse", "skip"]
 # A chunk's columns and a row within them.
 Row = tuple[dict[str, np.ndarray], int]
+
+
+def _framed(before: Sequence[str], after: Sequence[str]) -> str:
+    """A frame for a message, such as '<s> TEXT </s>'."""
+    return repr(" ".join([*before, "TEXT", *after]))
 
 
 class ShardFolder:
@@ -135,7 +147,43 @@ class ShardFolder:
                 f"the manifest of {self.path} records a vocabulary of {recorded} tokens, and its tokenizer has "
                 f"{vocabulary.size}; make the shards again"
             )
+        if (frame := self.manifest.frame) is not None:
+            ids = tuple(tuple(tokenizer.convert_tokens_to_ids(list(each))) for each in (frame.before, frame.after))
+            if ids != (vocabulary.before, vocabulary.after):
+                raise DataError(
+                    f"the manifest of {self.path} records that texts become {_framed(frame.before, frame.after)}, and "
+                    "its tokenizer does otherwise; make the shards again"
+                )
         return vocabulary
+
+    def reads_alike(self, tokenizer: PreTrainedTokenizerFast) -> bool:
+        """Whether a tokenizer gives every text the ids of the shards' own, within the same frame."""
+        if tokenizer_fingerprint(tokenizer) == self.manifest.tokenizer["fingerprint"]:
+            return True
+        own = load_tokenizer(self.tokenizer_path)
+        return ids_fingerprint(tokenizer) == ids_fingerprint(own) and frame_of(tokenizer) == frame_of(own)
+
+    def check_model_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        """Refuse the tokenizer of a model that cannot be trained on these shards.
+
+        It must give every text the ids that the shards hold. It must also have their frame, or the frame to which the
+        preparation appended a token on purpose: the model then learns the new frame, and is saved with the shards'
+        tokenizer.
+        """
+        if self.reads_alike(tokenizer):
+            return
+        own = load_tokenizer(self.tokenizer_path)
+        if ids_fingerprint(tokenizer) != ids_fingerprint(own):
+            self.check_tokenizer(tokenizer)
+        (before, after), (own_before, own_after) = frame_of(tokenizer), frame_of(own)
+        appended = self.manifest.frame.appended if self.manifest.frame is not None else ""
+        if appended and (before, (*after, own.convert_tokens_to_ids(appended))) == (own_before, own_after):
+            return
+        texts = [_framed(*map(own.convert_ids_to_tokens, map(list, frame_of(each)))) for each in (tokenizer, own)]
+        raise DataError(
+            f"tokenizer {tokenizer.name_or_path!r} makes {texts[0]} of a text, and the shards in {self.path} are for "
+            f"{texts[1]}; make the shards again with the model's own tokenizer (--append-token adds a closing token)"
+        )
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> None:
         """Refuse a tokenizer that is not the one the shards were made with."""

@@ -29,11 +29,13 @@ from data.shards.format import (
     FORMAT,
     GRADED_COLUMNS,
     MANIFEST,
+    NO_PROMPTS,
     Chunk,
     CompletionMarker,
     Kind,
     Manifest,
     Offset,
+    Prompts,
     Shard,
     check_size,
     read_manifest,
@@ -308,11 +310,18 @@ def finished_split(
 
 
 def finish_folder(
-    folder: str | Path, splits: int | Iterable[int], *, tokenizer: PreTrainedTokenizerFast, name: str = ""
+    folder: str | Path,
+    splits: int | Iterable[int],
+    *,
+    tokenizer: PreTrainedTokenizerFast,
+    name: str = "",
+    appended: str = "",
+    prompts: Prompts = NO_PROMPTS,
 ) -> Manifest:
     """Assemble manifest.json from the completion markers of `splits` (a count, or their numbers), in ascending order.
 
-    `name` is what the user called the tokenizer. A second call writes the same bytes.
+    `name` is what the user called the tokenizer, `appended` the token that `append_token` gave it, and `prompts` what
+    stands before the texts in the shards. A second call writes the same bytes.
     """
     folder = Path(folder)
     numbers = sorted(range(splits) if isinstance(splits, int) else set(splits))
@@ -328,7 +337,8 @@ def finish_folder(
         raise DataError(f"folder {folder} would hold no samples; check that the sources have texts that are not empty")
     if len({(marker.kind, marker.columns, marker.vocabulary_size) for marker in markers}) > 1:
         raise DataError(f"folder {folder} mixes input splits of different kinds; choose an empty folder")
-    if markers[0].vocabulary_size != (size := vocabulary_of(tokenizer).size):
+    vocabulary = vocabulary_of(tokenizer)
+    if markers[0].vocabulary_size != (size := vocabulary.size):
         raise DataError(
             f"the shards in {folder} were written for a vocabulary of {markers[0].vocabulary_size} tokens, but the "
             f"tokenizer has {size}; finish the folder with the tokenizer that made it"
@@ -356,6 +366,11 @@ def finish_folder(
         },
         "shards": [asdict(shard) for shard in shards],
     }
+    if appended or (len(vocabulary.before), len(vocabulary.after)) != (1, 1):
+        before, after = (tokenizer.convert_ids_to_tokens(list(ids)) for ids in (vocabulary.before, vocabulary.after))
+        content["frame"] = {"before": before, "after": after, "appended": appended}
+    if prompts != NO_PROMPTS:
+        content["prompts"] = prompts.model_dump()
     _write_atomically(folder / MANIFEST, _json_bytes(content))
     for stale in (*folder.glob("*.tmp"), *(folder / "units").glob("*.tmp")):
         shutil.rmtree(stale) if stale.is_dir() else stale.unlink()

@@ -136,7 +136,7 @@ def load_frozen(
         raise ConfigError(f"{named}: {error}") from None
     fingerprint = tokenizer_fingerprint(tokenizer)
     for folder in sources:
-        if fingerprint != folder.manifest.tokenizer["fingerprint"]:
+        if not folder.reads_alike(tokenizer):
             raise ConfigError(
                 f"{named} has another tokenizer than the shards in {folder.path}, whose ids it would read; choose a "
                 f"{section} with theirs, or make the shards again with its own"

@@ -61,7 +61,7 @@ class LiveTeacher:
         if isinstance(batch, PairBatch):
             vectors = torch.cat(self.frozen.vectors(batch.queries, batch.passages, device=device, heartbeat=heartbeat))
         else:
-            texts = cut(batch.texts, self.frozen.passage_max_length)
+            texts = cut(batch.texts, self.frozen.passage_max_length, closing=self.frozen.closing)
             vectors = self.frozen.embed(texts, device=device, heartbeat=heartbeat)
         if self.frozen.similarity != "cosine":
             normalize_(vectors)

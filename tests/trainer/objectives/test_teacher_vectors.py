@@ -198,6 +198,7 @@ def test_a_live_teachers_vectors_have_unit_length(similarity: str, length: float
     frozen = SimpleNamespace(
         similarity=similarity,
         passage_max_length=4,
+        closing=1,
         embed=lambda texts, **_: torch.tensor([[3.0, 4.0]]).repeat(len(texts), 1),
         vectors=lambda queries, passages, **_: (torch.tensor([[0.0, 5.0]]), torch.tensor([[5.0, 0.0], [3.0, 4.0]])),
     )
