@@ -148,7 +148,7 @@ class ShardFolder:
                 f"{vocabulary.size}; make the shards again"
             )
         if (frame := self.manifest.frame) is not None:
-            ids = tuple(tuple(tokenizer.convert_tokens_to_ids(list(each))) for each in (frame.before, frame.after))
+            ids = tuple(tuple(map(tokenizer.convert_tokens_to_ids, each)) for each in (frame.before, frame.after))
             if ids != (vocabulary.before, vocabulary.after):
                 raise DataError(
                     f"the manifest of {self.path} records that texts become {_framed(frame.before, frame.after)}, and "
