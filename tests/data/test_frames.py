@@ -19,7 +19,8 @@ from data.stream import Sample
 from data.tokens import Vocabulary, frame_of, vocabulary_of
 from models.sizes import Size
 from tests.data.frame_tokenizers import FRAMED, byte_level, template
-from trainer.evaluation.encoding.encode import encode
+from trainer.distributed import World
+from trainer.evaluation.encoding.encode import Embedder, encode
 
 LENGTH = 12
 
@@ -62,8 +63,9 @@ def evaluated(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], *, max_l
         found.extend(row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask))
         return (torch.zeros(len(input_ids), 1),)
 
+    embedder = Embedder(forward, tokenizer, [Size(1, 1)], World.alone("cpu"))
     for text in texts:
-        encode(forward, tokenizer, [text], [Size(1, 1)], similarity="dot", max_length=max_length, device="cpu")
+        encode(embedder, [text], similarity="dot", max_length=max_length)
     return found
 
 

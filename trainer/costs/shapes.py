@@ -77,7 +77,7 @@ class Shape:
     relative_positions: int = 0  # a bias of every head for so many distances (MPNet)
     vectors: Vectors = Vectors()
     drops: bool = True  # dropout after attention and after the feed-forward
-    reads_rows: bool = True  # the last feed-forward computes only the rows that are read (models/encoder.py)
+    reads_rows: bool = True  # the last feed-forward computes only the rows that are read (models/read_rows.py)
 
     @property
     def query_width(self) -> int:
@@ -157,14 +157,22 @@ _FAMILIES = {
     "distilbert": _Family(token_types=0),
     "mpnet": _Family(token_types=0, relative_positions=32),
     "modernbert": _Family(fused=True, full_every=3, first_is_full=True),
-    "eurobert": _Family(rms=True, causal=False),
-    "llama": _Family(rms=True),
-    "mistral": _Family(rms=True),
-    "qwen2": _Family(rms=True, attention_bias=True),
-    "qwen3": _Family(rms=True, head_norms=True, head_width=128),
-    "gemma2": _Family(rms=True, layer_norms=4, wide_norms=True, head_width=256, full_every=2),
-    "gemma3_text": _Family(rms=True, layer_norms=4, head_norms=True, wide_norms=True, head_width=256, full_every=6),
-    "phi3": _Family(rms=True, fused=True),
+    "eurobert": _Family(rms=True, causal=False, reads_rows=True),
+    "llama": _Family(rms=True, reads_rows=True),
+    "mistral": _Family(rms=True, reads_rows=True),
+    "qwen2": _Family(rms=True, attention_bias=True, reads_rows=True),
+    "qwen3": _Family(rms=True, head_norms=True, head_width=128, reads_rows=True),
+    "gemma2": _Family(rms=True, layer_norms=4, wide_norms=True, head_width=256, full_every=2, reads_rows=True),
+    "gemma3_text": _Family(
+        rms=True,
+        layer_norms=4,
+        head_norms=True,
+        wide_norms=True,
+        head_width=256,
+        full_every=6,
+        reads_rows=True,
+    ),
+    "phi3": _Family(rms=True, fused=True, reads_rows=True),
 }
 # Names that some families give to what the others call by the first.
 _NAMES = {
