@@ -113,8 +113,8 @@ class Stage:
 STAGE_CONFIGS = {
     0: Stage(4, 4, 8, (8, 0), 4, False, 0, 0),
     1: Stage(2, 4, 4 + 12, (4, 12), 4, False, 2, 4),
-    2: Stage(2, 0, 4 + 12, (0, 12), 2, True, 2, 2),
-    3: Stage(2, 0, 2 + 4 + 12, (0, 4 + 12), 2, True, 2, 2),
+    2: Stage(2, 0, 4 + 12, (0, 12), 4, True, 2, 4),
+    3: Stage(2, 0, 2 + 4 + 12, (0, 4 + 12), 4, True, 2, 4),
 }
 ZERO1_FLOAT32 = Stage(4, 4, 4 + 12, (0, 12), 4, False, 4, 4)
 

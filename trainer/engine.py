@@ -182,6 +182,7 @@ class Engine:
 
     def __init__(self, module: nn.Module, recipe: Recipe, world: World, ds_config: Mapping[str, Any]) -> None:
         import deepspeed
+        from deepspeed.runtime import torch_autocast
 
         self.world = world
         self.device = world.device
@@ -213,6 +214,9 @@ class Engine:
         self.heartbeat: Callable[[str], None] = lambda phase: None  # called at each pass and step
         rounds = has_bf16_weights(self.ds_config)
         originals = [p.detach().clone() for p in module.parameters()] if rounds else []
+        # An engine under torch_autocast leaves this on for its process, and stages 2 and 3 of a later run would then
+        # send gradients in the weights' type, whatever communication_data_type says. Such an engine sets it again.
+        torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
         # DeepSpeed prints memory tables at start, whatever its log level.
         with contextlib.redirect_stdout(io.StringIO()):
             self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
