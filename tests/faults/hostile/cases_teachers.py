@@ -54,7 +54,7 @@ def _(folder: Path, assets: Assets) -> Command:
         row("no-weights", lambda model: (model / WEIGHTS).unlink(), expect=refused("teacher")),
         row("a-file", lambda model: (shutil.rmtree(model), model.write_text("a model")), expect=refused("teacher")),
         row("no-settings", lambda model: (model / "barista.json").unlink(), expect=refused("teacher.pooling")),
-        row("narrow", set_settings(ladder=[[2, 8]]), expect=refused("8 dimensions")),
+        row("narrow", set_settings(ladder=[[2, 8]]), expect=refused("8 dimensions"), quick=True),
     ],
     cause="own",
 )
@@ -145,7 +145,13 @@ def _(folder: Path, assets: Assets) -> Command:
     return command
 
 
-@case("vectors/store-of-something-else", refused("holds something else"), kept("store/thesis.txt"), cause="own")
+@case(
+    "vectors/store-of-something-else",
+    refused("holds something else"),
+    kept("store/thesis.txt"),
+    cause="own",
+    quick=True,
+)
 def _(folder: Path, assets: Assets) -> Command:
     write(folder / "store/thesis.txt", "mine")
     return store(folder, assets)
@@ -212,7 +218,9 @@ def _(folder: Path, assets: Assets, content: str | None, arguments: tuple[str, .
     return excerpts("texts.jsonl", *arguments)
 
 
-@case("excerpts/output-is-a-folder", refused("excerpts.jsonl"), kept("excerpts.jsonl/mine.txt"), cause="own")
+@case(
+    "excerpts/output-is-a-folder", refused("excerpts.jsonl"), kept("excerpts.jsonl/mine.txt"), cause="own", quick=True
+)
 def _(folder: Path, assets: Assets) -> Command:
     write(folder / "texts.jsonl", jsonl([{"text": "The cat saw a dog in the water."}]))
     write(folder / "excerpts.jsonl/mine.txt", "mine")
