@@ -17,7 +17,7 @@ from data.collate import PairBatch
 from data.ground.errors import ConfigError, DataError
 from data.prepare import main
 from data.shards.reader import ShardFolder
-from data.tokens import load_tokenizer, prompt_ids
+from data.tokens import load_tokenizer, prompt_ids, prompt_length
 from models.encoder import build_masked_lm
 from tests.data.frame_tokenizers import FRAMED
 from tests.data.test_frames import evaluated, framed
@@ -86,6 +86,9 @@ def test_training_reads_prompt_and_text_as_one(
     shards = prepared(tmp_path / "prompted", rows, tokenizers[name], INSTRUCT, "passage: ")
     tokenizer = load_tokenizer(tokenizers[name])
     batch = batch_of([shards])
+    for found, prompt in ((batch.queries, INSTRUCT), (batch.passages, "passage: ")):
+        assert found.prompt_lengths is not None
+        assert set(found.prompt_lengths.tolist()) == {prompt_length(tokenizer, prompt)}
     for found, key, prompt, length in (
         (batch.queries, "query", INSTRUCT, QUERY_LENGTH),
         (batch.passages, "positive", "passage: ", PASSAGE_LENGTH),

@@ -93,7 +93,8 @@ def cut(texts: Texts, longest: int, *, closing: int) -> Texts:
     left = lengths.repeat_interleave(lengths)
     kept = (ends < longest - closing) | (ends >= left - closing)
     offsets = offsets_of(lengths.clamp(max=longest))
-    return Texts(texts.tokens[kept], offsets)
+    prompts = None if texts.prompt_lengths is None else texts.prompt_lengths.clamp(max=longest - 1)
+    return Texts(texts.tokens[kept], offsets, prompts)
 
 
 def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | None:
