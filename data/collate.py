@@ -58,6 +58,9 @@ class Texts:
 
     tokens: torch.Tensor  # int32 [T]
     offsets: torch.Tensor  # int64 [n + 1]
+    # int64 [n]: the first tokens of each text that a pooling without the prompt leaves out, fewer than the text has
+    # (`data.tokens.prompt_length`). None where no text has a prompt.
+    prompt_lengths: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -69,13 +72,21 @@ class Texts:
 
     def take(self, rows: torch.Tensor) -> Texts:
         """The texts `rows` (int64 [k]), in that order."""
-        return Texts(take(self.tokens, self.offsets, rows), offsets_of(self.lengths[rows]))
+        prompts = None if self.prompt_lengths is None else self.prompt_lengths[rows]
+        return Texts(take(self.tokens, self.offsets, rows), offsets_of(self.lengths[rows]), prompts)
 
 
 def concatenate(first: Texts, second: Texts) -> Texts:
     """The texts of both, one after the other."""
     offsets = torch.cat([first.offsets, second.offsets[1:] + first.offsets[-1]])
-    return Texts(torch.cat([first.tokens, second.tokens]), offsets)
+    prompts = None
+    if first.prompt_lengths is not None or second.prompt_lengths is not None:
+        nothing = torch.zeros_like
+        both = [
+            nothing(each.lengths) if each.prompt_lengths is None else each.prompt_lengths for each in (first, second)
+        ]
+        prompts = torch.cat(both)
+    return Texts(torch.cat([first.tokens, second.tokens]), offsets, prompts)
 
 
 @dataclass(frozen=True)
@@ -245,15 +256,18 @@ class TextCollator:
     _: KW_ONLY
     max_length: int  # tokens, prompt and special ones included
     prompts: Sequence[np.ndarray] = ()  # ids, one prompt a source; empty: none
+    prompt_lengths: Sequence[int] = ()  # one a source, of these prompts and of those in the shards; empty: none
 
     def __post_init__(self) -> None:
-        _check_length("max_length", self.max_length, self.vocabulary, self.prompts)
+        _check_length("max_length", self.max_length, self.vocabulary, self.prompts, self.prompt_lengths)
 
     def __call__(self, samples: Sequence[Sample]) -> TextBatch:
         room = self.max_length - self.vocabulary.frame_length
         texts = [sample.payload[: room - _prompt_length(self.prompts, sample.source)] for sample in samples]
         return TextBatch(
-            texts=with_prompts(texts, [sample.source for sample in samples], self.prompts, self.vocabulary),
+            texts=with_prompts(
+                texts, [sample.source for sample in samples], self.prompts, self.vocabulary, self.prompt_lengths
+            ),
             hashes=torch.from_numpy(text_hashes(texts)),
             sample_ids=_sample_ids(samples),
         )
@@ -283,11 +297,16 @@ class PairCollator:
     graded: bool = False  # every pair has a score
     query_prompts: Sequence[np.ndarray] = ()  # ids, one prompt a source; empty: none
     passage_prompts: Sequence[np.ndarray] = ()
+    query_prompt_lengths: Sequence[int] = ()  # one a source, of these prompts and of those in the shards; empty: none
+    passage_prompt_lengths: Sequence[int] = ()
     negatives_from: Sequence[int] = ()  # positions in the stream from which the 1st, 2nd, ... negative is drawn
 
     def __post_init__(self) -> None:
-        _check_length("query_max_length", self.query_max_length, self.vocabulary, self.query_prompts)
-        _check_length("passage_max_length", self.passage_max_length, self.vocabulary, self.passage_prompts)
+        for side, length, prompts, lengths in (
+            ("query", self.query_max_length, self.query_prompts, self.query_prompt_lengths),
+            ("passage", self.passage_max_length, self.passage_prompts, self.passage_prompt_lengths),
+        ):
+            _check_length(f"{side}_max_length", length, self.vocabulary, prompts, lengths)
         if self.num_negatives < 0:
             raise DataError(f"num_negatives is {self.num_negatives}; give 0 or more")
         assert len(self.negatives_from) in (0, self.num_negatives)
@@ -301,9 +320,13 @@ class PairCollator:
         passage_query = np.repeat(np.arange(len(samples)), passages_per_query)
         sources = [sample.source for sample in samples]
         return PairBatch(
-            queries=with_prompts(queries, sources, self.query_prompts, self.vocabulary),
+            queries=with_prompts(queries, sources, self.query_prompts, self.vocabulary, self.query_prompt_lengths),
             passages=with_prompts(
-                passages, [sources[n] for n in passage_query.tolist()], self.passage_prompts, self.vocabulary
+                passages,
+                [sources[n] for n in passage_query.tolist()],
+                self.passage_prompts,
+                self.vocabulary,
+                self.passage_prompt_lengths,
             ),
             targets=torch.from_numpy(np.cumsum(passages_per_query) - passages_per_query),
             passage_query=torch.from_numpy(passage_query),
@@ -443,18 +466,32 @@ def text_hashes(texts: Sequence[np.ndarray]) -> np.ndarray:
     return mix64((totals[offsets[1:]] - totals[offsets[:-1]]) ^ mix64(lengths.astype(np.uint64))).view(np.int64)
 
 
-def _check_length(name: str, value: int, vocabulary: Vocabulary, prompts: Sequence[np.ndarray] = ()) -> None:
+def _check_length(
+    name: str,
+    value: int,
+    vocabulary: Vocabulary,
+    prompts: Sequence[np.ndarray] = (),
+    prompt_lengths: Sequence[int] = (),
+) -> None:
     frame = vocabulary.frame_length
     if value < frame + 1:
         raise DataError(
             f"{name} is {value}, which leaves no room for text beside {frame} special tokens; give {frame + 1} or more"
         )
-    longest = max(map(len, prompts), default=0)
+    longest = _longest_prompt(vocabulary, prompts, prompt_lengths)
     if value < (least := frame + longest + 1):
         raise DataError(
             f"{name} is {value}, which leaves no room for text beside a prompt of {longest} tokens and {frame} special "
             f"tokens; give {least} or more, or shorten the prompt"
         )
+
+
+def _longest_prompt(vocabulary: Vocabulary, prompts: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> int:
+    """Tokens of the longest prompt, whether its ids are put before texts here or are in the shards."""
+    prepared = [max(0, length - len(vocabulary.before)) for length in prompt_lengths]
+    if not prompts or not prepared:
+        return max([*map(len, prompts), *prepared], default=0)
+    return max(len(ids) or length for ids, length in zip(prompts, prepared, strict=True))
 
 
 def _prompt_length(prompts: Sequence[np.ndarray], source: int) -> int:
@@ -486,13 +523,22 @@ def _sample_ids(samples: Sequence[Sample]) -> torch.Tensor:
 
 
 def with_prompts(
-    texts: Sequence[np.ndarray], sources: Sequence[int], prompts: Sequence[np.ndarray], vocabulary: Vocabulary
+    texts: Sequence[np.ndarray],
+    sources: Sequence[int],
+    prompts: Sequence[np.ndarray],
+    vocabulary: Vocabulary,
+    prompt_lengths: Sequence[int] = (),
 ) -> Texts:
     """Add the sources' prompts and the frame to texts, which are ids and already cut to length."""
     if prompts:
         texts = [np.concatenate((prompts[source], text)) for source, text in zip(sources, texts)]
     tokens, offsets = _framed(texts, vocabulary)
-    return Texts(torch.from_numpy(tokens), torch.from_numpy(offsets))
+    lengths = None
+    if prompt_lengths:
+        # A text of few tokens may be shorter than its prompt is alone.
+        found = np.asarray([prompt_lengths[source] for source in sources], dtype=np.int64)
+        lengths = torch.from_numpy(np.minimum(found, np.maximum(np.diff(offsets) - 1, 0)))
+    return Texts(torch.from_numpy(tokens), torch.from_numpy(offsets), lengths)
 
 
 def _framed(texts: Sequence[np.ndarray], vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:

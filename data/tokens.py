@@ -11,8 +11,9 @@ too: tokenizers that share it give every text the same ids and may differ in the
 Whole-word masking (Starbucks §4, after BERT's whole-word masking) needs word boundaries from ids alone, because shards
 hold ids. WordPiece marks continuations with "##"; byte-level BPE and SentencePiece mark word starts with a space sign.
 
-In training, a prompt is tokenized once and put before ids that were tokenized without it; evaluation tokenizes the
-joined text. `prompt_ids` refuses a prompt for which the two differ.
+In training, a recipe's prompt is tokenized once and put before ids that were tokenized without it; evaluation tokenizes
+the joined text. `prompt_ids` refuses a prompt for which the two differ. A prompt that was prepared with the texts has
+been tokenized with them, and may be any.
 
 Torch is not needed here; transformers is imported only when a tokenizer is loaded.
 """
@@ -269,9 +270,23 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, prompt: str) -> np.ndarray:
     if prompt[-1:].isalnum() or None in found or len(found) > 1 or (found == {()} and prompt.strip()):
         raise DataError(
             f"prompt {prompt!r} runs into the first word of a text with tokenizer {tokenizer.name_or_path!r}; "
-            "end it in ': ', ':' or a line break, whichever this tokenizer keeps apart"
+            "end it in ': ', ':' or a line break, whichever this tokenizer keeps apart, or prepare the texts with it "
+            "(python -m data.prepare tuples --query-prompt, --passage-prompt)"
         )
     return np.asarray(next(iter(found), ()), dtype=np.int64)
+
+
+def prompt_length(tokenizer: PreTrainedTokenizerFast, prompt: str) -> int:
+    """The tokens at a text's beginning that a pooling without the prompt leaves out; 0 without a prompt.
+
+    They are counted as sentence-transformers counts them (include_prompt = false): the tokens of the prompt alone and
+    those that the tokenizer puts before a text. Where a prompt ends in a space that byte-level BPE makes a part of the
+    next word, that word's first token is left out, too.
+    """
+    if not prompt:
+        return 0
+    before, _ = frame_of(tokenizer)
+    return len(before) + len(tokenizer.backend_tokenizer.encode(prompt, add_special_tokens=False).ids)
 
 
 def _require_fast(tokenizer: Any) -> None:

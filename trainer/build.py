@@ -53,6 +53,7 @@ from trainer.engine import multiplies_in_bf16, read_ds_config
 from trainer.objectives.collators import total_samples
 from trainer.objectives.guide import Guide, load_guide
 from trainer.objectives.materials import Materials
+from trainer.objectives.prompts import folder_prompts
 from trainer.objectives.registry import Objective, maker_of
 from trainer.objectives.size_schedules import build_schedule
 from trainer.objectives.teacher import LiveTeacher, Teacher, Teaching, load_teacher
@@ -132,7 +133,7 @@ def check_shared_memory(num_workers: int) -> None:
 def open_stream(recipe: Recipe, sources: Sequence[ShardFolder], *, rank: int, world_size: int) -> Stream:
     data = recipe.data
     collate = maker_of(recipe).collator(recipe, sources)
-    if rank == 0 and max(len(set(prompts)) for prompts in recipe.prompts) > 1:
+    if rank == 0 and max(len(set(prompts)) for prompts in folder_prompts(recipe, sources)) > 1:
         log.warning("the folders' prompts differ, so barista.json will name none; write the one to embed with into it")
     return Stream(
         sources,

@@ -31,6 +31,7 @@ from data.ground.files import describe_os_error, write_atomically
 from data.ground.options import settings_among
 from data.ground.secrets import without_secrets
 from data.stream import Stream
+from models.encoder import EmbeddingSettings
 from trainer.agreement import check_agreement, frozen_fingerprint, versions
 from trainer.build import ModelParts, build_model, build_objective, check_shared_memory, open_shards, open_stream
 from trainer.checkpoint import Checkpointer, SavedCheckpoint, Saves
@@ -124,7 +125,8 @@ def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: Stop
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     stream = open_stream(recipe, sources, rank=rank, world_size=world_size)
     parts = build_model(recipe, sources, ds_config)
-    evaluator = Evaluator.of(recipe, embedding_settings(recipe))
+    settings = embedding_settings(recipe, sources)
+    evaluator = Evaluator.of(recipe, settings)
     check_shared_memory(recipe.data.num_workers)
     if rank == 0 and not recipe.debug.replay:
         prove_writable(output)
@@ -144,7 +146,9 @@ def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: Stop
             engine.heartbeat = watchdog.heartbeat
             if world.is_main:
                 _say_if_slow(engine)
-            return _train(recipe, engine, parts, stream, evaluator, frozen=frozen, stops=stops, watchdog=watchdog)
+            return _train(
+                recipe, engine, parts, stream, evaluator, settings, frozen=frozen, stops=stops, watchdog=watchdog
+            )
         except (GaveUp, Refused):  # raised on all ranks
             raise
         except Exception as error:
@@ -159,6 +163,7 @@ def _train(
     parts: ModelParts,
     stream: Stream,
     evaluator: Evaluator,
+    settings: EmbeddingSettings,
     *,
     frozen: str,
     stops: StopRequests,
@@ -214,7 +219,7 @@ def _train(
             reason = None
             if evaluator.has_tasks and not plan.evaluates_at(total_steps):
                 metrics.evaluation(state.step, evaluate())
-            save_model(engine, parts, recipe)
+            save_model(engine, parts, recipe, settings)
         elif reason is not None and world.is_main:
             write_atomically(output / "STOPPED", json.dumps({"step": state.step, "reason": reason}) + "\n")
     finally:

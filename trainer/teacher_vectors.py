@@ -32,6 +32,7 @@ from data.ground.errors import ConfigError
 from data.ground.files import sha256_of
 from data.ground.options import settings_among
 from data.ground.records import digest_of
+from data.shards.format import NO_PROMPTS
 from data.shards.reader import ShardFolder
 from data.tokens import frame_of, load_tokenizer, prompt_ids, tokenizer_fingerprint
 from trainer.config.load import load_recipe
@@ -81,6 +82,12 @@ def store_vectors(recipe: Recipe, units: Sequence[InputSplit], world: World) -> 
     """Fill teacher.store with the vectors of all texts of these units. Every rank calls it."""
     folder, source = Path(recipe.teacher.store), recipe.teacher.model
     shards = [ShardFolder(path, verify="size") for path in recipe.data.shards]
+    for each in shards:
+        if each.manifest.prompts != NO_PROMPTS:
+            raise ConfigError(
+                f"the texts of {each.path} were prepared with prompts, and stored vectors are found by a text without "
+                'one; prepare it without prompts and name them in the recipe, or set teacher.vectors = "live"'
+            )
     tokenizer = load_tokenizer(shards[0].tokenizer_path)
     encoder, teachers, settings = load_model(source, pooling=recipe.teacher.pooling or None)
     if settings is None:

@@ -12,11 +12,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data.collate import MaskedCollator, PairCollator, TextCollator, Texts
+from data.collate import MaskedCollator, PairCollator, TextCollator, Texts, concatenate
 from data.ground.errors import DataError
 from data.shards.format import Tuple
 from data.stream import Sample
-from data.tokens import Vocabulary, frame_of, vocabulary_of
+from data.tokens import Vocabulary, frame_of, prompt_length, vocabulary_of
 from models.sizes import Size
 from tests.data.frame_tokenizers import FRAMED, byte_level, template
 from trainer.distributed import World
@@ -166,3 +166,65 @@ def test_a_model_without_words_has_a_frame_too(tmp_path: Path) -> None:
     backend.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 0)])
     PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[CLS]", pad_token="[CLS]").save_pretrained(tmp_path)
     assert frame_of(AutoTokenizer.from_pretrained(tmp_path)) == ((0,), ())
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "expected"),
+    [
+        ("bert", "query: ", 3),  # [CLS] query :
+        ("qwen3-embedding", "Query:", 2),
+        ("qwen3", "Query:", 2),
+        ("llama3", "Query:", 3),  # <s> Query :
+        ("llama3", "Query: ", 4),  # alone, the space is a token
+        ("llama3", "", 0),
+    ],
+)
+def test_prompts_are_as_long_as_sentence_transformers_counts_them(
+    name: str, prompt: str, expected: int, docstrings: list[str]
+) -> None:
+    """Their tokens and those before a text: what `tokenizer(prompt)` gives, less a closing token."""
+    tokenizer: Any = FRAMED[name][0](["query Query " * 50, *docstrings[:50]]) if name in FRAMED else None
+    if tokenizer is None:
+        words = {word: number for number, word in enumerate(["[UNK]", "[CLS]", "[SEP]", "query", ":"])}
+        backend = Tokenizer(models.WordPiece(words, unk_token="[UNK]"))
+        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        backend.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    found = prompt_length(tokenizer, prompt)
+    assert found == expected
+    if prompt:
+        assert found == len(tokenizer(prompt).input_ids) - len(frame_of(tokenizer).after)
+
+
+def test_batches_know_how_long_prompts_are(tokenizers: dict[str, PreTrainedTokenizerFast]) -> None:
+    vocabulary = vocabulary_of(tokenizers["llama3"])  # <s> before
+    prompt = np.array([40, 41, 42])
+    examples = [Tuple(np.arange(50, 50 + n), [np.arange(90, 99), np.arange(80, 81)], 1, None) for n in (9, 1, 4)]
+    samples = [Sample(index % 2, index, 0, index, example) for index, example in enumerate(examples)]
+    settings: dict[str, Any] = {"query_max_length": 8, "passage_max_length": 6, "num_negatives": 1, "seed": 0}
+    bare = PairCollator(vocabulary, **settings)(samples)
+    assert bare.queries.prompt_lengths is None and bare.passages.prompt_lengths is None
+    assert concatenate(bare.queries, bare.passages).prompt_lengths is None
+    # The queries of source 0 get their prompt here, and those of source 1 have one of two tokens in their ids.
+    collate = PairCollator(vocabulary, **settings, query_prompts=[prompt, prompt[:0]], query_prompt_lengths=[4, 3])
+    batch = collate(samples)
+    assert batch.queries.prompt_lengths is not None
+    assert batch.queries.lengths.tolist() == [8, 2, 8]
+    # A text that is shorter than its prompt alone keeps a token.
+    assert batch.queries.prompt_lengths.tolist() == [4, 1, 4]
+    rest = [row[skip:] for row, skip in zip(framed(batch.queries), batch.queries.prompt_lengths.tolist())]
+    assert rest == [[50, 51, 52, 53], [50], [50, 51, 52, 53]]
+    assert batch.passages.prompt_lengths is None
+    taken = batch.queries.take(torch.tensor([2, 1])).prompt_lengths
+    assert taken is not None and taken.tolist() == [4, 1]
+    both = concatenate(batch.queries, batch.passages).prompt_lengths
+    assert both is not None and both.tolist() == [4, 1, 4, 0, 0, 0, 0, 0, 0]
+    texts = TextCollator(vocabulary, max_length=9, prompt_lengths=[2])
+    read = texts([Sample(0, 0, 0, 0, np.arange(20))]).texts
+    assert read.prompt_lengths is not None and read.prompt_lengths.tolist() == [2]
+    # A prompt in the shards takes room, too.
+    for length, options in ((4, {"query_prompts": [prompt]}), (4, {"query_prompt_lengths": [4]})):
+        with pytest.raises(DataError, match=r"query_max_length is 4, .* beside a prompt of 3 tokens and 1 special"):
+            PairCollator(vocabulary, **{**settings, "query_max_length": length}, **options)
+    # With a prompt of the recipe its ids count, although the prompt alone may have a token more.
+    PairCollator(vocabulary, **{**settings, "query_max_length": 5}, query_prompts=[prompt], query_prompt_lengths=[5])

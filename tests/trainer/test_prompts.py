@@ -109,9 +109,9 @@ def test_settings_record_a_prompt_that_all_folders_share(folders: list[Path], ca
     ):
         data = data_of(folders, query_prompts=prompts, passage_prompts=["passage: "])
         recipe = recipe_of(recipe_values("", data=data))
-        settings = embedding_settings(recipe)
-        assert (settings.query_prompt, settings.passage_prompt) == (recorded, "passage: ")
         sources = open_shards(recipe)
+        settings = embedding_settings(recipe, sources)
+        assert (settings.query_prompt, settings.passage_prompt) == (recorded, "passage: ")
         with caplog.at_level(logging.WARNING):
             caplog.clear()
             for rank in range(2):

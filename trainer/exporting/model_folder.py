@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from data.ground.files import first_line, write_atomically
 from data.ground.whole_folder import written_whole
+from data.shards.reader import ShardFolder
 from data.tokens import tokenizer_fingerprint
 from models.adapters import merged_change, merged_tensors, save_adapter
 from models.heads import save_heads
@@ -24,15 +25,17 @@ from trainer.build import ModelParts
 from trainer.config.schema import Recipe
 from trainer.distributed import Refused, gather_objects
 from trainer.engine import Engine
+from trainer.objectives.prompts import folder_prompts
 
 log = logging.getLogger(__name__)
 
 
-def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:
-    """Write <run>/model and DONE. If an adapter was trained, write <run>/adapter too and merge it into <run>/model.
+def save_model(engine: Engine, parts: ModelParts, recipe: Recipe, settings: EmbeddingSettings) -> None:
+    """Write <run>/model, with `settings` as its barista.json, and DONE.
 
-    All ranks must call this: partitioned parameters are gathered one by one. If the disk is full or cannot be written,
-    every rank raises Refused, and an earlier model is untouched.
+    If an adapter was trained, write <run>/adapter too and merge it into <run>/model. All ranks must call this:
+    partitioned parameters are gathered one by one. If the disk is full or cannot be written, every rank raises Refused,
+    and an earlier model is untouched.
     """
     model = parts.saved
     full: dict[int, torch.Tensor] = {}
@@ -43,7 +46,7 @@ def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:
     problem = None
     if engine.world.is_main:
         try:
-            _write(full, parts, recipe)
+            _write(full, parts, Path(recipe.run.output), settings)
         except Exception as error:
             if not _is_the_disks(error):
                 raise
@@ -55,9 +58,9 @@ def save_model(engine: Engine, parts: ModelParts, recipe: Recipe) -> None:
         raise Refused(problem)
 
 
-def _write(full: dict[int, torch.Tensor], parts: ModelParts, recipe: Recipe) -> None:
+def _write(full: dict[int, torch.Tensor], parts: ModelParts, output: Path, settings: EmbeddingSettings) -> None:
     """Write the model folder and then DONE. An earlier DONE is removed only when the new folders are complete."""
-    output, model = Path(recipe.run.output), parts.saved
+    model = parts.saved
     tensors = {name: full[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     expected = set(model.state_dict())
     tensors |= {name: value for name, value in model.named_buffers() if name in expected}
@@ -74,7 +77,7 @@ def _write(full: dict[int, torch.Tensor], parts: ModelParts, recipe: Recipe) -> 
         model.config.dtype = torch.float32
         model.config.save_pretrained(tmp)
         heads = {name: full[id(p)] for name, p in parts.encoder.heads.named_parameters()}
-        _write_beside(tmp, parts.tokenizer, embedding_settings(recipe), heads)
+        _write_beside(tmp, parts.tokenizer, settings, heads)
     except BaseException:
         for tmp in new.values():
             shutil.rmtree(tmp, ignore_errors=True)
@@ -126,11 +129,11 @@ def _is_the_disks(error: Exception) -> bool:
     return isinstance(error, OSError) or "(os error" in str(error)
 
 
-def embedding_settings(recipe: Recipe) -> EmbeddingSettings:
+def embedding_settings(recipe: Recipe, sources: Sequence[ShardFolder]) -> EmbeddingSettings:
     """The settings for barista.json. A size that was trained on its own has a ladder of one size."""
     ladder = recipe.ladder if recipe.single_size is None else Ladder((recipe.single_size,))
     alike = recipe.reads_documents  # queries and passages are cut alike
-    query_prompts, passage_prompts = recipe.prompts
+    query_prompts, passage_prompts = folder_prompts(recipe, sources)
     return EmbeddingSettings(
         pooling=recipe.model.pooling,
         direction=recipe.model.direction,

@@ -9,15 +9,20 @@ import numpy as np
 from data.collate import MaskedCollator, MaskedPairCollator, PairCollator, SpanCollator, TextCollator
 from data.ground.errors import ConfigError, DataError
 from data.shards.reader import ShardFolder
-from data.tokens import load_tokenizer, prompt_ids
+from data.tokens import load_tokenizer, prompt_ids, prompt_length
 from trainer.config.read_keys import is_read
 from trainer.config.schema import Recipe
+from trainer.objectives.prompts import folder_prompts
 
 
 def text_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> TextCollator:
     """The collator of documents without masks, each after its folder's prompt."""
-    prompts = _prompt_ids("passage_prompts", recipe.prompts[1], sources)
-    return TextCollator(sources[0].vocabulary, max_length=recipe.data.max_length, prompts=prompts)
+    return TextCollator(
+        sources[0].vocabulary,
+        max_length=recipe.data.max_length,
+        prompts=_prompt_ids("passage_prompts", recipe.prompts[1], sources),
+        prompt_lengths=_prompt_lengths(folder_prompts(recipe, sources)[1], sources),
+    )
 
 
 def masked_collator(
@@ -47,6 +52,7 @@ def masked_collator(
 def pair_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> PairCollator:
     """The collator of queries with their positives and hard negatives, or of graded pairs."""
     query_prompts, passage_prompts = recipe.prompts
+    of_queries, of_passages = folder_prompts(recipe, sources)
     return PairCollator(
         sources[0].vocabulary,
         query_max_length=recipe.data.query_max_length,
@@ -56,6 +62,8 @@ def pair_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> PairCollato
         graded=sources[0].graded,
         query_prompts=_prompt_ids("query_prompts", query_prompts, sources),
         passage_prompts=_prompt_ids("passage_prompts", passage_prompts, sources),
+        query_prompt_lengths=_prompt_lengths(of_queries, sources),
+        passage_prompt_lengths=_prompt_lengths(of_passages, sources),
         negatives_from=_negatives_from(recipe, sources),
     )
 
@@ -89,3 +97,11 @@ def _prompt_ids(name: str, prompts: Sequence[str], sources: Sequence[ShardFolder
     except DataError as error:
         raise ConfigError(f"data.{name}: {error}") from None
     return found * len(sources) if len(found) == 1 else found
+
+
+def _prompt_lengths(prompts: Sequence[str], sources: Sequence[ShardFolder]) -> list[int]:
+    """What a pooling without prompts leaves out in each folder; an empty list where there are no prompts."""
+    if not any(prompts):
+        return []
+    tokenizer = load_tokenizer(sources[0].tokenizer_path)
+    return [prompt_length(tokenizer, prompt) for prompt in prompts]

@@ -33,6 +33,7 @@ from models.sizes import ModelError, Size
 from trainer.config.schema import Recipe
 from trainer.losses.unit_vectors import normalize_
 from trainer.objectives.backward import micro_batches
+from trainer.objectives.prompts import folder_prompts
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,8 @@ def cut(texts: Texts, longest: int, *, closing: int) -> Texts:
     left = lengths.repeat_interleave(lengths)
     kept = (ends < longest - closing) | (ends >= left - closing)
     offsets = offsets_of(lengths.clamp(max=longest))
-    return Texts(texts.tokens[kept], offsets)
+    prompts = None if texts.prompt_lengths is None else texts.prompt_lengths.clamp(max=longest - 1)
+    return Texts(texts.tokens[kept], offsets, prompts)
 
 
 def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | None:
@@ -165,7 +167,7 @@ def load_frozen(
     if settings is None:
         settings = EmbeddingSettings(query_max_length=2**31, passage_max_length=2**31)
     else:
-        _say_if_prompts_differ(recipe, settings, section)
+        _say_if_prompts_differ(recipe, sources, settings, section)
     positions = longest_input(encoder.backbone) or getattr(encoder.config, "max_position_embeddings", None) or 2**31
     longest = min(recipe.longest_text, max(settings.query_max_length, settings.passage_max_length), positions)
     return Guide(
@@ -180,19 +182,21 @@ def load_frozen(
     )
 
 
-def _say_if_prompts_differ(recipe: Recipe, settings: EmbeddingSettings, section: str) -> None:
-    query_prompts, passage_prompts = recipe.prompts
+def _say_if_prompts_differ(
+    recipe: Recipe, sources: Sequence[ShardFolder], settings: EmbeddingSettings, section: str
+) -> None:
+    query_prompts, passage_prompts = folder_prompts(recipe, sources)
     for name, own, given in (
         ("query", settings.query_prompt, query_prompts),
         ("passage", settings.passage_prompt, passage_prompts),
     ):
         if recipe.reads_documents and name == "query":
             continue
-        if set(given or [""]) != {own}:
+        if set(given) != {own}:
             log.warning(
                 "the %s was trained with the %s prompt %r, and reads this recipe's texts with %s",
                 section,
                 name,
                 own,
-                " or ".join(map(repr, sorted(set(given or [""])))),
+                " or ".join(map(repr, sorted(set(given)))),
             )

@@ -74,6 +74,8 @@ def test_texts_are_cut_before_their_end() -> None:
     assert cut(texts, 5, closing=1) is texts
     bare = cut(texts, 4, closing=0)  # nothing ends these texts
     assert bare.tokens.tolist() == [2, 5, 3, 2, 6, 7, 8, 2, 3]
+    prompted = cut(Texts(texts.tokens, texts.offsets, torch.tensor([1, 4, 1])), 4, closing=1).prompt_lengths
+    assert prompted is not None and prompted.tolist() == [1, 3, 1]
     longer = cut(texts, 4, closing=2)
     assert longer.tokens.tolist() == [2, 5, 3, 2, 6, 8, 3, 2, 3]
 

@@ -209,3 +209,19 @@ def test_a_live_teachers_vectors_have_unit_length(similarity: str, length: float
     for each, count in ((batch, 2), (pairs, 3)):
         vectors = teacher.vectors(each, device=torch.device("cpu"), heartbeat=lambda _: None)
         assert torch.allclose(vectors.norm(dim=1), torch.full((count,), length))
+
+
+def test_texts_that_were_prepared_with_prompts_are_refused(
+    tmp_path: Path, teacher_folder: Path, docstrings: list[str], tiny_tokenizer_path: Path
+) -> None:
+    rows = [{"query": f"what is {n}", "positive": docstrings[n]} for n in range(20)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["tuples", str(tmp_path / "pairs.jsonl"), "--tokenizer", str(tiny_tokenizer_path)]
+    prepare.run([*command, "--output", str(tmp_path / "shards"), "--query-prompt", "query: "])
+    values = values_of(tmp_path / "shards", teacher_folder, tmp_path / "store")
+    values["objective"] = {"name": "contrastive"}
+    values["data"] = {"shards": [str(tmp_path / "shards")], "query_max_length": 16, "passage_max_length": 32}
+    loaded(values, tmp_path)
+    with pytest.raises(ConfigError, match="were prepared with prompts, and stored vectors are found by a text without"):
+        teacher_vectors.main(["--config", str(tmp_path / "written.toml"), "--texts", str(tmp_path / "pairs.jsonl")])
+    assert not (tmp_path / "store").exists()
