@@ -110,9 +110,10 @@ def test_a_decoder_is_built_saved_and_started_from(
     values = recipe_values(tuple_shards, objective={"name": "contrastive"})
     model = {"config": DECODER, "ladder": LADDER, "pooling": "last", "direction": direction}
     recipe = loaded({**values, "model": model}, tmp_path)
-    parts = build_model(recipe, open_shards(recipe))
+    sources = open_shards(recipe)
+    parts = build_model(recipe, sources)
     assert parts.encoder.pooling == "last" and parts.encoder.backbone.training
-    settings = embedding_settings(recipe)
+    settings = embedding_settings(recipe, sources)
     assert settings.direction == direction
     write_model_folder(tmp_path / "model", parts.saved, tiny_tokenizer, settings, nn.ModuleDict())
     for source in (load_encoder(tmp_path / "model").backbone, AutoModel.from_pretrained(tmp_path / "model")):
