@@ -6,7 +6,7 @@ Each family is a tiny random model of its real class. Decoders are there twice, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -121,8 +121,17 @@ class Cell:
 BOTH: tuple[Direction, ...] = ("causal", "bidirectional")
 DECODER_CELLS = [Cell(family, direction) for family in DECODERS for direction in BOTH]
 CELLS = [*(Cell(family) for family in ENCODERS), *DECODER_CELLS]
-every_family = pytest.mark.parametrize("cell", CELLS, ids=str)
-every_decoder = pytest.mark.parametrize("cell", DECODER_CELLS, ids=str)
+# The families that differ most; the others are in the lane `full`.
+IN_THE_FAST_LANE = ("bert", "modernbert", "qwen3", "gemma3_text")
+
+
+def each_of(cells: Sequence[Cell]) -> pytest.MarkDecorator:
+    """Parametrises a test by `cell`."""
+    marks = {cell: () if cell.family in IN_THE_FAST_LANE else pytest.mark.full for cell in cells}
+    return pytest.mark.parametrize("cell", [pytest.param(cell, id=str(cell), marks=marks[cell]) for cell in cells])
+
+
+every_family, every_decoder = each_of(CELLS), each_of(DECODER_CELLS)
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +314,7 @@ def test_direction_is_what_was_asked(cell: Cell, folder_of: Callable[[Cell], Pat
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("cell", [c for c in DECODER_CELLS if NOT_PACKED.get(c.family) == "sliding"], ids=str)
+@each_of([cell for cell in DECODER_CELLS if NOT_PACKED.get(cell.family) == "sliding"])
 def test_windows_are_respected(cell: Cell, attention: str) -> None:
     """The first layer reads its window and no further; windows of padding alone give no NaN (transformers #45491)."""
     backbone = cell.build()
@@ -336,7 +345,7 @@ def test_windows_are_respected(cell: Cell, attention: str) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("cell", [c for c in DECODER_CELLS if c.direction == "causal"], ids=str)
+@each_of([cell for cell in DECODER_CELLS if cell.direction == "causal"])
 def test_the_last_layer_reads_only_the_last_tokens(cell: Cell, checkpointing: bool) -> None:
     """Values and gradients are those of the whole layer; the feed-forward ran for fewer rows."""
     ids, mask = batch()
