@@ -157,7 +157,7 @@ def _shape_of(recipe: Recipe, args: argparse.Namespace) -> Shape:
         )
     full = recipe.ladder.full
     values |= {"vocab_size": args.vocabulary} if args.vocabulary else {}
-    shape = Shape.of(values, said=said, hidden=full.dim, layers=full.layers)
+    shape = Shape.of(values, said=said, hidden=full.dim, layers=full.layers, direction=recipe.model.direction)
     if not shape.vocabulary:
         raise ConfigError(f"{said} does not say how many tokens its vocabulary has; give --vocabulary, such as 30522")
     width = recipe.model.output_dim or shape.hidden

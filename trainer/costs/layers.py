@@ -25,12 +25,21 @@ def kept_bytes(shape: Shape, *, width: float, drops: bool = True) -> float:
     """
     hidden, vectors = shape.hidden, shape.vectors
     queries, keys = shape.query_width, shape.key_width
-    elements = 2 * hidden + 2 * queries + 2 * keys + (4 if shape.gated else 2) * shape.inner
+    elements = 2 * hidden + 2 * queries + 2 * keys + _wide_states(shape) * shape.inner
     if shape.fused and shape.rotary:
         elements += queries + keys
     normed = vectors.layer_norms * hidden + (queries + keys if vectors.head_norms else 0)
     masks = 2 * hidden if drops and shape.drops else 0
     return elements * width + normed * _norm_bytes(shape, width) + masks
+
+
+def kept_for_the_feed_forward(shape: Shape, *, width: float) -> float:
+    """What of them is not kept of a token for which the feed-forward is not computed: its input and wide states."""
+    return (_wide_states(shape) * shape.inner + shape.hidden) * width
+
+
+def _wide_states(shape: Shape) -> int:
+    return 4 if shape.gated else 2
 
 
 def kept_by_a_norm(shape: Shape, *, width: float) -> float:

@@ -15,7 +15,7 @@ from typing import ClassVar
 from models.sizes import Size
 from trainer.config.schema import Recipe
 from trainer.costs.counts import FORWARD_AND_BACKWARD, Texts, encoder_flops, masked_flops
-from trainer.costs.layers import kept_by_a_norm, kept_bytes, moved_elements
+from trainer.costs.layers import kept_by_a_norm, kept_bytes, kept_for_the_feed_forward, moved_elements
 from trainer.costs.parameters import decoder_parameters, masked_head_parameters
 from trainer.costs.shapes import Shape
 
@@ -64,7 +64,7 @@ class ObjectiveCosts:
         return FORWARD_AND_BACKWARD + self.caches + self.recipe.train.activation_checkpointing
 
     def rows_read(self, texts: Texts) -> float:
-        """Tokens whose state after the last layer is read; in BERT its feed-forward is computed for them alone."""
+        """Tokens whose state after the last layer is read; most families compute its feed-forward for them alone."""
         return texts.count if self.recipe.model.pooling in ("cls", "last") else texts.tokens
 
     # --- operations --------------------------------------------------------------------------------------------------
@@ -130,12 +130,13 @@ class ObjectiveCosts:
         What a layer keeps is counted in trainer/costs/layers.py; 2h more elements a token are kept before and after the
         layers, and what the norm after the last layer keeps at every size, where there is one. width: bytes an element.
         """
-        hidden, inner = shape.hidden, shape.inner
+        hidden = shape.hidden
         layer = kept_bytes(shape, width=width, drops=drops)
         if self.recipe.train.activation_checkpointing:
             total = texts.tokens * (shape.layers * hidden * width + layer)
         else:
-            total = texts.tokens * shape.layers * layer - self._skipped(shape, texts) * (2 * inner + hidden) * width
+            total = texts.tokens * shape.layers * layer
+            total -= self._skipped(shape, texts) * kept_for_the_feed_forward(shape, width=width)
         if shape.vectors.final_norm:
             depths = len({size.layers for size in self.sizes})
             total += texts.tokens * depths * kept_by_a_norm(shape, width=width)

@@ -115,13 +115,23 @@ class Shape:
         return self.reaches[layer] if self.reaches else None
 
     @classmethod
-    def of(cls, config: object, *, said: str = "the model's config", hidden: int = 0, layers: int = 0) -> Shape:
+    def of(
+        cls,
+        config: object,
+        *,
+        said: str = "the model's config",
+        hidden: int = 0,
+        layers: int = 0,
+        direction: str = "",
+    ) -> Shape:
         """The shape that a config says: a config of transformers, or what a config.json holds.
 
         said: what an error calls it. hidden, layers: where it does not say them. The vocabulary is 0 if it is not said.
-        Raises ConfigError for a number that no model has.
+        direction: of a decoder, in place of the config's, "causal" or "bidirectional" (models/direction.py). Raises
+        ConfigError for a number that no model has.
         """
-        return _shape_of(_Config(_values_of(config), said), hidden, layers)
+        values = _values_of(config)
+        return _shape_of(_Config(values | _directed(values, direction) if direction else values, said), hidden, layers)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -141,6 +151,7 @@ class _Family:
     head_width: int = 0
     token_types: int = 2
     relative_positions: int = 0
+    switch: bool = False  # the config's use_bidirectional_attention says the direction
     full_every: int = 0  # each so-manieth layer attends to whole texts where the others have windows
     first_is_full: bool = False  # counted from the first layer, not from its end
     reads_rows: bool = False
@@ -169,6 +180,7 @@ _FAMILIES = {
         head_norms=True,
         wide_norms=True,
         head_width=256,
+        switch=True,
         full_every=6,
         reads_rows=True,
     ),
@@ -184,15 +196,18 @@ _NAMES = {
 _OF_TRANSFORMERS = (*_NAMES, "vocab_size")
 
 
+def _family_of(values: Mapping[str, Any]) -> _Family:
+    return _FAMILIES.get(str(values.get("model_type") or ""), _Family())
+
+
 @dataclass(frozen=True)
 class _Config:
-    values: Mapping[str, Any]
+    values: dict[str, Any]
     said: str
 
     @property
     def family(self) -> _Family:
-        name = str(self.values.get("model_type") or "")
-        return _FAMILIES.get(name, _Family())
+        return _family_of(self.values)
 
     def number(self, name: str, default: int, *, optional: bool = False, most: int = _MOST) -> int:
         """A whole number from 1 on. optional: null is the default, too."""
@@ -210,9 +225,16 @@ class _Config:
         return default if value is None else bool(value)
 
 
-def _values_of(config: object) -> Mapping[str, Any]:
+def _directed(values: dict[str, Any], direction: str) -> dict[str, Any]:
+    """What a config says of a decoder that reads in this direction."""
+    if _family_of(values).switch:
+        return {"use_bidirectional_attention": direction == "bidirectional"}
+    return {"is_causal": direction == "causal"}
+
+
+def _values_of(config: object) -> dict[str, Any]:
     if isinstance(config, Mapping):
-        return config
+        return dict(config)
     values: dict[str, Any] = config.to_dict()  # type: ignore[attr-defined]  # a config of transformers
     # By transformers' own names, which the config maps to its family's.
     return values | {name: getattr(config, name) for name in _OF_TRANSFORMERS if hasattr(config, name)}
@@ -261,17 +283,18 @@ def _count(config: _Config, name: str, default: int) -> int:
 
 def _like_llama(shape: Shape, config: _Config, family: _Family) -> Shape:
     """Rotary positions, RMS norms before attention and before a gated feed-forward."""
-    bidirectional = config.flag("use_bidirectional_attention")
+    switched = family.switch and config.flag("use_bidirectional_attention")
+    causal = config.flag("is_causal", family.causal) and not switched
     bias = config.flag("attention_bias")
-    # Gemma 3, made bidirectional, splits its window into a half before and a half after the token.
+    # A causal window counts the token itself. One in both directions does not, on either side; Gemma 3 halves it.
     window = config.number("sliding_window", 0, optional=True)
-    reach = (window // 2 if bidirectional else window - 1) if window else None
+    reach = (window // 2 if switched else window - causal) if window else None
     return replace(
         shape,
         key_heads=config.number("num_key_value_heads", 0, optional=True),
         gated=True,
         fused=family.fused,
-        causal=config.flag("is_causal", family.causal and not bidirectional),
+        causal=causal,
         reaches=_reaches(config, family, shape.layers, reach),
         rotary=True,
         token_types=0,

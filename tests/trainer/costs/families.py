@@ -36,6 +36,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text, bidirectional": _WINDOWED
     | {"model_type": "gemma3_text", "sliding_window_pattern": 2, "use_bidirectional_attention": True},
     "phi3": _WINDOWED | {"head_dim": 12},
+    # In both directions by what transformers reads for any family.
+    "qwen3, bidirectional": _GROUPED | {"model_type": "qwen3", "is_causal": False},
+    "mistral, bidirectional": _WINDOWED | {"model_type": "mistral", "is_causal": False},
+    "gemma2, bidirectional": _WINDOWED | {"model_type": "gemma2", "is_causal": False},
 }
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from data.ground.errors import ConfigError
+from models.choices import Direction
+from models.direction import with_direction
 from models.encoder import Encoder
 from tests.trainer.costs.families import FAMILIES, config_of, ids_of, model_of
 from trainer.costs import flops
@@ -79,6 +81,17 @@ def test_what_is_masked_is_known() -> None:
     assert shapes["gemma3_text"].reaches == (5, 5, None, 5)
     assert shapes["gemma3_text, bidirectional"].reaches == (3, None, 3, None)
     assert shapes["llama"].reaches == () == shapes["qwen3"].reaches
+    assert shapes["mistral, bidirectional"].reaches == (6, 6, 6, 6)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gemma3_text"])
+def test_the_recipes_direction_is_that_of_the_model(name: str) -> None:
+    """As the trainer tells it to the model (models/direction.py)."""
+    values = json.loads(config_of(name).to_json_string(use_diff=False))
+    for direction in get_args(Direction):
+        expected = Shape.of(with_direction(config_of(name), direction))
+        assert Shape.of(values, direction=direction) == expected
+        assert expected.causal is (direction == "causal")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
