@@ -50,7 +50,8 @@ def pool(hidden: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tensor:
         order = torch.arange(1, length + 1, device=hidden.device, dtype=torch.int32)
         order = order if pooling == "last" else length + 1 - order
         wanted = (attention_mask.to(torch.int32) * order).argmax(1)
-        return hidden[torch.arange(len(hidden), device=hidden.device), wanted]
+        # Of the shape, because len() would fix the number of texts in an exported graph.
+        return hidden[torch.arange(hidden.shape[0], device=hidden.device), wanted]
     weights = attention_mask.to(torch.float32)
     if pooling == "weighted_mean":
         weights = weights * weights.cumsum(1)
