@@ -4,7 +4,7 @@
 # Tests run in three lanes, each of which contains the one before it (CONTRIBUTING.md):
 #   make test-fast   no process is started: 3 minutes on two plain cores
 #   make test        and those that start processes, and one real launch of each kind: 9
-#   make test-all    and the products, each stage, recipe, kill and host: some 30 minutes more
+#   make test-all    and the products, each stage, recipe, kill and host: some 35 minutes more
 # ARGS="-k srl" gives pytest more to go by, WORKERS=8 uses more cores, WORKERS=0 one process.
 PYTHON ?= python3
 WORKERS ?= 2
