@@ -10,13 +10,14 @@ import copy
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tomli_w
 import torch
 
-from data.collate import PairBatch, Texts
+from data.collate import PairBatch, TextBatch, Texts
 from data.ground.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.reference import naive_guide
@@ -25,6 +26,7 @@ from tests.trainer.support import float32_ds_config, loaded, recipe_of, recipe_v
 from trainer.build import build_model, open_shards, open_stream
 from trainer.objectives import guide as guides
 from trainer.objectives.guide import cut
+from trainer.objectives.teacher import LiveTeacher
 
 FILTERS = {"filter_false_negatives": True, "filter_by": "guide"}
 CPU = torch.device("cpu")
@@ -78,6 +80,20 @@ def test_texts_are_cut_before_their_end() -> None:
     assert prompted is not None and prompted.tolist() == [1, 3, 1]
     longer = cut(texts, 4, closing=2)
     assert longer.tokens.tolist() == [2, 5, 3, 2, 6, 8, 3, 2, 3]
+
+
+@pytest.mark.parametrize(("closing", "expected"), [(0, [2, 6, 7, 8]), (1, [2, 6, 7, 3]), (2, [2, 6, 8, 3])])
+def test_a_teacher_of_documents_cuts_them_before_what_ends_them(closing: int, expected: list[int]) -> None:
+    read: list[list[int]] = []
+
+    def embed(texts: Texts, **_: Any) -> torch.Tensor:
+        read.append(texts.tokens.tolist())
+        return torch.ones(len(texts), 2)
+
+    frozen: Any = SimpleNamespace(passage_max_length=4, closing=closing, similarity="cosine", embed=embed)
+    batch = TextBatch(Texts(torch.tensor([2, 6, 7, 8, 3]), torch.tensor([0, 5])), torch.zeros(1), torch.zeros(1))
+    LiveTeacher(frozen).vectors(batch, device=CPU, heartbeat=lambda phase: None)
+    assert read == [expected]
 
 
 def test_it_is_no_part_of_what_trains(values: Values) -> None:
