@@ -85,7 +85,7 @@ def truncate_layers(backbone: PreTrainedModel, num_layers: int) -> PreTrainedMod
 
 
 def cut_values(config: PretrainedConfig, num_layers: int) -> dict[str, Any]:
-    """What a configuration says differently of a model of fewer layers.
+    """The values of a configuration that change when the model is cut to its first `num_layers` layers.
 
     Lists with an entry for each layer (ModernBERT's and Gemma's layer_types, SmolLM's no_rope_layers) are cut, because
     a list of the old length could not be loaded. max_window_layers (Qwen) is the first layer with a window.

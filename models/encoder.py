@@ -253,7 +253,7 @@ def _values_of(config: Mapping[str, Any], vocab_size: int, pad_token_id: int) ->
 
 
 def untrained_family(config: Mapping[str, Any]) -> PretrainedConfig:
-    """The configuration that transformers has by default for the family of an untrained model."""
+    """The default configuration in transformers of the family that `config` names by its `model_type`."""
     family = config.get("model_type")
     if family is None:
         raise ModelError('model.config lacks model_type; name the family, for example model_type = "bert"')

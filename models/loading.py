@@ -129,7 +129,7 @@ def _in_direction(config: PretrainedConfig, direction: Direction | None, thing: 
 
 
 def load_config(source: str | Path) -> PretrainedConfig:
-    """The configuration of a folder or a hub name, checked to be that of a supported encoder or decoder.
+    """Load the configuration of a folder or a hub name, and refuse it unless its family is supported.
 
     Raises:
         ModelError: there is no configuration, or it is not that of a supported model.

@@ -26,7 +26,7 @@ from tests.launcher import launch, run_process
 from tests.run_folder import steps_of, weights
 from tests.trainer.support import float32_ds_config, recipe_values
 from trainer import evaluate
-from trainer.evaluation.encoding.encode import encoding_of
+from trainer.evaluation.encoding.encode import embedder_of
 
 pytestmark = pytest.mark.launch
 
@@ -116,7 +116,7 @@ def test_its_export_loads_and_gives_its_vectors(tuned: Path, tmp_path: Path) -> 
     settings, texts = EmbeddingSettings.load(tuned / "model"), made_up_texts(5)
     assert settings is not None and [str(size) for size in settings.sizes] == SIZES
     encoder, tokenizer = load_encoder(tuned / "model"), AutoTokenizer.from_pretrained(tuned / "model")
-    encode = encoding_of(encoder, tokenizer, list(settings.sizes), device="cpu")
+    encode = embedder_of(encoder, tokenizer, list(settings.sizes), device="cpu")
     ours = encode(texts, similarity=settings.similarity, max_length=settings.passage_max_length)
     for size, vectors in ours.items():
         exported = SentenceTransformer(str(tmp_path / settings.sizes.name(size)), device="cpu")

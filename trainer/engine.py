@@ -117,10 +117,11 @@ class _Asked(dict[str, Any]):
 
 
 def checked_ds_config(recipe: Recipe) -> dict[str, Any]:
-    """Read a run's engine configuration and check it with DeepSpeed's own classes, before anything is written.
+    """Read the engine configuration of a run, and check it with DeepSpeed's own classes.
 
-    A run reads the file only here, so that what it checks, compares between ranks, trains with and writes down is the
-    same. DeepSpeed ignores top-level keys that its classes do not know, so such keys are refused here.
+    This is done before the run writes anything. Only this function reads the file, so that the run checks, compares
+    between ranks, trains with and writes down the same values. DeepSpeed ignores top-level keys that its classes do not
+    know, so such keys are refused here.
     """
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -360,7 +361,7 @@ class Engine:
         return address.start, address.start + address.numel
 
     def _view(self, fragment: Fragment) -> Tensor:
-        """A view of a fragment in the memory that holds it, at stages 0 to 2; float32 [stop - start]."""
+        """A float32 view [stop - start] of the fragment's values where the engine keeps them. For stages 0 to 2."""
         parameter = self._trained[fragment.name]
         if self.stage == 0:
             whole = parameter if fragment.kind == MASTER else self._inner.state[parameter][fragment.kind]

@@ -41,7 +41,7 @@ from models.settings import EmbeddingSettings
 from models.sizes import Size
 from trainer.evaluation import arguments
 from trainer.evaluation.arguments import Command
-from trainer.evaluation.encoding.encode import EncodeTexts, encoding_of
+from trainer.evaluation.encoding.encode import EncodeTexts, embedder_of
 from trainer.evaluation.latency import measure_costs
 from trainer.evaluation.quantised import (
     Row,
@@ -249,7 +249,7 @@ def _quantised(args: argparse.Namespace) -> int:
 def _encoding(
     args: argparse.Namespace, encoder: Encoder, tokenizer: PreTrainedTokenizerBase, sizes: Sequence[Size]
 ) -> Callable[..., Mapping[Size, np.ndarray]]:
-    return encoding_of(
+    return embedder_of(
         encoder,
         tokenizer,
         sizes,

@@ -40,7 +40,7 @@ from data.ground.records import read_record
 from data.ground.whole_folder import check_place
 from data.passages import is_built
 from models.sizes import Size
-from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS, encoding_of
+from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS, embedder_of
 from trainer.evaluation.subject import check_sizes, choose_device, load_model, trained_settings
 from trainer.mining.mine import (
     IDENTITY,
@@ -121,7 +121,7 @@ def load_miner(args: argparse.Namespace) -> tuple[Miner, dict[str, Any]]:
         raise ConfigError(f"--rerank {large} is no larger than --size {small}, which searches; exchange them")
     device = str(choose_device(args.device))
     sizes = list(dict.fromkeys([small, large]))
-    run = encoding_of(encoder, tokenizer, sizes, device=device, batch_tokens=args.batch_tokens)
+    run = embedder_of(encoder, tokenizer, sizes, device=device, batch_tokens=args.batch_tokens)
 
     def encode_side(texts: Sequence[str], queries: bool) -> Mapping[Size, np.ndarray]:
         return run(

@@ -31,7 +31,7 @@ from data.ground.files import describe_os_error, write_atomically
 from data.ground.options import settings_among
 from data.ground.secrets import without_secrets
 from data.stream import Stream
-from models.encoder import EmbeddingSettings
+from models.settings import EmbeddingSettings
 from trainer.agreement import check_agreement, frozen_fingerprint, versions
 from trainer.build import ModelParts, build_model, build_objective, check_shared_memory, open_shards, open_stream
 from trainer.checkpoint import Checkpointer, SavedCheckpoint, Saves

@@ -38,7 +38,7 @@ from data.tokens import frame_of, load_tokenizer, prompt_ids, tokenizer_fingerpr
 from trainer.config.load import load_recipe
 from trainer.config.schema import Recipe
 from trainer.distributed import World, gather_objects, join
-from trainer.evaluation.encoding.encode import encoding_of
+from trainer.evaluation.encoding.encode import embedder_of
 from trainer.evaluation.search.vectors import weights_digest
 from trainer.evaluation.subject import choose_device, load_model
 from trainer.objectives.vector_store import StoreRecord, keys_path, read_store_record, write_block, write_store_record
@@ -107,7 +107,7 @@ def store_vectors(recipe: Recipe, units: Sequence[InputSplit], world: World) -> 
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     ids_of = TextEncoder(tokenizer.backend_tokenizer, np.dtype(np.int32))
-    vectors_of = encoding_of(encoder, teachers, [full], device=world.device)
+    vectors_of = embedder_of(encoder, teachers, [full], device=world.device)
     blocks = 0
     with tqdm(unit="text", desc="teacher", disable=not (world.is_main and sys.stderr.isatty())) as bar:
         for number, (texts, is_query) in enumerate(_blocks(units)):

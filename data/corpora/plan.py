@@ -75,8 +75,8 @@ def plan_documents(
 ) -> list[InputSplit]:
     """Cut files, globs, folders and hub data sets into input splits of documents.
 
-    The first `skip` records of the first input split are left out, to evaluate on them, say; `source.limit` counts the
-    records after them. Files in the folder `output` are no inputs.
+    The first `skip` records of the first input split are left out, for example to evaluate on them, and `source.limit`
+    counts only the records after them. Files in the folder `output` are no inputs.
     """
     if layout.text_split not in TEXT_SPLITS:
         raise DataError(f"text split {layout.text_split!r} is unknown; use one of {', '.join(TEXT_SPLITS)}")

@@ -94,24 +94,24 @@ def prepare_shards(arguments: argparse.Namespace) -> None:
         backend["truncation"] = backend["padding"] = None
         tokenizer_file = scratch / "tokenizer.json"
         tokenizer_file.write_text(json.dumps(backend, ensure_ascii=False), encoding="utf-8")
+        prompts = Prompts(query=options.get("query_prompt", ""), passage=options.get("passage_prompt", ""))
         jobs = [
             Job(
                 number=number,
-                input_split=input_split,
+                input_split=input_splits[number],
                 kind=kind,
                 output=str(output),
                 tokenizer_file=str(tokenizer_file),
                 vocabulary_size=size,
-                graded=input_split.graded,
+                graded=input_splits[number].graded,
                 settings=settings,
                 seed=arguments.seed,
                 shard_bytes=arguments.shard_megabytes * 2**20,
                 chunk_samples=arguments.chunk_samples,
-                query_prompt=getattr(arguments, "query_prompt", ""),
-                passage_prompt=getattr(arguments, "passage_prompt", ""),
+                query_prompt=prompts.query,
+                passage_prompt=prompts.passage,
             )
-            for number, input_split in enumerate(input_splits)
-            if number in unfinished
+            for number in unfinished
         ]
         if len(jobs) < len(input_splits):
             logger.warning(
@@ -125,7 +125,7 @@ def prepare_shards(arguments: argparse.Namespace) -> None:
             tokenizer=tokenizer,
             name=str(arguments.tokenizer),
             appended=arguments.append_token,
-            prompts=Prompts(query=options.get("query_prompt", ""), passage=options.get("passage_prompt", "")),
+            prompts=prompts,
         )
     seconds = time.monotonic() - started
     _say(

@@ -166,20 +166,22 @@ class ShardFolder:
     def check_model_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> None:
         """Refuse the tokenizer of a model that cannot be trained on these shards.
 
-        It must give every text the ids that the shards hold. It must also have their frame, or the frame to which the
-        preparation appended a token on purpose: the model then learns the new frame, and is saved with the shards'
-        tokenizer.
+        The tokenizer must give every text the ids that the shards hold, and put it into the same frame. If the
+        preparation appended a token, the tokenizer's frame may also be the one without that token. The model then
+        learns the frame with it, and is saved with the shards' tokenizer.
         """
-        if self.reads_alike(tokenizer):
+        if tokenizer_fingerprint(tokenizer) == self.manifest.tokenizer["fingerprint"]:
             return
         own = load_tokenizer(self.tokenizer_path)
         if ids_fingerprint(tokenizer) != ids_fingerprint(own):
             self.check_tokenizer(tokenizer)
-        (before, after), (own_before, own_after) = frame_of(tokenizer), frame_of(own)
+        frame, own_frame = frame_of(tokenizer), frame_of(own)
         appended = self.manifest.frame.appended if self.manifest.frame is not None else ""
-        if appended and (before, (*after, own.convert_tokens_to_ids(appended))) == (own_before, own_after):
+        if frame == own_frame or (
+            appended and (frame.before, (*frame.after, own.convert_tokens_to_ids(appended))) == own_frame
+        ):
             return
-        texts = [_framed(*map(own.convert_ids_to_tokens, map(list, frame_of(each)))) for each in (tokenizer, own)]
+        texts = [_framed(*map(own.convert_ids_to_tokens, map(list, each))) for each in (frame, own_frame)]
         raise DataError(
             f"tokenizer {tokenizer.name_or_path!r} makes {texts[0]} of a text, and the shards in {self.path} are for "
             f"{texts[1]}; make the shards again with the model's own tokenizer (--append-token adds a closing token)"

@@ -34,7 +34,7 @@ from models.encoder import build_masked_lm, load_encoder
 from models.settings import EmbeddingSettings
 from models.sizes import Ladder
 from tests.benchmarks.support import SHARED, Figures
-from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS, encoding_of
+from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS, embedder_of
 from trainer.evaluation.tasks.retrieval import load_beir
 from trainer.exporting.sizes import export_sizes
 
@@ -102,7 +102,7 @@ def main() -> None:
         folders = export_sizes(folder / "model", folder / "export")
         load = partial(SentenceTransformer, device="cpu")
         peers: list[Any] = [load(str(folders[ladder.name(size)])) for size in ladder]
-        encode = encoding_of(
+        encode = embedder_of(
             load_encoder(folder / "model"), tokenizer, list(ladder), device="cpu", batch_tokens=args.batch_tokens
         )
 

@@ -50,7 +50,7 @@ from trainer.config.schema import Recipe
 from trainer.costs.flops import Shape
 from trainer.distributed import start
 from trainer.engine import Engine, read_ds_config
-from trainer.evaluation.encoding.encode import _text_encoder, encoding_of
+from trainer.evaluation.encoding.encode import _text_encoder, embedder_of
 from trainer.objectives.contrastive import contrastive
 from trainer.objectives.materials import Materials
 from trainer.objectives.size_schedules import build_schedule
@@ -251,7 +251,7 @@ def main() -> None:
 
         texts = [text for found in pairs.values() for pair in found[: 50 if args.quick else None] for text in pair]
         texts = list(dict.fromkeys(texts))
-        encode = encoding_of(ours.encoder, tokenizer, [Size(1, DIMS[-1])], device="cpu")
+        encode = embedder_of(ours.encoder, tokenizer, [Size(1, DIMS[-1])], device="cpu")
 
         def encode_ours() -> None:
             _text_encoder.cache_clear()  # so that words are met for the first time

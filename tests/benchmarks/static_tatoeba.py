@@ -31,7 +31,7 @@ from models.quantisation import from_int8, int8_ranges, to_int8, to_signs
 from models.sizes import Size
 from models.static_embedding import StaticModel
 from tests.benchmarks.support import SHARED, write_figures
-from trainer.evaluation.encoding.encode import encoding_of
+from trainer.evaluation.encoding.encode import embedder_of
 from trainer.evaluation.quantised import with_int8_table
 from trainer.evaluation.tasks.sts import cosine_of_pairs, read_sts, spearman
 
@@ -78,7 +78,7 @@ Bits = Callable[[np.ndarray], np.ndarray]  # what becomes of vectors that were c
 
 def vectors_of(encoder: Encoder, folder: Path) -> Vectors:
     tokenizer, full = load_tokenizer(folder), Size(1, DIMS[-1])
-    encode = encoding_of(encoder, tokenizer, [full], device="cpu")
+    encode = embedder_of(encoder, tokenizer, [full], device="cpu")
     return lambda texts: encode(texts, similarity="dot", max_length=128)[full]
 
 

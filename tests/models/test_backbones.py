@@ -306,7 +306,7 @@ def test_direction_is_what_was_asked(cell: Cell, folder_of: Callable[[Cell], Pat
         for layer in range(1, LAYERS + 1):
             difference = (states[layer] - others[layer])[0, :3].abs().max()
             assert difference > 1e-3 if ahead else difference < 1e-6
-    # A recipe may turn a model round, and the other direction gives other vectors: the control of a forgotten mask.
+    # The negative control: in the other direction the vectors differ, which they would not if the mask were forgotten.
     other: Direction = "causal" if ahead else "bidirectional"
     turned = load_encoder(folder_of(cell), direction=other)
     assert looks_ahead(turned.backbone) != ahead

@@ -20,7 +20,7 @@ from models.encoder import load_encoder, load_masked_lm
 from models.sentence_transformers import read_sentence_model
 from models.settings import EmbeddingSettings
 from models.sizes import ModelError
-from trainer.evaluation.encoding.encode import encoding_of
+from trainer.evaluation.encoding.encode import embedder_of
 from trainer.evaluation.subject import load_model
 
 sentence_transformers = pytest.importorskip("sentence_transformers", reason="needs the package sentence-transformers")
@@ -118,7 +118,7 @@ def our_vectors(folder: Path, texts: list[str], *, side: str = "query", **change
     encoder, tokenizer, settings = load_model(folder, **changes)
     assert settings is not None
     full = settings.sizes.full
-    return encoding_of(encoder, tokenizer, [full], device="cpu")(
+    return embedder_of(encoder, tokenizer, [full], device="cpu")(
         texts,
         similarity=settings.similarity,
         max_length=getattr(settings, f"{side}_max_length"),

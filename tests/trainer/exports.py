@@ -13,7 +13,7 @@ from models.encoder import build_masked_lm, load_encoder
 from models.heads import save_heads
 from models.settings import EmbeddingSettings
 from models.sizes import Size
-from trainer.evaluation.encoding.encode import encoding_of
+from trainer.evaluation.encoding.encode import embedder_of
 
 LADDER = ((1, 8), (2, 12), (4, 32))
 CONFIGS = {
@@ -73,5 +73,5 @@ def our_vectors(
     encoder = load_encoder(model)
     settings = EmbeddingSettings.load(model)
     assert settings is not None
-    encode = encoding_of(encoder, AutoTokenizer.from_pretrained(model), sizes, device="cpu")
+    encode = embedder_of(encoder, AutoTokenizer.from_pretrained(model), sizes, device="cpu")
     return encode(texts, similarity=settings.similarity, max_length=max_length, prompt=prompt)

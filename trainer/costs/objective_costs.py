@@ -118,8 +118,8 @@ class ObjectiveCosts:
     def moved_bytes(self, shape: Shape, texts: Texts, *, guide: Shape | None = None) -> float:
         """Bytes that elementwise kernels and softmax move through a GPU's memory.
 
-        Matrix products and the optimizer are not counted. A layer's backward pass moves twice as much as its forward
-        pass (trainer/costs/layers.py).
+        Matrix products and the optimizer are not counted. trainer/costs/layers.py counts the forward pass of a layer;
+        its backward pass is taken to move twice as many bytes.
         """
         total = _forward_bytes(shape, texts) * self.encoder_passes
         return total if guide is None else total + _forward_bytes(guide, texts)

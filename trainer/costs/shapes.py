@@ -56,7 +56,7 @@ class Vectors:
 
 @dataclass(frozen=True)
 class Shape:
-    """The dimensions of an encoder or a decoder on which its costs depend. The defaults are BERT's."""
+    """The dimensions of an encoder or a decoder that determine its costs. The defaults are those of BERT."""
 
     hidden: int
     inner: int
@@ -68,7 +68,8 @@ class Shape:
     gated: bool = False  # a feed-forward of three matrices: down(activation(gate(x)) · up(x))
     fused: bool = False  # one matrix for queries, keys and values, and one for gate and up
     causal: bool = False  # a token sees none that come after it
-    # How many tokens before it (and after it, if not causal) a token sees, a layer each; None: all; empty: all, in all.
+    # For each layer, how many tokens a token sees before it, and after it if not causal. None means all of them. The
+    # empty tuple means all of them in every layer.
     reaches: tuple[int | None, ...] = ()
     positions: int = 512  # the longest text's, and rows of their table
     rotary: bool = False  # positions are computed, and have no table
@@ -152,7 +153,7 @@ class _Family:
     token_types: int = 2
     relative_positions: int = 0
     switch: bool = False  # the config's use_bidirectional_attention says the direction
-    full_every: int = 0  # each so-manieth layer attends to whole texts where the others have windows
+    full_every: int = 0  # the period of the layers that attend to whole texts where the others have windows
     first_is_full: bool = False  # counted from the first layer, not from its end
     reads_rows: bool = False
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from models.encoder import Encoder
 from models.settings import EmbeddingSettings
 from models.sizes import Size
-from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS, encoding_of
+from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS, embedder_of
 from trainer.evaluation.subject import check_sizes, load_model, trained_settings
 
 
@@ -75,7 +75,7 @@ class MtebModel:
             length = settings.query_max_length
         elif prompt_type == PromptType.document:
             length, prompt = settings.passage_max_length, settings.passage_prompt
-        run = encoding_of(
+        run = embedder_of(
             self._encoder, self._tokenizer, [self._size], device=self._device, batch_tokens=self._batch_tokens
         )
         return run(texts, similarity=settings.similarity, max_length=length, prompt=prompt)[self._size]

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from models.encoder import Encoder
 from models.heads import linear_head
 from models.sizes import Size
-from trainer.evaluation.encoding.encode import encoding_of
+from trainer.evaluation.encoding.encode import embedder_of
 
 RIDGES = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 FITTED_TEXTS, HELD_OUT_TEXTS = 6_500, 1_000
@@ -80,7 +80,7 @@ def depth_states(
     """Depth -> pooled states of the texts before any head, float32 [n, h]."""
     bare = Encoder(encoder.backbone, encoder.pooling)
     sizes = [Size(depth, encoder.hidden_size) for depth in depths]
-    found = encoding_of(bare, tokenizer, sizes, device=device)(
+    found = embedder_of(bare, tokenizer, sizes, device=device)(
         texts, similarity="dot", max_length=max_length, prompt=prompt
     )
     return {size.layers: torch.from_numpy(vectors) for size, vectors in found.items()}

@@ -36,7 +36,7 @@ from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from trainer.config.load import load_recipe
 from trainer.distributed import gather_objects, join
 from trainer.evaluation.encoding.across import Searched, SizePair, encoded_sizes
-from trainer.evaluation.encoding.encode import embedder_of, encoding_of
+from trainer.evaluation.encoding.encode import embedder_of
 from trainer.evaluation.latency import measure_costs
 from trainer.evaluation.results.output import results_content, write_json
 from trainer.evaluation.results.report import HEADLINE_METRICS, Record
@@ -280,7 +280,7 @@ def _whole_vectors(
 ) -> np.ndarray:
     """The whole model's unit vectors of texts, float32 [n, D]."""
     full = settings.sizes.full
-    vectors_of = encoding_of(encoder, tokenizer, [full], device=_device())
+    vectors_of = embedder_of(encoder, tokenizer, [full], device=_device())
     return vectors_of(texts, similarity="cosine", max_length=settings.passage_max_length, prompt=prompt)[full]
 
 

@@ -22,7 +22,7 @@ from tests.beir import write_beir
 from trainer.evaluate import main
 from trainer.evaluation import sizes_command
 from trainer.evaluation.encoding.across import SizePair, across_depths, encoded_sizes
-from trainer.evaluation.encoding.encode import encoder_forward, encoding_of
+from trainer.evaluation.encoding.encode import embedder_of, encoder_forward
 from trainer.evaluation.results.comparison import across_verdicts, compare, samples_of
 from trainer.evaluation.results.parts import Parts
 from trainer.evaluation.results.raw import RAW_FILE, RawResults, read_raw, shape_of, write_raw
@@ -84,7 +84,7 @@ def vectors(model: Path) -> Vectors:
     encoder, tokenizer = load_encoder(model), AutoTokenizer.from_pretrained(model)
 
     def vectors(texts: tuple[str, ...], size: Size, *, max_length: int, prompt: str, similarity: str) -> np.ndarray:
-        encode = encoding_of(encoder, tokenizer, [size], device="cpu")
+        encode = embedder_of(encoder, tokenizer, [size], device="cpu")
         return encode(texts, max_length=max_length, prompt=prompt, similarity=similarity)[size]
 
     return vectors

@@ -28,7 +28,6 @@ from trainer.evaluation.encoding.encode import (
     embedder_of,
     encode,
     encoder_forward,
-    encoding_of,
     token_batches,
 )
 from trainer.evaluation.results.report import (
@@ -154,7 +153,7 @@ def test_one_pass_serves_all_sizes_within_the_token_budget(
 def test_prompt_precedes_and_counts(
     encoder: Encoder, tiny_tokenizer: PreTrainedTokenizerFast, docstrings: list[str]
 ) -> None:
-    run = partial(encoding_of(encoder, tiny_tokenizer, SIZES, device="cpu"), similarity="dot", max_length=16)
+    run = partial(embedder_of(encoder, tiny_tokenizer, SIZES, device="cpu"), similarity="dot", max_length=16)
     with_prompt = run(docstrings[:4], prompt="return the ")
     by_hand = run(["return the " + text for text in docstrings[:4]])
     without = run(docstrings[:4])

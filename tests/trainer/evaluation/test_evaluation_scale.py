@@ -31,7 +31,7 @@ from tests.launcher import launch, run_process
 from tests.ranks import run_ranks
 from trainer import evaluate
 from trainer.distributed import free_port
-from trainer.evaluation.encoding.encode import encoding_of
+from trainer.evaluation.encoding.encode import embedder_of
 from trainer.evaluation.results.comparison import verdicts_of
 from trainer.evaluation.results.raw import BM25, read_raw
 from trainer.evaluation.results.significance import holm, paired_t_test
@@ -118,7 +118,7 @@ def test_a_size_is_cut_from_what_is_kept(
     encoder = load_encoder(model_folder)
 
     def run(sizes: Sequence[Size], similarity: str) -> dict[Size, np.ndarray]:
-        encode = encoding_of(encoder, tiny_tokenizer, sizes, device="cpu")
+        encode = embedder_of(encoder, tiny_tokenizer, sizes, device="cpu")
         return encode(texts, similarity=similarity, max_length=32)
 
     store = open_store(tmp_path / "s", rows=23, rows_per_block=10, sizes=grid, fingerprints=fingerprints())

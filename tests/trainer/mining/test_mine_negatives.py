@@ -27,7 +27,7 @@ from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
 from tests.beir import write_beir
 from trainer import mine_negatives as command
-from trainer.evaluation.encoding.encode import encoding_of
+from trainer.evaluation.encoding.encode import embedder_of
 from trainer.mine_negatives import main
 from trainer.mining import mine as mining
 from trainer.mining.mine import IDENTITY, REPORT, TUPLES, WORK
@@ -183,7 +183,7 @@ def run(pairs: Path, model: Path, output: Path, *more: str) -> list[dict[str, An
 
 
 def vectors(model: Path, texts: Sequence[str], size: Size) -> np.ndarray:
-    encode = encoding_of(load_encoder(model, pooling="mean"), load_tokenizer(model), [size], device="cpu")
+    encode = embedder_of(load_encoder(model, pooling="mean"), load_tokenizer(model), [size], device="cpu")
     return encode(texts, similarity="cosine", max_length=10**5)[size]
 
 

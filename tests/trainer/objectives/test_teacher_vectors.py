@@ -22,7 +22,7 @@ from data.stream import Sample
 from models.settings import EmbeddingSettings
 from tests.trainer.support import loaded, recipe_values
 from trainer import teacher_vectors
-from trainer.evaluation.encoding.encode import encoding_of
+from trainer.evaluation.encoding.encode import embedder_of
 from trainer.evaluation.subject import load_model
 from trainer.exporting.model_folder import write_model_folder
 from trainer.objectives.guide import Guide
@@ -106,7 +106,7 @@ def test_vectors_are_the_teachers_of_the_text_itself(
     encoder, tokenizer, settings = load_model(teacher_folder)
     assert settings is not None
     full = settings.sizes.full
-    expected = encoding_of(encoder, tokenizer, [full], device="cpu")(
+    expected = embedder_of(encoder, tokenizer, [full], device="cpu")(
         texts, similarity="cosine", max_length=40, prompt="text: "
     )[full]
     ids = [np.asarray(tiny_tokenizer.backend_tokenizer.encode(t, add_special_tokens=False).ids) for t in texts]

@@ -120,7 +120,7 @@ def test_the_command_leaves_a_model_of_every_size_and_a_table(resized: Path) -> 
 def test_what_is_exported_is_what_was_trained(resized: Path, docstrings: list[str]) -> None:
     from sentence_transformers import SentenceTransformer
 
-    from trainer.evaluation.encoding.encode import encoding_of
+    from trainer.evaluation.encoding.encode import embedder_of
 
     encoder, tokenizer, settings = load_model(resized / TRAINING / "model")
     assert settings is not None
@@ -128,7 +128,7 @@ def test_what_is_exported_is_what_was_trained(resized: Path, docstrings: list[st
         found = SentenceTransformer(str(resized / "export" / settings.sizes.name(size)), device="cpu").encode(
             docstrings[:5]
         )
-        expected = encoding_of(encoder, tokenizer, [size], device="cpu")(
+        expected = embedder_of(encoder, tokenizer, [size], device="cpu")(
             docstrings[:5], similarity="cosine", max_length=48, prompt=""
         )[size]
         np.testing.assert_allclose(found, expected, atol=2e-6)

@@ -88,6 +88,12 @@ class Embedder:
     progress: bool = False
     """Rank 0 shows a bar."""
 
+    def __call__(
+        self, texts: Sequence[str], *, similarity: str, max_length: int, prompt: str = ""
+    ) -> dict[Size, np.ndarray]:
+        """`encode` by this model."""
+        return encode(self, texts, similarity=similarity, max_length=max_length, prompt=prompt)
+
 
 def embedder_of(
     encoder: Encoder,
@@ -108,20 +114,6 @@ def embedder_of(
         batch_tokens=batch_tokens,
         progress=progress,
     )
-
-
-def encoding_of(
-    encoder: Encoder,
-    tokenizer: PreTrainedTokenizerBase,
-    sizes: Sequence[Size],
-    *,
-    device: torch.device | str,
-    batch_tokens: int = DEFAULT_BATCH_TOKENS,
-    progress: bool = False,
-) -> Callable[..., dict[Size, np.ndarray]]:
-    """`encode` with everything bound but the texts, `similarity`, `max_length` and `prompt`."""
-    embedder = embedder_of(encoder, tokenizer, sizes, device=device, batch_tokens=batch_tokens, progress=progress)
-    return functools.partial(encode, embedder)
 
 
 def encode(
