@@ -29,7 +29,7 @@ from tests.trainer.support import recipe_of
 from trainer import build, engine, run
 from trainer.config.kinds import kind_named
 from trainer.distributed import World, gather_counts, gather_rows, seed_step, start, sum_over_ranks
-from trainer.objectives import backward, contrastive, contrastive_terms, distillation, masked, teacher
+from trainer.objectives import backward, contrastive, distillation, infonce_terms, masked, teacher
 
 
 def main() -> None:
@@ -136,8 +136,8 @@ def _counted_bytes() -> Iterator[Counter[str]]:
 
     patch = unittest.mock.patch.object
     with (
-        patch(contrastive_terms, "gather_rows", watched(contrastive_terms.gather_rows, "gather")),
-        patch(contrastive_terms, "scatter_gradients", watched(contrastive_terms.scatter_gradients, "scatter")),
+        patch(infonce_terms, "gather_rows", watched(infonce_terms.gather_rows, "gather")),
+        patch(infonce_terms, "scatter_gradients", watched(infonce_terms.scatter_gradients, "scatter")),
         patch(dist, "all_gather", counting(dist.all_gather)),
         patch(dist, "reduce_scatter", counting(dist.reduce_scatter)),
     ):
@@ -154,14 +154,14 @@ def _broken(control: str) -> Iterator[None]:
         def own_rows(gradients: torch.Tensor, counts: list[int]) -> torch.Tensor:
             return gradients.split(list(counts))[dist.get_rank()].clone()
 
-        with patch(contrastive_terms, "scatter_gradients", own_rows), patch(teacher, "scatter_gradients", own_rows):
+        with patch(infonce_terms, "scatter_gradients", own_rows), patch(teacher, "scatter_gradients", own_rows):
             yield
     elif control == "full size's passages stay":  # what a detached index gives
 
         def nothing(gradient: torch.Tensor, unit: torch.Tensor, lengths: torch.Tensor) -> None:
             gradient.zero_()
 
-        with patch(contrastive_terms, "unnormalized_gradient_", nothing):
+        with patch(infonce_terms, "unnormalized_gradient_", nothing):
             yield
     elif control == "Gram matrices of one rank":  # what comparing a rank's own texts gives
 
@@ -180,7 +180,7 @@ def _broken(control: str) -> Iterator[None]:
             spread[begin : begin + len(rows)] = rows
             return spread
 
-        with patch(contrastive_terms, "gather_rows", own_hashes):
+        with patch(infonce_terms, "gather_rows", own_hashes):
             yield
     elif control == "no world size factor":  # the mean over ranks that data parallelism takes on its own
 

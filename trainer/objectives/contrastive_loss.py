@@ -14,19 +14,9 @@ from trainer.config.schema import Recipe
 from trainer.losses.tile_settings import MarginFilter, ScoreTeacher
 from trainer.losses.unit_vectors import normalize_, unnormalized_gradient_
 from trainer.objectives.backward import Passes
-from trainer.objectives.contrastive_terms import (
-    Asymmetric,
-    Compared,
-    CoordinateKL,
-    CoSENT,
-    GuideVectors,
-    InfoNCE,
-    Margins,
-    Negatives,
-    Taught,
-    Term,
-)
+from trainer.objectives.contrastive_terms import Compared, CoordinateKL, CoSENT, GuideVectors, Margins, Taught, Term
 from trainer.objectives.guide import Guide
+from trainer.objectives.infonce_terms import Asymmetric, InfoNCE, Negatives
 from trainer.objectives.size_schedules import SizePlan
 from trainer.objectives.teacher import Teaching
 
