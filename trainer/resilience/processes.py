@@ -7,6 +7,7 @@ epoch are computed, moves with it. Where there is no /proc, psutil's seconds sin
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -44,6 +45,31 @@ class Process:
         """Whether it still runs; False also for a process that has ended and for which its parent has not waited."""
         state = _state_of(self.pid)
         return state is not None and state[0] not in _ENDED and state[1] == self.started
+
+
+class ProcessorWaits:
+    """How long this process' threads wait for a processor that others use, by /proc/self/task/TID/schedstat.
+
+    A thread in a system call, as in a collective, does not count as waiting; one that computes and gets no processor
+    does.
+    """
+
+    def __init__(self) -> None:
+        self._seen = _nanoseconds_waited()
+
+    def since_last(self) -> float:
+        """Seconds since the last call that a thread waited, of the one that waited longest; 0 without /proc."""
+        seen, self._seen = self._seen, _nanoseconds_waited()
+        return max((waited - seen.get(thread, waited) for thread, waited in self._seen.items()), default=0) / 1e9
+
+
+def _nanoseconds_waited() -> dict[str, int]:
+    """Thread number -> nanoseconds that the thread was ready to run and had no processor."""
+    waited = {}
+    for path in (_PROC / "self" / "task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread has ended, or the kernel keeps no counts
+            waited[path.parent.name] = int(path.read_text().split()[1])
+    return waited
 
 
 def seconds_since_start(now: Callable[[], float] | None = None) -> float:

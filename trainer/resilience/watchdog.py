@@ -7,7 +7,8 @@ the process group's address, and reads the heartbeats of others. A verdict ends 
   checks all ranks, the others check rank 0);
 - no rank makes progress until a timeout, because some rank has not joined a collective (rank 0 checks). The timeout is
   `hang_seconds`, or three times the longest pause of this run's steps if that is longer. First steps, evaluations and
-  saves may take PATIENCE_SECONDS.
+  saves may take PATIENCE_SECONDS. Time in which a rank is ready to compute and other programs have the processors does
+  not count.
 A rank that is alone watches itself: it ends where a step makes no progress until the same timeout, by its own clock.
 Evaluations, saves and the run's beginning and end then have no timeout, because no other rank waits for them.
 The first verdict counts. It goes into the store; each rank prints it and leaves by `os._exit`, because its main thread
@@ -27,14 +28,14 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import psutil
 import torch.distributed as dist
 
 from data.ground.secrets import without_secrets
 from trainer.distributed import World, named_ranks
-from trainer.resilience.processes import Process
+from trainer.resilience.processes import Process, ProcessorWaits
 
 DIED_CODE = 1
 SILENT_SECONDS = 30.0
@@ -47,14 +48,29 @@ _FINISHED = "finished"
 _VERDICT = "verdict"
 
 
+class _State(NamedTuple):
+    """A rank's heartbeat. waited: seconds so far in which it was ready to compute and had no processor."""
+
+    count: int
+    progress: int
+    phase: str
+    step: int
+    patient: bool
+    waited: float
+
+
 @dataclass
 class _Seen:
-    """What was last seen of a rank. Times are of this process' clock, because the clocks of machines differ."""
+    """What was last seen of a rank. Times are of this process' clock, because the clocks of machines differ.
+
+    progress_at: when it made progress, plus what it has waited for a processor since.
+    """
 
     heartbeat: str
     beat_at: float
     progress: int
     progress_at: float
+    waited: float
 
 
 class Watchdog:
@@ -66,6 +82,7 @@ class Watchdog:
         self._hang_seconds = hang_seconds
         self._progress, self._phase, self._step, self._patient = 0, "start", 0, True
         self._beat_at, self._longest_pause = time.monotonic(), 0.0
+        self._waits, self._waited, self._waited_at_beat = ProcessorWaits(), 0.0, 0.0
         self._seen: dict[int, _Seen] = {}
         self._neighbours: dict[int, Process] = {}
         self._closed = threading.Event()
@@ -125,11 +142,12 @@ class Watchdog:
         if not self._patient:
             self._longest_pause = max(self._longest_pause, now - self._beat_at)
         self._progress, self._phase, self._beat_at = self._progress + 1, phase, now
+        self._waited_at_beat = self._waited
         self._step = self._step if step is None else step
         self._patient = self._patient if patient is None else patient
 
-    def _state(self, count: int) -> list[Any]:
-        return [count, self._progress, self._phase, self._step, self._patient]
+    def _state(self, count: int) -> _State:
+        return _State(count, self._progress, self._phase, self._step, self._patient, round(self._waited, 1))
 
     def _put(self, key: str, value: Any) -> None:
         self._store.set(key, json.dumps(value))
@@ -141,6 +159,7 @@ class Watchdog:
         count = 0
         while not self._closed.wait(HEARTBEAT_SECONDS):
             count += 1
+            self._waited += self._waits.since_last()
             try:
                 self._put(f"beat/{self._world.rank}", self._state(count))
                 if (verdict := self._look()) is not None and not self._closed.is_set():
@@ -155,8 +174,9 @@ class Watchdog:
                 self._leave(reason, DIED_CODE)
 
     def stuck(self, now: float) -> str | None:
-        """Why a rank that is alone should end, or None."""
-        phase, still = self._phase, now - self._beat_at
+        """Why a rank that is alone should end, or None. To be asked once a second."""
+        self._waited += self._waits.since_last()
+        phase, still = self._phase, now - self._beat_at - (self._waited - self._waited_at_beat)
         limit = max(self._hang_seconds, _PAUSES * self._longest_pause)
         if self._patient:
             # Among the phases that may take long, only the wait for loader workers can last for ever.
@@ -177,30 +197,32 @@ class Watchdog:
         states = {}
         for rank, heartbeat in zip(watched, self._store.multi_get([f"beat/{rank}" for rank in watched])):
             text = heartbeat.decode()
-            states[rank] = state = json.loads(text)
-            seen = self._seen.setdefault(rank, _Seen(text, now, state[1], now))
+            states[rank] = state = _State(*json.loads(text))
+            seen = self._seen.setdefault(rank, _Seen(text, now, state.progress, now, state.waited))
             if text != seen.heartbeat:
                 seen.heartbeat, seen.beat_at = text, now
-            if state[1] != seen.progress:
-                seen.progress, seen.progress_at = state[1], now
+            seen.progress_at += state.waited - seen.waited
+            seen.waited = state.waited
+            if state.progress != seen.progress:
+                seen.progress, seen.progress_at = state.progress, now
             silent = now - seen.beat_at
-            if silent > SILENT_SECONDS and state[2] != _FINISHED:
-                where = f"at {state[2]!r} of step {state[3]}"
+            if silent > SILENT_SECONDS and state.phase != _FINISHED:
+                where = f"at {state.phase!r} of step {state.step}"
                 return self._decide(f"rank {rank} gave no sign of life for {silent:.0f} s, last {where}", DIED_CODE)
         if self._world.is_main and self._hang_seconds:
             return self._hung(states, now)
         return None
 
-    def _hung(self, states: dict[int, list[Any]], now: float) -> tuple[str, int] | None:
+    def _hung(self, states: dict[int, _State], now: float) -> tuple[str, int] | None:
         still = now - max(seen.progress_at for seen in self._seen.values())
         limit = max(self._hang_seconds, _PAUSES * self._longest_pause)
-        if any(patient for *_, patient in states.values()):
+        if any(state.patient for state in states.values()):
             limit = max(limit, PATIENCE_SECONDS)
         if still <= limit:
             return None
         places: dict[str, list[int]] = {}
-        for rank, (_, _, phase, step, _) in states.items():
-            places.setdefault(f"{phase!r} of step {step}", []).append(rank)
+        for rank, state in states.items():
+            places.setdefault(f"{state.phase!r} of step {state.step}", []).append(rank)
         # The rank for which all others wait is usually in the phase that has the fewest ranks.
         rarest_first = sorted(places.items(), key=lambda item: len(item[1]))
         where = "; ".join(f"{named_ranks(ranks)} at {place}" for place, ranks in rarest_first) + _about_loaders(
@@ -212,7 +234,8 @@ class Watchdog:
         for rank, process in self._neighbours.items():
             if not process.lives:
                 try:
-                    *_, phase, step, _ = json.loads(self._store.get(f"beat/{rank}"))
+                    state = _State(*json.loads(self._store.get(f"beat/{rank}")))
+                    phase, step = state.phase, state.step
                 except (RuntimeError, OSError):
                     phase, step = "an unknown place", self._step
                 if phase != _FINISHED:

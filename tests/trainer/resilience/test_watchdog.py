@@ -14,6 +14,7 @@ import torch
 from tests import ROOT
 from trainer.distributed import World
 from trainer.resilience import watchdog
+from trainer.resilience.processes import ProcessorWaits
 from trainer.resilience.watchdog import NEXT_BATCH, PATIENCE_SECONDS, Watchdog
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -54,6 +55,44 @@ def test_three_of_the_longest_pauses_are_allowed(monkeypatch: pytest.MonkeyPatch
     now[0] += 20.0
     found.heartbeat("backward")
     assert found.stuck(now[0] + 59.0) is None and found.stuck(now[0] + 61.0) is not None
+
+
+class Starved:
+    """Waits for a processor: `seconds` since it was last asked."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def since_last(self) -> float:
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+@pytest.mark.parametrize(("starved", "ends"), [(0.0, True), (15.0, False)])
+def test_time_without_a_processor_does_not_count(starved: float, ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "ProcessorWaits", lambda: Starved(starved))
+    found, now = at("forward", patient=False), time.monotonic()
+    assert (found.stuck(now + 20.0) is not None) is ends
+    # What it waited before the last heartbeat excuses nothing afterwards.
+    found.heartbeat("backward")
+    assert found.stuck(now + 61.0) is not None
+
+
+@pytest.mark.processes
+def test_a_thread_that_gets_no_processor_is_seen_to_wait() -> None:
+    """Two busy threads of different processes share one processor; each has to wait for the other."""
+    spin = "import os, time\nos.sched_setaffinity(0, {%d})\nend = time.time() + 60\nwhile time.time() < end: pass"
+    before, processor = os.sched_getaffinity(0), min(os.sched_getaffinity(0))
+    with subprocess.Popen([sys.executable, "-c", spin % processor]) as other:
+        try:
+            os.sched_setaffinity(0, {processor})
+            waits, waited, end = ProcessorWaits(), 0.0, time.monotonic() + 60
+            while waited < 0.1 and time.monotonic() < end:
+                waited += waits.since_last()
+        finally:
+            other.kill()
+            os.sched_setaffinity(0, before)
+    assert waited >= 0.1
 
 
 @pytest.mark.processes
