@@ -17,6 +17,7 @@ from tests import ROOT
 from tests.needs import needed, own
 from tests.ranks import run_ranks
 from tests.run_folder import steps_of
+from tests.trainer.recipe_starts import QUERY_LENGTH, STARTS
 from trainer.config.load import load_recipe, read_toml
 from trainer.config.presets import preset_settings
 from trainer.config.read_keys import is_read
@@ -43,6 +44,7 @@ def launched(
     graded_shards,
     tiny_tokenizer,
     guide_folder,
+    docstrings,
 ) -> dict[str, Path]:
     """Recipe name -> run folder, those that are needed in one launch; "NAME-direct" without gradient caching."""
     wanted = needed(request)
@@ -90,6 +92,11 @@ def launched(
             overrides |= {"teacher.model": str(root / "backbone"), "teacher.pooling": "mean"}
         if values["objective"].get("sizes") == "one":
             overrides["objective.size"] = "2x16"
+        if (source := values["model"].get("source")) in STARTS and wanted & {path.stem, f"{path.stem}-direct"}:
+            (root / f"{path.stem}-start").mkdir()
+            start = STARTS[source](root / f"{path.stem}-start", docstrings[:200])
+            overrides |= {"model.source": str(start.model), "data.shards": [str(start.shards)]}
+            overrides["data.query_max_length"] = QUERY_LENGTH
         recipe = load_recipe(path, ["train.steps=2"])
         arguments = ["--config", str(path)]
         arguments += [
