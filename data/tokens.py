@@ -24,7 +24,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from data.ground.files import first_line, reading, refused_by
 from data.model_folders import transformer_folder
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # How byte-level BPE writes the white-space bytes: space, newline, tab, carriage return.
 BYTE_LEVEL_SPACES = ("Ġ", "Ċ", "ĉ", "č")
@@ -121,7 +121,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
     return Vocabulary(size, before, after, pad_id, tokenizer.mask_token_id, special_ids, continuation)
 
 
-def pad_id_of(tokenizer: PreTrainedTokenizerFast) -> int:
+def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id with which texts are padded: the tokenizer's own or, if it has none (Llama 3), that of a closing token.
 
     Nothing reads what stands at padding, so any id would do. Raises DataError if the tokenizer has no such token.
@@ -133,11 +133,11 @@ def pad_id_of(tokenizer: PreTrainedTokenizerFast) -> int:
     return pad_id
 
 
-def _padding(tokenizer: PreTrainedTokenizerFast) -> int | None:
+def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
     named = _first(tokenizer.pad_token_id, tokenizer.sep_token_id, tokenizer.eos_token_id)
     if named is not None:
         return named
-    before, after = frame_of(tokenizer)
+    before, after = frame_of(cast("PreTrainedTokenizerFast", tokenizer))
     return _first(*after[-1:], *before[:1])
 
 
