@@ -24,7 +24,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from data.ground.files import first_line, reading, refused_by
 from data.model_folders import transformer_folder
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # How byte-level BPE writes the white-space bytes: space, newline, tab, carriage return.
 BYTE_LEVEL_SPACES = ("Ġ", "Ċ", "ĉ", "č")
@@ -99,14 +99,9 @@ def frame_of(tokenizer: PreTrainedTokenizerFast) -> Frame:
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
-    """The vocabulary of a fast tokenizer; without a padding token, texts are padded with the one that ends them."""
+    """The vocabulary of a fast tokenizer."""
     before, after = frame_of(tokenizer)
-    own = tokenizer.pad_token_id, tokenizer.sep_token_id, tokenizer.eos_token_id
-    pad_id = _first(*own, *after[-1:], *before[:1])
-    if pad_id is None:
-        raise DataError(
-            f"tokenizer {tokenizer.name_or_path!r} has no padding token; add pad_token to its tokenizer_config.json"
-        )
+    pad_id = pad_id_of(tokenizer)
     ids = tokenizer.get_vocab()
     if max(ids.values(), default=0) > LARGEST_ID:
         raise DataError(
@@ -124,6 +119,26 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
     continuation[list(special_ids)] = False
     continuation.setflags(write=False)
     return Vocabulary(size, before, after, pad_id, tokenizer.mask_token_id, special_ids, continuation)
+
+
+def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id with which texts are padded: the tokenizer's own or, if it has none (Llama 3), that of a closing token.
+
+    Nothing reads what stands at padding, so any id would do. Raises DataError if the tokenizer has no such token.
+    """
+    if (pad_id := _padding(tokenizer)) is None:
+        raise DataError(
+            f"tokenizer {tokenizer.name_or_path!r} has no padding token; add pad_token to its tokenizer_config.json"
+        )
+    return pad_id
+
+
+def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    named = _first(tokenizer.pad_token_id, tokenizer.sep_token_id, tokenizer.eos_token_id)
+    if named is not None:
+        return named
+    before, after = frame_of(cast("PreTrainedTokenizerFast", tokenizer))
+    return _first(*after[-1:], *before[:1])
 
 
 def append_token(tokenizer: PreTrainedTokenizerFast, token: str) -> None:
@@ -201,7 +216,11 @@ def _digest_without(tokenizer: PreTrainedTokenizerFast, *parts: str) -> str:
 
 
 def load_tokenizer(name_or_folder: str | Path) -> PreTrainedTokenizerFast:
-    """Load a fast tokenizer from a folder or by its name on the hub."""
+    """Load a fast tokenizer from a folder or by its name on the hub.
+
+    If it has no padding token, its closing token becomes one (`pad_id_of`). Runs and exports save it so, because
+    sentence-transformers cannot pad without one.
+    """
     name = str(name_or_folder)
     folder = Path(name).expanduser()
     with reading(folder, what="tokenizer folder", hint=_SAVE_AGAIN):
@@ -240,6 +259,9 @@ def load_tokenizer(name_or_folder: str | Path) -> PreTrainedTokenizerFast:
             "give a folder, or download it first on a machine with network access"
         ) from error
     _require_fast(tokenizer)
+    # The token must be an added one: as a padding token, another would become that, and texts would get other ids.
+    if tokenizer.pad_token_id is None and (closing := _padding(tokenizer)) in tokenizer.added_tokens_decoder:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(closing)
     return tokenizer
 
 

@@ -33,7 +33,7 @@ from launch.scaling import (
     best_of_stage,
     recommended,
 )
-from launch.sources import config_of
+from launch.sources import config_of, frame_length
 from trainer.config.load import load_recipe
 from trainer.config.schema import Recipe
 from trainer.costs.objective_costs import costs_of
@@ -198,7 +198,8 @@ def _lengths(recipe: Recipe, args: argparse.Namespace) -> Lengths:
         most = getattr(longest, name)
         if value is not None and not 1 <= value <= most:
             raise ConfigError(f"--{name}-tokens {value} must lie between 1 and {most}, where the recipe cuts texts")
-    return dataclasses.replace(longest, **{name: value for name, value in given.items() if value is not None})
+    lengths = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(longest, **lengths, special=frame_length(recipe.data.shards))
 
 
 def _assumptions(args: argparse.Namespace) -> Assumptions:

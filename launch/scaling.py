@@ -22,7 +22,7 @@ from trainer.config.schema import Recipe
 from trainer.costs.counts import Texts
 from trainer.costs.layers import kernels, wide_gradients
 from trainer.costs.objective_costs import costs_of
-from trainer.costs.parameters import encoder_parameters, stem_parameters
+from trainer.costs.parameters import embedding_parameters, encoder_parameters, stem_parameters
 from trainer.costs.shapes import Shape
 
 STAGES = (0, 1, 2, 3)
@@ -157,8 +157,10 @@ class Model:
     def of(cls, recipe: Recipe, shape: Shape, *, guide: FrozenGuide | None = None) -> Model:
         if recipe.single_size is not None:
             shape = dataclasses.replace(shape, layers=recipe.single_size.layers)
-        sizes = encoder_parameters(shape) + costs_of(recipe).own_parameters(shape)
-        frozen, trained = recipe.model.frozen_layers, sizes
+        costs = costs_of(recipe)
+        heads = costs.head_parameters(shape)
+        sizes = encoder_parameters(shape) + costs.own_parameters(shape) + heads
+        frozen, trained = recipe.model.frozen_layers, sizes if costs.sends_back else heads
         if frozen:
             trained = sizes[len(stem_parameters(dataclasses.replace(shape, layers=frozen))) :]
         if rank := recipe.adapter_rank:  # on all linear layers of a block; fewer where lora_targets says so
@@ -178,11 +180,15 @@ class Model:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean tokens of a text, special tokens included. All texts are taken to be of mean length."""
+    """Mean tokens of a text, special tokens included. All texts are taken to be of mean length.
+
+    special: how many of them the tokenizer puts around a text.
+    """
 
     document: float
     query: float
     passage: float
+    special: int = 2
 
     @classmethod
     def longest(cls, recipe: Recipe) -> Lengths:
@@ -194,9 +200,11 @@ def texts_of(recipe: Recipe, samples: float, lengths: Lengths) -> Texts:
     """The texts of that many samples: documents, two spans each, or queries with their positive and hard negatives."""
 
     if recipe.reads_documents:
-        return Texts.alike(samples * (2 if recipe.pairs == "spans" else 1), lengths.document)
+        count = samples * (2 if recipe.pairs == "spans" else 1)
+        return Texts.alike(count, lengths.document, special=lengths.special)
+    queries = Texts.alike(samples, lengths.query, special=lengths.special)
     passages = samples * (1 + recipe.data.num_negatives)
-    return Texts.alike(samples, lengths.query) + Texts.alike(passages, lengths.passage)
+    return queries + Texts.alike(passages, lengths.passage, special=lengths.special)
 
 
 # --- memory ------------------------------------------------------------------------------------------------------
@@ -257,7 +265,7 @@ def memory_of(
         buckets=kept.bucket * BUCKET_ELEMENTS + costs.table_gradient_bytes(model.shape),
         activations=costs.activation_bytes(model.shape, micro, width=3.0 if autocast else 2.0)
         # Gradients alive inside the layer that is sent back.
-        + 2.0 * micro.tokens * wide_gradients(model.shape),
+        + (2.0 * micro.tokens * wide_gradients(model.shape) if costs.sends_back else 0.0),
         loss=loss,
         context=assumed.context_bytes,
     )
@@ -292,7 +300,7 @@ def collectives(
     backward; with gradient caching, whose first pass has no backward, three times a micro-batch. The objective's own
     modules then run in the second pass alone, which keeps their weights; the first fetches them ahead, for nothing. Of
     a large model a pass keeps only the last weights, whose backward begins within LIVE_ELEMENTS, and gathers the others
-    a second time.
+    a second time. Where no gradient flows through the encoder, its weights are gathered once a forward pass.
     """
     kept, costs = kept or STAGE_CONFIGS[stage], costs_of(recipe)
     times = micro_batches if kept.reduces_each_micro_batch else 1.0
@@ -302,8 +310,8 @@ def collectives(
     if stage in (1, 2):
         found.append(Collective("all_gather", kept.sent_weights * model.trained, 2))
     if stage == 3:
-        again = max(0.0, 1 - LIVE_ELEMENTS / 2 / model.divided) if model.divided else 0.0
-        gathers = micro_batches * (3 if costs.caches else 1 + again)
+        again = max(0.0, 1 - LIVE_ELEMENTS / 2 / model.divided) if model.divided and costs.sends_back else 0.0
+        gathers = micro_batches * (1 + again if not costs.caches else 3 if costs.sends_back else 2)
         own = sum(size for size in costs.own_parameters(model.shape) if size > PERSISTENT_ELEMENTS)
         elements = gathers * model.divided - (micro_batches * own if costs.caches else 0.0)
         # Parameters one by one, about a matrix a call.
@@ -361,9 +369,15 @@ class Prediction:
 
 
 def moved_bytes(recipe: Recipe, model: Model, texts: Texts, *, stage: int, ranks: int, micro_batches: float) -> float:
-    """Through the GPU's memory, by all that is no matrix product: objective, sums of gradients, optimizer."""
-    guide = model.guide.shape if model.guide is not None else None
-    total = costs_of(recipe).moved_bytes(model.shape, texts, guide=guide)
+    """Through the GPU's memory, by all that is no matrix product: objective, sums of gradients, optimizer.
+
+    Under stage 0's autocast every forward pass of a micro-batch reads the float32 weights, and writes them in bf16.
+    """
+    guide, costs = model.guide.shape if model.guide is not None else None, costs_of(recipe)
+    total = costs.moved_bytes(model.shape, texts, guide=guide)
+    if stage == 0:
+        matrices = model.parameters - sum(embedding_parameters(model.shape))
+        total += (4 + 2) * matrices * micro_batches * costs.forward_passes
     share = model.trained / (ranks if stage else 1)
     accumulation = (10 if stage == 1 else 12) * model.trained * micro_batches
     return total + accumulation + 30 * share  # Adam: weight, two moments, gradient, new weights

@@ -1,4 +1,4 @@
-"""What is known of the config.json of a model that a recipe names, before there is such a model. Torch-free.
+"""What is known of the model and the shards that a recipe names, before there are any. Torch-free.
 
 The model is one of launch/known_models.py; or a folder that exists; or the folder that another recipe's run will leave,
 `run.output` and `/model`, whose shape is that of the model which that recipe starts from.
@@ -7,7 +7,7 @@ The model is one of launch/known_models.py; or a folder that exists; or the fold
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ from data.ground.errors import ConfigError
 from launch.known_models import KNOWN
 from trainer.config.load import load_recipe, read_json_object
 from trainer.config.schema import Recipe
+
+# One token before a text and one after it, of which manifest.json then has no entry (data/shards/format.py).
+_USUAL_FRAME = 2
 
 
 def config_of(name: str, option: str, recipes: Path | None = None) -> tuple[dict[str, Any], str]:
@@ -69,3 +72,17 @@ def _model_of(path: Path) -> Path | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return Path(output) / "model" if isinstance(output, str) and output else None
+
+
+def frame_length(shards: Sequence[str]) -> int:
+    """How many tokens the shards' tokenizer puts around a text: two, unless a folder that is here says otherwise."""
+    path = next((path for folder in shards if (path := Path(folder) / "manifest.json").is_file()), None)
+    if path is None:
+        return _USUAL_FRAME
+    frame = read_json_object(path, "the shards'", hint="make the folder again with python -m data.prepare").get("frame")
+    if frame is None:
+        return _USUAL_FRAME
+    try:
+        return len(frame["before"]) + len(frame["after"])
+    except (TypeError, KeyError):
+        raise ConfigError(f"{path}: frame = {frame!r:.80} is none; make the folder again") from None

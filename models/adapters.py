@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.backbone import encoder_layers
+from models.backbone import encoder_layers, final_norm
 from models.sizes import ModelError
 
 if TYPE_CHECKING:
@@ -24,15 +24,22 @@ if TYPE_CHECKING:
 _NAME = "default"  # peft's name of a model's only adapter
 
 
+# The default covers a layer's attention and feed-forward if linear layers hold most of its weights.
+_MOST_WEIGHTS = 0.5
+
+
 def freeze_lower_layers(backbone: PreTrainedModel, num_layers: int) -> None:
-    """Freeze the embeddings and the first `num_layers` layers; 0: freeze nothing, not even the embeddings."""
+    """Freeze the first `num_layers` layers and all that is not of a layer: tables of tokens, positions and segments,
+    their norm, and what all layers share, such as relative positions. 0: freeze nothing, not even the embeddings.
+
+    The norm after the last layer trains.
+    """
     if num_layers == 0:
         return
-    table = backbone.get_input_embeddings()
-    # The module before the layers: word, position and segment tables and their norm.
-    stem = next(child for child in backbone.children() if any(module is table for module in child.modules()))
-    for part in (stem, *encoder_layers(backbone)[:num_layers]):
-        part.requires_grad_(False)
+    trained = [*encoder_layers(backbone)[num_layers:], final_norm(backbone)]
+    kept = {id(parameter) for part in trained if part is not None for parameter in part.parameters()}
+    for parameter in backbone.parameters():
+        parameter.requires_grad_(parameter.requires_grad and id(parameter) in kept)
 
 
 def add_adapters(
@@ -47,7 +54,12 @@ def add_adapters(
     """Insert trainable adapters into the backbone, in place, and freeze everything else; returns peft's wrapper of it.
 
     `targets`: name endings of linear layers ("query", "output.dense"); empty: all linear layers in the transformer
-    blocks. Layers below `first_layer` get no adapters.
+    blocks, which are the projections of attention and of the feed-forward. Layers below `first_layer` get no adapters.
+
+    Raises:
+        ModelError: a target is the name of no linear layer; or there are no targets, and most weights of the blocks are
+            in no linear layer, so that the default would leave out attention or the feed-forward.
+
     """
     try:
         from peft import LoraConfig, TaskType, get_peft_model
@@ -58,6 +70,8 @@ def add_adapters(
     blocks = encoder_layers(backbone)
     inside = {id(module) for block in blocks[first_layer:] for module in block.modules()}
     linear = [name for name, m in backbone.named_modules() if isinstance(m, nn.Linear) and id(m) in inside]
+    if not targets:
+        _check_default(backbone, blocks[-1])
     for target in targets:
         if not any(_ends_with(name, target) for name in linear):
             known = sorted({name.rpartition(".")[2] for name in linear})
@@ -79,6 +93,21 @@ def add_adapters(
     adapted = {name.partition(".lora_A.")[0] for name, _ in backbone.named_parameters() if ".lora_A." in name}
     assert adapted == set(chosen), f"peft adapted {sorted(adapted ^ set(chosen))} differently"
     return adapter
+
+
+def _check_default(backbone: PreTrainedModel, block: nn.Module) -> None:
+    """Refuse a family whose attention or feed-forward is made of something else than linear layers.
+
+    Such are the experts of a mixture, whose matrices are one parameter, and GPT-2's layers of transposed weights.
+    """
+    adapted = {id(module.weight) for module in block.modules() if isinstance(module, nn.Linear)}
+    others = {name: each.numel() for name, each in block.named_parameters() if id(each) not in adapted}
+    if sum(others.values()) > _MOST_WEIGHTS * sum(each.numel() for each in block.parameters()):
+        raise ModelError(
+            f"model.lora_targets is empty, and most weights of a layer of {type(backbone).__name__}, such as "
+            f"{max(others, key=lambda name: others[name])}, are in no linear layer and would get no adapter; name "
+            "linear layers, if it has some that are worth it, or train the weights (model.lora_rank = 0)"
+        )
 
 
 def _ends_with(name: str, target: str) -> bool:

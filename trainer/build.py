@@ -288,7 +288,7 @@ def _set_up_passes(recipe: Recipe, backbone: PreTrainedModel) -> None:
 def _freeze(recipe: Recipe, encoder: Encoder) -> None:
     """Leave trainable what model.frozen_layers and model.trains say."""
     freeze_lower_layers(encoder.backbone, recipe.model.frozen_layers)
-    if recipe.model.trains == "heads":
+    if recipe.trains_heads_alone:
         if not len(encoder.heads):
             raise ConfigError(
                 f'model.trains = "heads", and {recipe.model.source} has none; fit them first '

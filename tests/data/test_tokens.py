@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
 
 from data.ground.errors import DataError
-from data.tokens import load_tokenizer, prompt_ids, tokenizer_fingerprint, vocabulary_of
+from data.tokens import load_tokenizer, pad_id_of, prompt_ids, tokenizer_fingerprint, vocabulary_of
+from tests.data.frame_tokenizers import FRAMED
 
 
 def words_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[str]:
@@ -98,6 +99,20 @@ def test_a_tokenizer_without_any_token_to_pad_with_is_refused(docstrings):
     with pytest.raises(DataError, match="no padding token; add pad_token to its"):
         vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=backend))
     assert vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")).pad_id == 1
+
+
+def test_a_tokenizer_without_a_padding_token_pads_with_the_one_that_ends_texts(docstrings, tmp_path):
+    """As Llama 3. The ids of texts stay the same, and what is saved can be padded by other programs."""
+    backend = FRAMED["llama3"][0](docstrings[:50]).backend_tokenizer
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>").save_pretrained(tmp_path)
+    plain, tokenizer = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    assert plain.pad_token is None and tokenizer.pad_token == "</s>"
+    assert pad_id_of(plain) == pad_id_of(tokenizer) == vocabulary_of(plain).pad_id == tokenizer.eos_token_id
+    assert tokenizer_fingerprint(plain) == tokenizer_fingerprint(tokenizer)
+    assert plain(docstrings[:20]).input_ids == tokenizer(docstrings[:20]).input_ids
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert again.pad_token == "</s>" and tokenizer_fingerprint(again) == tokenizer_fingerprint(plain)
 
 
 def test_added_tokens_count_and_start_words(tiny_tokenizer_path):

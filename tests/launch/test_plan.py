@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from launch import plan, scaling
+from launch.known_models import KNOWN
 from launch.scaling import Collective, Model, Texts
 from models.encoder import build_masked_lm
+from models.heads import save_heads
 from models.masked_autoencoder import DecoderInputs
 from models.settings import EmbeddingSettings
 from tests import ROOT
@@ -31,6 +34,7 @@ from trainer import build
 from trainer.config.load import load_recipe
 from trainer.config.schema import Recipe
 from trainer.costs.objective_costs import costs_of
+from trainer.costs.parameters import embedding_parameters, encoder_parameters
 from trainer.costs.shapes import Shape
 from trainer.distributed import World
 from trainer.replay import PlainEngine
@@ -71,10 +75,21 @@ def wider_model(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
+@pytest.fixture(scope="module")
+def wider_heads(wider_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with linear maps of the depths below the last, as trainer.resize makes them."""
+    folder = tmp_path_factory.mktemp("heads")
+    for path in wider_model.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    shapes = {"weight": (256, 256), "bias": (256,)}
+    save_heads({f"{depth}.{name}": torch.rand(shape) for depth in (1, 2) for name, shape in shapes.items()}, folder)
+    return folder
+
+
 RECOMPUTED = pytest.param({"activation_checkpointing": True}, marks=pytest.mark.full, id="recomputed")
 
 
-@pytest.mark.parametrize("name", ["masked", "enhanced", "spans", "contrastive", "guided", "adapted", "frozen"])
+@pytest.mark.parametrize("name", ["masked", "enhanced", "spans", "contrastive", "guided", "adapted", "frozen", "heads"])
 @pytest.mark.parametrize("changes", [{}, RECOMPUTED])
 def test_products_are_those_computed(
     name: str,
@@ -83,9 +98,10 @@ def test_products_are_those_computed(
     tuple_shards: Path,
     wider_guide: Path,
     wider_model: Path,
+    wider_heads: Path,
 ) -> None:
     """Counted by PyTorch while a step runs; texts of one length, so that there is no padding to compute."""
-    contrastive = name in ("contrastive", "guided", "adapted", "frozen")
+    contrastive = name in ("contrastive", "guided", "adapted", "frozen", "heads")
     values = wider_values(
         tuple_shards if contrastive else document_shards, "contrastive" if contrastive else "masked", **changes
     )
@@ -95,6 +111,8 @@ def test_products_are_those_computed(
     if name in ("adapted", "frozen"):
         part = {"adapted": {"lora_rank": 8}, "frozen": {"frozen_layers": 1, "ladder": LADDER[1:]}}[name]
         values["model"] |= {"source": str(wider_model), "config": {}} | part
+    if name == "heads":
+        values["model"] |= {"source": str(wider_heads), "config": {}, "trains": "heads"}
     values["objective"] |= {"enhanced": {"decoding": "enhanced"}, "spans": {"pairs": "spans"}}.get(name, {})
     values["data"] |= {"max_length": 16, "query_max_length": 8, "passage_max_length": 8, "num_negatives": 1}
     recipe = recipe_of(values)
@@ -166,6 +184,51 @@ def test_parameters_are_those_of_the_model(
     assert model.parameters == model.trained == sum(parameters)
     assert model.divided == sum(count for count in parameters if count > scaling.PERSISTENT_ELEMENTS)
     assert 0 < model.divided < model.parameters
+
+
+def test_where_heads_alone_train_no_other_parameter_does(wider_heads: Path, tuple_shards: Path) -> None:
+    values = wider_values(tuple_shards, "contrastive")
+    values["model"] |= {"source": str(wider_heads), "config": {}, "trains": "heads"}
+    recipe = recipe_of(values)
+    sources = build.open_shards(recipe)
+    parameters = list(build.build_model(recipe, sources).module.parameters())
+    model = planned_model(recipe, sources[0].vocabulary.size)
+    assert model.parameters == sum(each.numel() for each in parameters)
+    assert model.trained == sum(each.numel() for each in parameters if each.requires_grad) == 2 * (256**2 + 256)
+    # Nothing of the encoder is kept for a backward pass, reduced, or gathered for one.
+    whole = recipe_of(wider_values(tuple_shards, "contrastive"))
+    texts, shape = Texts.alike(64, 30), model.shape
+    kept, all_kept = (costs_of(each).activation_bytes(shape, texts) for each in (recipe, whole))
+    assert kept < 0.6 * all_kept
+    calls = scaling.collectives(recipe, model, stage=3, micro_batches=5, vectors=0)
+    assert calls[0].bytes == 5 * 4 * model.trained
+    assert calls[1].bytes == 5 * 2 * 2 * model.divided  # two forward passes a micro-batch
+
+
+def test_autocast_casts_the_matrices_in_every_forward_pass() -> None:
+    """What stage 0 moves beside the other stages: float32 weights read, bf16 copies written."""
+    model = build_masked_lm(WIDER, vocab_size=2000, pad_token_id=0).base_model
+    parameters = {each.data_ptr() for each in model.parameters()}
+    moved = 0
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal moved
+            out = func(*args, **(kwargs or {}))
+            if func.overloadpacket.__name__ == "_to_copy" and args[0].data_ptr() in parameters:
+                moved += args[0].nbytes + out.nbytes
+            return out
+
+    with torch.autocast("cpu", torch.bfloat16), Casts():
+        model(torch.randint(5, 1000, (2, 12)))
+    shape = Shape.of(WIDER | {"vocab_size": 2000})
+    matrices = sum(encoder_parameters(shape)) - sum(embedding_parameters(shape))
+    assert moved == pytest.approx(6 * matrices, rel=0.01)
+    values = wider_values(Path("shards"), "contrastive")
+    recipe, planned = recipe_of(values), planned_model(recipe_of(values), 2000)
+    texts = Texts.alike(0, 30)
+    zero, one = (scaling.moved_bytes(recipe, planned, texts, stage=s, ranks=1, micro_batches=5) for s in (0, 1))
+    assert zero - one == 5 * (2 * planned.trained + 2 * 6 * matrices)  # with caching, two forward passes
 
 
 @pytest.mark.parametrize("name", ["masked", "contrastive"])
@@ -416,6 +479,10 @@ def test_every_recipe_can_be_planned(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
+    if load_recipe(recipe).model.source in set(KNOWN) - {"google-bert/bert-base-uncased"}:
+        row = planned(capsys, str(recipe), "--nodes", "1")
+        assert row["recommended"]["step_seconds"] > 0
+        return
     own = recipe.stem.startswith(("demo", "distill"))  # for a model of the ladder's shape; the others take BERT
     layers, hidden = load_recipe(recipe).model.ladder[-1] if own else (12, 768)
     values = {"hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": 30522}
@@ -539,3 +606,25 @@ def test_configs_that_no_encoder_has(
     path.write_text(json.dumps({**sound, key: value}))
     assert plan.main([str(ROOT / "launch/recipes/smae_bert_base_fineweb.toml"), f"--model={path}"]) == 2
     assert f"{key} = {value!r} must be a whole number" in capsys.readouterr().err
+
+
+def test_special_tokens_are_those_of_the_shards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Enhanced decoding predicts all tokens but these."""
+    monkeypatch.chdir(ROOT)
+    command = [str(ROOT / "launch/recipes/retromae_bert_base_wikipedia.toml"), "--nodes=1", "--document-tokens=40"]
+    absent = planned(capsys, *command)
+    found = []
+    for entry in ({}, {"frame": {"before": ["<s>", "<t>", "<u>"], "after": ["</s>"]}}, {"frame": {"before": 1}}):
+        (tmp_path / "manifest.json").write_text(json.dumps(entry))
+        shards = f'--data.shards=["{tmp_path}"]'
+        if entry.get("frame", {}).get("before") == 1:
+            assert plan.main([*command, shards]) == 2
+            assert "frame = {'before': 1} is none" in capsys.readouterr().err
+        else:
+            found.append(planned(capsys, *command, shards))
+    assert found[0] == absent
+    texts = scaling.texts_of(load_recipe(command[0]), 8, scaling.Lengths(40, 0, 0, special=4))
+    assert costs_of(load_recipe(command[0])).predicted_rows(texts)[1] == 8 * 36
+    assert found[1]["stages"][1]["mfu"] < found[0]["stages"][1]["mfu"]

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from data.ground.errors import ConfigError
-from models.adapters import add_adapters, merged_tensors
+from models.adapters import add_adapters, freeze_lower_layers, merged_tensors
 from models.backbone import encoder_layers, final_norm, set_dropout, truncate_layers
 from models.choices import Direction, Pooling
 from models.direction import looks_ahead
@@ -28,6 +28,7 @@ from models.loading import load_pretrained
 from models.packed_attention import check_packs
 from models.settings import EmbeddingSettings
 from models.sizes import ModelError, Size
+from tests.data.frame_tokenizers import FRAMED
 from tests.trainer.exports import our_vectors
 from trainer.exporting.sizes import export_sizes
 
@@ -264,6 +265,23 @@ def test_exports_are_plain_sentence_transformers(
     assert cell.direction is None or looks_ahead(theirs[0].auto_model.float()) == (cell.direction == "bidirectional")
 
 
+def test_a_model_without_a_padding_token_is_evaluated_and_exported(texts: list[str], tmp_path: Path) -> None:
+    """As Llama 3: padding is with the closing token, and the export says so, without which nobody could pad."""
+    folder, cell = tmp_path / "llama", Cell("llama", "causal")
+    cell.build().save_pretrained(folder)
+    backend = FRAMED["llama3"][0](texts).backend_tokenizer
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.save_pretrained(folder)
+    lengths = {"query_max_length": 24, "passage_max_length": 24}
+    ladder = tuple((size.layers, size.dim) for size in SIZES)
+    EmbeddingSettings(cell.pooling, ladder=ladder, direction="causal", **lengths).save(folder)
+    assert AutoTokenizer.from_pretrained(folder).pad_token is None
+    ours = our_vectors(folder, texts, SIZES, max_length=24)
+    for size, path in zip(SIZES, export_sizes(folder, tmp_path / "out").values()):
+        theirs = sentence_transformers.SentenceTransformer(str(path), device="cpu")
+        np.testing.assert_allclose(ours[size], theirs.encode(texts), atol=1e-5)
+
+
 def test_a_decoder_is_not_written_as_onnx(folder_of: Callable[[Cell], Path], tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     with pytest.raises(ConfigError, match=r"is a decoder \(qwen3\).*leave --onnx out"):
@@ -286,6 +304,84 @@ def test_merged_adapters_compute_the_same(cell: Cell) -> None:
         for first, ours, theirs in zip(before, Encoder(merged, cell.pooling)(ids, mask, SIZES), adapted):
             assert_close(ours, theirs)
             assert (first - theirs).abs().max() > 1e-2  # the control
+
+
+_BERT_LINEARS = ("self.query", "self.key", "self.value", "attention.output.dense", "intermediate.dense", "output.dense")
+_LLAMA_LINEARS = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+# family -> the projections of a layer's attention and feed-forward.
+LINEARS = {
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra"), _BERT_LINEARS),
+    "distilbert": (*(f"attention.{name}_lin" for name in ("q", "k", "v", "out")), "ffn.lin1", "ffn.lin2"),
+    "mpnet": (*(f"attention.attn.{name}" for name in "qkvo"), "intermediate.dense", "output.dense"),
+    "deberta-v2": (
+        *(f"attention.self.{name}_proj" for name in ("query", "key", "value", "pos_query", "pos_key")),
+        *("attention.output.dense", "intermediate.dense", "output.dense"),
+    ),
+    "modernbert": ("attn.Wqkv", "attn.Wo", "mlp.Wi", "mlp.Wo"),
+    **dict.fromkeys(("eurobert", "qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text"), _LLAMA_LINEARS),
+    "phi3": ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"),
+}
+
+
+@each_of([cell for cell in CELLS if cell.direction != "bidirectional"])
+def test_adapters_are_on_attention_and_feed_forward_by_default(cell: Cell) -> None:
+    """In every layer, and nowhere else."""
+    backbone = cell.build()
+    paths = {id(module): name for name, module in backbone.named_modules()}
+    blocks = [paths[id(layer)] for layer in encoder_layers(backbone)]
+    add_adapters(backbone, rank=2, alpha=4.0, dropout=0.0, targets=())
+    adapted = {name.partition(".lora_A.")[0] for name, _ in backbone.named_parameters() if ".lora_A." in name}
+    assert len(adapted) == LAYERS * len(LINEARS[cell.family])
+    for block in blocks:
+        inside = {name for name in adapted if name.startswith(f"{block}.")}
+        assert len(inside) == len(LINEARS[cell.family])
+        assert all(any(name.endswith(f".{each}") for name in inside) for each in LINEARS[cell.family])
+    assert {name for name, each in backbone.named_parameters() if each.requires_grad} == {
+        f"{name}.lora_{side}.default.weight" for name in adapted for side in "AB"
+    }
+
+
+_GPT2 = {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 4, "n_positions": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "gpt2", **_GPT2}, r"GPT2Model, such as (attn|mlp)\.c_"),
+        ({"model_type": "mixtral", **_DECODER, "num_local_experts": 4}, r"MixtralModel, such as mlp\.experts\."),
+    ],
+)
+def test_adapters_that_would_leave_out_the_feed_forward_are_refused(config: dict[str, Any], said: str) -> None:
+    backbone = build_decoder(config, "causal", vocab_size=200, pad_token_id=0)
+    with pytest.raises(ModelError, match=rf"model\.lora_targets is empty, and most weights of a layer of {said}"):
+        add_adapters(backbone, rank=2, alpha=4.0, dropout=0.0, targets=())
+    if config["model_type"] == "mixtral":
+        adapted = add_adapters(backbone, rank=2, alpha=4.0, dropout=0.0, targets=["q_proj", "v_proj"])
+        assert sum(each.requires_grad for each in adapted.parameters()) == 2 * 2 * LAYERS
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+@each_of([cell for cell in CELLS if cell.direction != "bidirectional"])
+def test_frozen_layers_keep_all_that_comes_before_the_others(cell: Cell, layers: int) -> None:
+    """Positions that all layers share, too (DeBERTa, MPNet), and ELECTRA's projection; the final norm trains."""
+    _trains_above(cell.build(), layers)
+
+
+def test_frozen_layers_keep_positions_that_stand_beside_the_token_table() -> None:
+    backbone = build_decoder({"model_type": "gpt2", **_GPT2}, "causal", vocab_size=200, pad_token_id=0)
+    _trains_above(backbone, 2)
+    assert not backbone.wpe.weight.requires_grad
+
+
+def _trains_above(backbone: PreTrainedModel, layers: int) -> None:
+    freeze_lower_layers(backbone, layers)
+    trained = {id(each) for each in backbone.parameters() if each.requires_grad}
+    above = [*encoder_layers(backbone)[layers:], final_norm(backbone)] if layers else [backbone]
+    assert trained == {id(each) for part in above if part is not None for each in part.parameters()}
+    assert len(trained) == len(list(backbone.parameters())) if layers == 0 else trained
 
 
 @every_decoder

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from data.tokens import load_tokenizer
 from models.encoder import build_masked_lm, load_encoder
 from models.settings import EmbeddingSettings
 from tests import ROOT
 from tests.needs import needed, own
 from tests.ranks import run_ranks
 from tests.run_folder import steps_of
+from tests.trainer.recipe_starts import END, INSTRUCT, QUERY_LENGTH, SIMILARITY, STARTS
 from trainer.config.load import load_recipe, read_toml
 from trainer.config.presets import preset_settings
 from trainer.config.read_keys import is_read
@@ -43,6 +45,7 @@ def launched(
     graded_shards,
     tiny_tokenizer,
     guide_folder,
+    docstrings,
 ) -> dict[str, Path]:
     """Recipe name -> run folder, those that are needed in one launch; "NAME-direct" without gradient caching."""
     wanted = needed(request)
@@ -90,6 +93,11 @@ def launched(
             overrides |= {"teacher.model": str(root / "backbone"), "teacher.pooling": "mean"}
         if values["objective"].get("sizes") == "one":
             overrides["objective.size"] = "2x16"
+        if (source := values["model"].get("source")) in STARTS and wanted & {path.stem, f"{path.stem}-direct"}:
+            (root / f"{path.stem}-start").mkdir()
+            start = STARTS[source](root / f"{path.stem}-start", docstrings[:200])
+            overrides |= {"model.source": str(start.model), "data.shards": [str(start.shards)]}
+            overrides["data.query_max_length"] = QUERY_LENGTH
         recipe = load_recipe(path, ["train.steps=2"])
         arguments = ["--config", str(path)]
         arguments += [
@@ -138,6 +146,24 @@ def test_recipe_trains(name, trained):
     assert settings is not None and settings.pooling == resolved["model"]["pooling"]
     encoder = load_encoder(run / "model")
     assert encoder.num_layers == settings.sizes.full.layers
+
+
+@pytest.mark.needs("srl_qwen3_0_6b_msmarco", "srl_embeddinggemma_300m_nli", "resize_qwen3_embedding_0_6b")
+def test_what_a_named_model_is_stays_so(trained):
+    """Prompts, of the shards or of the model; the direction; the closing token; a map of every depth for Dense."""
+    expected = {
+        "srl_qwen3_0_6b_msmarco": ("last", "causal", INSTRUCT, ""),
+        "srl_embeddinggemma_300m_nli": ("mean", "bidirectional", SIMILARITY, SIMILARITY),
+        "resize_qwen3_embedding_0_6b": ("last", "causal", INSTRUCT, ""),
+    }
+    for name, wanted in expected.items():
+        model = trained[name] / "model"
+        settings = EmbeddingSettings.load(model)
+        assert settings is not None
+        assert (settings.pooling, settings.direction, settings.query_prompt, settings.passage_prompt) == wanted
+        tokenizer, encoder = load_tokenizer(model), load_encoder(model)
+        assert tokenizer("a text").input_ids[-1] == tokenizer.convert_tokens_to_ids("</s>" if "gemma" in name else END)
+        assert sorted(map(int, encoder.heads)) == ([1, 2, 3, 4, 5, 6] if "gemma" in name else [])
 
 
 @pytest.mark.needs("feed")

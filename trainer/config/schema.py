@@ -69,6 +69,11 @@ class Recipe(Sections):
         return 0 if self.kind.predicts_tokens else self.model.lora_rank
 
     @property
+    def trains_heads_alone(self) -> bool:
+        """Whether the linear maps of the depths train, and no weight of the encoder does."""
+        return not self.kind.predicts_tokens and self.model.trains == "heads"
+
+    @property
     def prompts(self) -> tuple[list[str], list[str]]:
         """The prompts of queries and of passages: none, one for all folders, or one each; none in pre-training."""
         return ([], []) if self.kind.predicts_tokens else (self.data.query_prompts, self.data.passage_prompts)

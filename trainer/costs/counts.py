@@ -16,9 +16,14 @@ from dataclasses import dataclass
 from models.sizes import Size
 from trainer.costs.shapes import Shape
 
-__all__ = ["FORWARD_AND_BACKWARD", "Shape", "Texts", "encoder_flops", "masked_flops"]
+__all__ = ["FORWARD_AND_BACKWARD", "Shape", "Texts", "encoder_flops", "masked_flops", "needed_passes"]
 
 FORWARD_AND_BACKWARD = 3
+
+
+def needed_passes(*, trains_encoder: bool) -> int:
+    """The encoder's part of a step in forward passes; nothing is sent back through an encoder that is only read."""
+    return FORWARD_AND_BACKWARD if trains_encoder else 1
 
 
 @dataclass(frozen=True)
@@ -26,27 +31,29 @@ class Texts:
     """The number of texts, their tokens together, and the sum of their squared lengths (attention's pairs).
 
     groups: how many texts have which length, each as (count, length), which windows of attention are counted by; empty:
-    all texts have the mean length.
+    all texts have the mean length. special: how many of a text's tokens the tokenizer puts around it.
     """
 
     count: float
     tokens: float
     pairs: float
     groups: tuple[tuple[float, float], ...] = ()
+    special: int = 2
 
     @classmethod
-    def alike(cls, count: float, length: float) -> Texts:
+    def alike(cls, count: float, length: float, *, special: int = 2) -> Texts:
         """Texts of one length."""
-        return cls(count, count * length, count * length**2)
+        return cls(count, count * length, count * length**2, special=special)
 
     def __add__(self, other: Texts) -> Texts:
         groups = self._groups + other._groups
-        return Texts(self.count + other.count, self.tokens + other.tokens, self.pairs + other.pairs, groups)
+        sums = self.count + other.count, self.tokens + other.tokens, self.pairs + other.pairs
+        return Texts(*sums, groups, other.special)
 
     def part(self, share: float) -> Texts:
         """A share of every length."""
         groups = tuple((count * share, length) for count, length in self.groups)
-        return Texts(self.count * share, self.tokens * share, self.pairs * share, groups)
+        return Texts(self.count * share, self.tokens * share, self.pairs * share, groups, self.special)
 
     @property
     def _groups(self) -> tuple[tuple[float, float], ...]:

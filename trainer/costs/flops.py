@@ -12,9 +12,17 @@ from torch import Tensor
 
 from models.sizes import Size
 from trainer.costs import counts
-from trainer.costs.counts import FORWARD_AND_BACKWARD, Shape
+from trainer.costs.counts import FORWARD_AND_BACKWARD, Shape, needed_passes
 
-__all__ = ["FORWARD_AND_BACKWARD", "Shape", "bf16_slowdown", "encoder_flops", "masked_flops", "peak_flops"]
+__all__ = [
+    "FORWARD_AND_BACKWARD",
+    "Shape",
+    "bf16_slowdown",
+    "encoder_flops",
+    "masked_flops",
+    "needed_passes",
+    "peak_flops",
+]
 
 # Dense bf16 peak, operations a second, from the makers' data sheets.
 _PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12, "RTX 4090": 165e12}

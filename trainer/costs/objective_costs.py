@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from models.sizes import Size
 from trainer.config.schema import Recipe
-from trainer.costs.counts import FORWARD_AND_BACKWARD, Texts, encoder_flops, masked_flops
+from trainer.costs.counts import FORWARD_AND_BACKWARD, Texts, encoder_flops, masked_flops, needed_passes
 from trainer.costs.layers import kept_by_a_norm, kept_bytes, kept_for_the_feed_forward, moved_elements
 from trainer.costs.parameters import decoder_parameters, masked_head_parameters
 from trainer.costs.shapes import Shape
@@ -43,8 +43,20 @@ class ObjectiveCosts:
         return sum(size.dim for size in self.sizes)
 
     def own_parameters(self, shape: Shape) -> list[int]:
-        """Elements of every parameter beside the encoder's."""
+        """Elements of every parameter beside the encoder's and the heads'."""
         return []
+
+    def head_parameters(self, shape: Shape) -> list[int]:
+        """Elements of every parameter of the heads (models/heads.py), where they alone train.
+
+        They are at every depth of the ladder but the last, as `trainer.resize` fits them. Where the encoder trains too,
+        no head is counted, because a recipe does not say whether its model has any.
+        """
+        if not self.recipe.trains_heads_alone:
+            return []
+        ladder = self.recipe.ladder
+        depths = {size.layers for size in ladder} - {ladder.full.layers}
+        return [shape.hidden * ladder.full.dim, ladder.full.dim] * len(depths)
 
     # --- how a step runs ---------------------------------------------------------------------------------------------
 
@@ -59,9 +71,19 @@ class ObjectiveCosts:
         return self.caches or not self.recipe.compares_texts
 
     @property
-    def encoder_passes(self) -> float:
-        """The encoder's work in forward passes: backward counts as two, caching and checkpointing as one more each."""
-        return FORWARD_AND_BACKWARD + self.caches + self.recipe.train.activation_checkpointing
+    def sends_back(self) -> bool:
+        """Whether gradients flow through the encoder; where heads alone train, none do."""
+        return not self.recipe.trains_heads_alone
+
+    @property
+    def forward_passes(self) -> int:
+        """How often the encoder runs forward for a text: once more by caching, and by checkpointing."""
+        return 1 + self.caches + (self.sends_back and self.recipe.train.activation_checkpointing)
+
+    @property
+    def encoder_passes(self) -> int:
+        """The encoder's work in forward passes, of which backward counts as two."""
+        return self.forward_passes + needed_passes(trains_encoder=self.sends_back) - 1
 
     def rows_read(self, texts: Texts) -> float:
         """Tokens whose state after the last layer is read; most families compute its feed-forward for them alone."""
@@ -71,7 +93,7 @@ class ObjectiveCosts:
 
     def model_flops(self, shape: Shape, texts: Texts) -> float:
         """Operations as metrics.jsonl's mfu counts them: the mathematics of a step, forward and backward."""
-        return FORWARD_AND_BACKWARD * encoder_flops(shape, texts)
+        return needed_passes(trains_encoder=self.sends_back) * encoder_flops(shape, texts)
 
     def computed_flops(self, shape: Shape, texts: Texts, *, vectors: float) -> float:
         """Operations that a rank computes for its texts: the model's, minus skipped ones, plus repeated ones."""
@@ -79,7 +101,13 @@ class ObjectiveCosts:
         passes = self.encoder_passes - (self.recipe.adapter_rank > 0)
         skipped = passes * last_feed_forward * self._skipped(shape, texts)
         spared = self._spared_by_frozen_weights(shape, texts)
-        return self._model_products(shape, texts) - skipped - spared + self._loss_flops(texts, vectors)
+        heads = self._head_flops(shape, texts)
+        return self._model_products(shape, texts) + heads - skipped - spared + self._loss_flops(texts, vectors)
+
+    def _head_flops(self, shape: Shape, texts: Texts) -> float:
+        """Operations of the heads, whose inputs need no gradient: a product each forward, and one for the weights."""
+        matrices = sum(self.head_parameters(shape)[::2])
+        return (self.forward_passes + 1) * 2 * texts.count * matrices
 
     def _spared_by_frozen_weights(self, shape: Shape, texts: Texts) -> float:
         """Operations of the backward pass that are not needed, less those of adapters.
@@ -129,10 +157,11 @@ class ObjectiveCosts:
 
         What a layer keeps is counted in trainer/costs/layers.py; 2h more elements a token are kept before and after the
         layers, and what the norm after the last layer keeps at every size, where there is one. width: bytes an element.
+        Where nothing is sent back, the layers' outputs alone are there at the end of a pass, as with checkpointing.
         """
         hidden = shape.hidden
         layer = kept_bytes(shape, width=width, drops=drops)
-        if self.recipe.train.activation_checkpointing:
+        if self.recipe.train.activation_checkpointing or not self.sends_back:
             total = texts.tokens * (shape.layers * hidden * width + layer)
         else:
             total = texts.tokens * shape.layers * layer
@@ -227,7 +256,7 @@ class MaskedCosts(ComparingCosts):
         objective = self.recipe.objective
         decoder = objective.decoder_mask_ratio * texts.tokens if objective.decoder else 0.0
         if self.recipe.decodes_enhanced:
-            decoder = texts.tokens - 2 * texts.count  # all but the special tokens
+            decoder = texts.tokens - texts.special * texts.count  # all but the special tokens
         return objective.encoder_mask_ratio * texts.tokens, decoder
 
     def rows_read(self, texts: Texts) -> float:

@@ -134,6 +134,10 @@ def embedding_settings(recipe: Recipe, sources: Sequence[ShardFolder]) -> Embedd
     ladder = recipe.ladder if recipe.single_size is None else Ladder((recipe.single_size,))
     alike = recipe.reads_documents  # queries and passages are cut alike
     query_prompts, passage_prompts = folder_prompts(recipe, sources)
+    if alike and recipe.is_taught:
+        # Documents have no queries, whose prompt stays that of the model which learns.
+        start = EmbeddingSettings.load(recipe.model.source) if recipe.model.source else None
+        query_prompts = [start.query_prompt if start is not None else ""]
     return EmbeddingSettings(
         pooling=recipe.model.pooling,
         direction=recipe.model.direction,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from data.collate import PairBatch, concatenate
 from data.keyed_random import derive_seed
 from trainer.config.schema import Recipe
-from trainer.costs.flops import FORWARD_AND_BACKWARD, Shape, encoder_flops
+from trainer.costs.flops import FORWARD_AND_BACKWARD, Shape, encoder_flops, needed_passes
 from trainer.objectives.backward import (
     FILLER,
     Passes,
@@ -30,7 +30,10 @@ from trainer.objectives.size_schedules import Schedule
 
 @dataclass(frozen=True)
 class ContrastiveObjective:
-    """Trains an encoder: by gradient caching where `cached`, else in one pass whose graph is kept."""
+    """Trains an encoder: by gradient caching where `cached`, else in one pass whose graph is kept.
+
+    trains_encoder: false where heads alone train.
+    """
 
     schedule: Schedule
     shape: Shape
@@ -39,6 +42,7 @@ class ContrastiveObjective:
     cached: bool
     seed: int
     loss: ContrastiveLoss
+    trains_encoder: bool = True
 
     def forward_backward(self, engine: Passes, batch: PairBatch, step: int) -> StepReport:
         plan = self.schedule(step)
@@ -56,7 +60,7 @@ class ContrastiveObjective:
             seed=derive_seed(self.seed, step, engine.world.rank),
             cached=self.cached,
         )
-        flops = FORWARD_AND_BACKWARD * encoder_flops(self.shape, lengths)
+        flops = needed_passes(trains_encoder=self.trains_encoder) * encoder_flops(self.shape, lengths)
         return StepReport(losses, batch.num_tokens, padded_tokens(lengths, chunks, packed=self.packed), flops)
 
 
@@ -109,4 +113,5 @@ def contrastive(recipe: Recipe, materials: Materials) -> ContrastiveObjective | 
         cached=recipe.objective.backward == "grad_cache",
         seed=recipe.run.seed,
         loss=loss,
+        trains_encoder=not recipe.trains_heads_alone,
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from data.collate import TextBatch
 from data.keyed_random import derive_seed
 from trainer.config.schema import Recipe
-from trainer.costs.flops import FORWARD_AND_BACKWARD, Shape, encoder_flops
+from trainer.costs.flops import Shape, encoder_flops, needed_passes
 from trainer.losses.unit_vectors import normalize_, unnormalized_gradient_
 from trainer.objectives.backward import (
     Passes,
@@ -37,7 +37,10 @@ from trainer.objectives.teacher import Teaching, texts_of_all_ranks
 
 @dataclass(frozen=True)
 class DistillationObjective:
-    """Every size learns the teacher's vectors. `cached`: gradient caching, not one pass, where terms compare texts."""
+    """Every size learns the teacher's vectors.
+
+    cached: gradient caching, not one pass, where terms compare texts. trains_encoder: false where heads alone train.
+    """
 
     schedule: Schedule
     shape: Shape
@@ -46,6 +49,7 @@ class DistillationObjective:
     packed: bool
     cached: bool
     seed: int
+    trains_encoder: bool = True
 
     def forward_backward(self, engine: Passes, batch: TextBatch, step: int) -> StepReport:
         plan, texts = self.schedule(step), batch.texts
@@ -96,7 +100,7 @@ class DistillationObjective:
             if not losses:  # this rank has no texts
                 zero = torch.zeros((), device=engine.device)
                 losses = {"loss": zero} | {f"distill/{name}": zero for name in plan.names}
-        flops = FORWARD_AND_BACKWARD * encoder_flops(self.shape, lengths)
+        flops = needed_passes(trains_encoder=self.trains_encoder) * encoder_flops(self.shape, lengths)
         return StepReport(losses, batch.num_tokens, padded_tokens(lengths, chunks, packed=self.packed), flops)
 
 
@@ -110,4 +114,5 @@ def distillation(recipe: Recipe, materials: Materials) -> DistillationObjective:
         packed=materials.packed,
         cached=recipe.objective.backward == "grad_cache",
         seed=recipe.run.seed,
+        trains_encoder=not recipe.trains_heads_alone,
     )

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.encoding import TextEncoder
 from data.ground.errors import ConfigError, DataError
+from data.tokens import pad_id_of
 from models.encoder import Encoder
 from models.sizes import Size
 from trainer.distributed import World, gather_rows, max_over_ranks
@@ -202,12 +203,6 @@ def _refuse_empty(ids: _Ids, world: World) -> None:
         )
 
 
-def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    if tokenizer.pad_token_id is None:
-        raise ConfigError(f"the tokenizer {tokenizer.name_or_path!r} has no padding token; set its pad_token")
-    return int(tokenizer.pad_token_id)
-
-
 def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int) -> _Ids:
     chunks: list[np.ndarray] = []
     lengths: list[int] = []
@@ -271,7 +266,7 @@ def _encode_share(embedder: Embedder, ids: _Ids, *, normalise: bool, filler: _Id
     `filler`: the ids of a text for the calls of a rank that has none.
     """
     sizes, world = list(dict.fromkeys(embedder.sizes)), embedder.world
-    pad_id = None if embedder.flat else _pad_id(embedder.tokenizer)
+    pad_id = None if embedder.flat else pad_id_of(embedder.tokenizer)
     out = np.empty((len(ids.lengths), sum(size.dim for size in sizes)), np.float32)
     if pad_id is None:
         starts = range(0, len(out), _FLAT_TEXTS_PER_CALL)
