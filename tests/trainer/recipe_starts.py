@@ -22,7 +22,7 @@ from models.encoder import build_decoder, build_masked_lm
 from tests.data.frame_tokenizers import byte_level, metaspace, template
 
 END = "<|endoftext|>"
-INSTRUCT = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
+INSTRUCT = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
 SIMILARITY = "task: sentence similarity | query: "
 QUERY_LENGTH = 64  # tokens, for the tiny tokenizers cut prompts into many
 SHAPE = {
