@@ -136,6 +136,7 @@ def embedding_settings(recipe: Recipe, sources: Sequence[ShardFolder]) -> Embedd
     query_prompts, passage_prompts = folder_prompts(recipe, sources)
     return EmbeddingSettings(
         pooling=recipe.model.pooling,
+        pool_prompt=recipe.pools_prompt,
         direction=recipe.model.direction,
         similarity=recipe.objective.similarity,
         ladder=tuple((size.layers, size.dim) for size in ladder),
