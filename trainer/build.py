@@ -227,7 +227,7 @@ def _start_of(recipe: Recipe, sources: Sequence[ShardFolder], tokenizer: Any) ->
             return _Start(Encoder(decoder, recipe.model.pooling, pool_prompt=recipe.pools_prompt))
         masked_lm = build_masked_lm(recipe.model.config, **ids)
         _check_direction(recipe, family)
-    return _Start(Encoder(base_of(masked_lm), recipe.model.pooling), masked_lm)
+    return _Start(Encoder(base_of(masked_lm), recipe.model.pooling, pool_prompt=recipe.pools_prompt), masked_lm)
 
 
 def _loaded(recipe: Recipe, sources: Sequence[ShardFolder]) -> _Start:
@@ -238,7 +238,9 @@ def _loaded(recipe: Recipe, sources: Sequence[ShardFolder]) -> _Start:
         refuse_heads(source)
         masked_lm, head_is_fresh = load_masked_lm(source)
         _check_direction(recipe, masked_lm.config)
-        start = _Start(Encoder(base_of(masked_lm), recipe.model.pooling), masked_lm, head_is_fresh)
+        start = _Start(
+            Encoder(base_of(masked_lm), recipe.model.pooling, pool_prompt=recipe.pools_prompt), masked_lm, head_is_fresh
+        )
     else:
         _check_direction(recipe, load_config(source))
         direction = recipe.model.direction or None
