@@ -27,6 +27,7 @@ from models.sizes import ModelError
 from tests.trainer.support import float32_ds_config, loaded, recipe_of, recipe_values
 from trainer import teacher_vectors
 from trainer.build import ModelParts, build_model, build_objective, open_shards, open_stream
+from trainer.config.load import load_recipe
 from trainer.config.schema import Recipe
 from trainer.distributed import World
 from trainer.evaluation.during_training import Evaluator
@@ -38,6 +39,7 @@ from trainer.mine_negatives import load_miner
 from trainer.objectives.backward import EMPTY, embed_texts
 from trainer.objectives.vector_store import VectorStore
 from trainer.replay import PlainEngine
+from trainer.resizing.resize import Resize, _write_recipes
 
 CPU = torch.device("cpu")
 PROMPTS = {"query_prompts": ["a title: "], "passage_prompts": ["the text of a page: "]}
@@ -278,6 +280,13 @@ def test_a_model_that_leaves_it_out_is_not_trained_otherwise(values: Values, fro
         build_model(recipe, open_shards(recipe))
     for model in ({"pool_prompt": False}, {"pool_prompt": True, "pooling": "cls"}):
         built(with_model(values, **shape, **model))
+
+
+def test_a_resized_model_is_trained_as_it_was(frozen_folder: Path, tmp_path: Path) -> None:
+    asked = Resize(str(frozen_folder), texts=(), output=tmp_path)
+    _write_recipes(asked, frozen_folder, ranks=1)
+    recipe = load_recipe(tmp_path / "training.toml")
+    assert recipe.model.pooling == "mean" and not recipe.pools_prompt
 
 
 def test_refusals(
