@@ -70,6 +70,11 @@ class Texts:
         """Tokens of each text, int64 [n]."""
         return self.offsets.diff()
 
+    @property
+    def left_out(self) -> torch.Tensor:
+        """`prompt_lengths`, with zeros where no text has a prompt."""
+        return torch.zeros_like(self.lengths) if self.prompt_lengths is None else self.prompt_lengths
+
     def take(self, rows: torch.Tensor) -> Texts:
         """The texts `rows` (int64 [k]), in that order."""
         prompts = None if self.prompt_lengths is None else self.prompt_lengths[rows]
@@ -81,11 +86,7 @@ def concatenate(first: Texts, second: Texts) -> Texts:
     offsets = torch.cat([first.offsets, second.offsets[1:] + first.offsets[-1]])
     prompts = None
     if first.prompt_lengths is not None or second.prompt_lengths is not None:
-        nothing = torch.zeros_like
-        both = [
-            nothing(each.lengths) if each.prompt_lengths is None else each.prompt_lengths for each in (first, second)
-        ]
-        prompts = torch.cat(both)
+        prompts = torch.cat([first.left_out, second.left_out])
     return Texts(torch.cat([first.tokens, second.tokens]), offsets, prompts)
 
 

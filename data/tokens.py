@@ -302,13 +302,47 @@ def prompt_length(tokenizer: PreTrainedTokenizerFast, prompt: str) -> int:
     """The tokens at a text's beginning that a pooling without the prompt leaves out; 0 without a prompt.
 
     They are counted as sentence-transformers counts them (include_prompt = false): the tokens of the prompt alone and
-    those that the tokenizer puts before a text. Where a prompt ends in a space that byte-level BPE makes a part of the
-    next word, that word's first token is left out, too.
+    those that the tokenizer puts before a text. `left_out_length` refuses prompts of which this is not right.
     """
     if not prompt:
         return 0
     before, _ = frame_of(tokenizer)
-    return len(before) + len(tokenizer.backend_tokenizer.encode(prompt, add_special_tokens=False).ids)
+    return len(before) + len(_ids_alone(tokenizer, prompt))
+
+
+def left_out_length(tokenizer: Any, prompt: str) -> int:
+    """`prompt_length` of a prompt that a pooling leaves out. The tokenizer must be a fast one.
+
+    Raises DataError where these would not be the prompt's tokens or sentence-transformers would count others, because
+    an export would then give other vectors. It takes the tokens of the prompt alone, less one if the last is special:
+    - A space at the prompt's end may be a token alone and, in a text, the beginning of the first word's token, which
+      would be left out, too.
+    - A closing token that the tokenizer's configuration does not name is counted, and of two only one is not counted; a
+      prompt's own last token is not counted if it is special and no token closes a text.
+    """
+    length = prompt_length(tokenizer, prompt)
+    if not prompt:
+        return length
+    alone = _ids_alone(tokenizer, prompt)
+    if any(_ids_alone(tokenizer, prompt + text)[: len(alone)] != alone for text in TEXT_BEGINNINGS):
+        raise DataError(
+            f"prompt {prompt!r} cannot be left out of the pooling with tokenizer {tokenizer.name_or_path!r}, which "
+            "makes its end a part of the text's first token; end it in another way, such as ':' or a line break"
+        )
+    framed = tokenizer(prompt, add_special_tokens=True, truncation=False, padding=False)["input_ids"]
+    theirs = len(framed) - (framed[-1] in tokenizer.all_special_ids)
+    if theirs != length:
+        raise DataError(
+            f"prompt {prompt!r} cannot be left out of the pooling with tokenizer {tokenizer.name_or_path!r}: of its "
+            f"{length} tokens, sentence-transformers would leave out {theirs}; end texts with one token, which the "
+            "tokenizer names as its eos_token or sep_token, and the prompt with an ordinary one"
+        )
+    return length
+
+
+def _ids_alone(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """The ids of a text without special tokens, whatever truncation and padding earlier calls have left behind."""
+    return list(tokenizer(text, add_special_tokens=False, truncation=False, padding=False)["input_ids"])
 
 
 def _require_fast(tokenizer: Any) -> None:

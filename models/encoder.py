@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
 
 from models.backbone import final_norm, let_last_layer_skip, position_table, takes
-from models.choices import Direction, Pooling
+from models.choices import MEANS, Direction, Pooling
 from models.direction import is_decoder
 from models.heads import check_heads, embedding_size, linear_head, load_heads
 from models.layout import Layout
@@ -38,11 +38,12 @@ def float32_einsum(equation: str, first: Tensor, second: Tensor) -> Tensor:
         return torch.einsum(equation, first.float(), second.float())
 
 
-def pool(hidden: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tensor:
+def pool(hidden: Tensor, attention_mask: Tensor, pooling: Pooling, kept: Tensor | None = None) -> Tensor:
     """Token vectors [batch, seq, dim] to text vectors [batch, dim]. The mask may have its padding on either side.
 
     cls and last are the first and the last real token. The means skip padding and run in float32; in weighted_mean, the
-    n tokens of a text have the weights 1 to n.
+    n tokens of a text have the weights 1 to n. kept: bool [batch, seq], the tokens that a mean takes; None: all. Those
+    that weighted_mean takes have the weights of their places in the whole text.
     """
     if pooling in ("cls", "last"):
         length = hidden.shape[1]
@@ -55,6 +56,8 @@ def pool(hidden: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tensor:
     weights = attention_mask.to(torch.float32)
     if pooling == "weighted_mean":
         weights = weights * weights.cumsum(1)
+    if kept is not None:
+        weights = weights * kept
     total = float32_einsum("bsd,bs->bd", hidden, weights)
     return (total / weights.sum(1, keepdim=True).clamp(min=1.0)).to(hidden.dtype)
 
@@ -73,13 +76,23 @@ class Encoder(nn.Module):
     """A backbone, its pooling and its heads; `forward` returns the embeddings of all wanted sizes from one pass.
 
     heads: linear maps of some depths, "LAYERS" -> nn.Linear (models/heads.py). At a depth without a head, the pooled
-    states are the embedding.
+    states are the embedding. pool_prompt: whether a mean takes the tokens of a text's prompt. If it does not, every
+    forward pass must be told how long the prompts are.
     """
 
-    def __init__(self, backbone: PreTrainedModel, pooling: Pooling = "cls", heads: nn.ModuleDict | None = None) -> None:
+    def __init__(
+        self,
+        backbone: PreTrainedModel,
+        pooling: Pooling = "cls",
+        heads: nn.ModuleDict | None = None,
+        *,
+        pool_prompt: bool = True,
+    ) -> None:
         super().__init__()
         self.backbone = backbone
         self.pooling = pooling
+        assert pool_prompt or (pooling in MEANS and not self.is_static), "only a mean of states leaves the prompt out"
+        self.pool_prompt = pool_prompt
         self.heads = nn.ModuleDict() if heads is None else heads
         self._last_layer_skips = let_last_layer_skip(backbone)
         # Decoders keep all keys and values unless they are told not to.
@@ -171,30 +184,55 @@ class Encoder(nn.Module):
         sizes: Sequence[Size],
         *,
         offsets: Tensor | None = None,
+        prompt_lengths: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """One pass for all sizes: a tuple of [B, size.dim], pooled and cut, not normalised.
 
         input_ids: flat texts [T] with `offsets`, int64 [B + 1]; or padded texts [B, L] with their attention_mask.
+        prompt_lengths: int64 [B], the tokens of each text's prompt; read only where they are left out of the pooling.
         """
         tokens, texts = flat_texts(input_ids, attention_mask, offsets)
         if self.is_static:
             whole = self.backbone(tokens, texts.offsets)
             # The full width is not sliced: the backward pass of a slice would copy the gradient of a large batch.
             return tuple(whole if size.dim == whole.shape[1] else whole[:, : size.dim] for size in sizes)
-        read = texts.first if self.pooling == "cls" else texts.last if self.pooling == "last" else None
+        kept = self.kept(texts, prompt_lengths)
+        read = texts.first if self.pooling == "cls" else texts.last if self.pooling == "last" else kept
         states = self.hidden_states(tokens, texts, [size.layers for size in sizes], read=read)
-        vectors = {layer: self.head(pool(state, texts.mask, self.pooling), layer) for layer, state in states.items()}
+        vectors = {layer: self.head(each, layer) for layer, each in self.pooled(states, texts, kept).items()}
         return tuple(vectors[size.layers][:, : size.dim] for size in sizes)
+
+    def kept(self, texts: Layout, prompt_lengths: Tensor | None) -> Tensor | None:
+        """bool [T], the tokens that a mean takes where it leaves the prompt out, or None where it takes all.
+
+        The last token is always taken, so a text that is nothing but its prompt has a vector, too.
+        """
+        if self.pool_prompt:
+            return None
+        assert prompt_lengths is not None, "the prompt is left out of the pooling; give prompt_lengths, 0 for no prompt"
+        return texts.after(prompt_lengths)
+
+    def pooled(self, states: Mapping[int, Tensor], texts: Layout, kept: Tensor | None) -> dict[int, Tensor]:
+        """Layer -> pooled states [B, hidden], from `hidden_states`. kept: bool [T], as `kept` returns it."""
+        padded = None if kept is None else texts.pad(kept)
+        return {layer: pool(state, texts.mask, self.pooling, padded) for layer, state in states.items()}
 
     def head(self, pooled: Tensor, layers: int) -> Tensor:
         """Apply the head of a depth, if any, to pooled states: [batch, hidden] -> [batch, embedding_size]."""
         return self.heads[str(layers)](pooled) if str(layers) in self.heads else pooled
 
 
-def load_encoder(source: str | Path, *, pooling: Pooling | None = None, direction: Direction | None = None) -> Encoder:
+def load_encoder(
+    source: str | Path,
+    *,
+    pooling: Pooling | None = None,
+    pool_prompt: bool | None = None,
+    direction: Direction | None = None,
+) -> Encoder:
     """An encoder from a local folder or a hub name.
 
-    `pooling` None: that of its settings, else CLS. `direction` None: that of its settings, else that of its config.
+    `pooling` None: that of its settings, else CLS. `pool_prompt` None: that of its settings, unless `pooling` is one
+    that takes a single token. `direction` None: that of its settings, else that of its config.
     """
     settings = EmbeddingSettings.load(source)
     if direction is None and settings is not None:
@@ -203,7 +241,15 @@ def load_encoder(source: str | Path, *, pooling: Pooling | None = None, directio
     if pooling is None and settings is None and is_decoder(backbone.config):
         raise ModelError(f"model {str(source)!r} does not say how it pools; give a pooling, such as last or mean")
     heads = _heads_of(source, backbone.config)
-    encoder = Encoder(backbone, pooling or (settings.pooling if settings else "cls"), heads)
+    pooling = pooling or (settings.pooling if settings else "cls")
+    if pool_prompt is None:
+        pool_prompt = settings is None or settings.pool_prompt or pooling not in MEANS
+    if not pool_prompt and isinstance(backbone, StaticModel):
+        raise ModelError(
+            f"model {str(source)!r} is a token table, which takes all tokens of a text; pool_prompt = false is for "
+            "encoders with layers"
+        )
+    encoder = Encoder(backbone, pooling, heads, pool_prompt=pool_prompt)
     check_heads(heads, num_layers=encoder.num_layers, hidden_size=encoder.hidden_size, thing=f"model folder {source}")
     return encoder
 

@@ -79,6 +79,14 @@ class Layout:
         """bool [T], the last token of each text."""
         return self.first.roll(-1)
 
+    def after(self, counts: Tensor) -> Tensor:
+        """bool [T], the tokens of each text after its first ones, and its last token in any case.
+
+        counts: int64 [B], how many first tokens of each text are left out.
+        """
+        counts = torch.minimum(counts, self.lengths - 1)
+        return self.positions >= self._of_each_token(counts, len(self.positions))
+
     def pack(self, values: Tensor) -> Tensor:
         """Values that are padded as the texts came, [B, L, ...] -> [T, ...]."""
         assert self.came_with is not None, "these texts came flat"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models.choices import Pooling
-from models.encoder import Encoder, base_of, flat_texts, pool
+from models.encoder import Encoder, base_of, flat_texts
 from models.layout import Layout
 from models.mae_decoder import MultiSizeDecoder
 from models.mlm_head import head_of
@@ -58,6 +58,7 @@ class MaskedAutoencoder(nn.Module):
         masked_lm: PreTrainedModel,
         *,
         pooling: Pooling,
+        pool_prompt: bool = True,
         with_decoder: bool,
         bottleneck: str = "head",
         logits_memory_mib: float = 64.0,
@@ -67,7 +68,7 @@ class MaskedAutoencoder(nn.Module):
         self.bottleneck = bottleneck
         # Not registered as a submodule: its parts are registered below under the names that this class uses.
         object.__setattr__(self, "masked_lm", masked_lm)
-        self.encoder = Encoder(base_of(masked_lm), pooling)
+        self.encoder = Encoder(base_of(masked_lm), pooling, pool_prompt=pool_prompt)
         self.head, self.vocabulary_loss = head_of(masked_lm, logits_memory_mib=logits_memory_mib)
         self.decoder = MultiSizeDecoder(self.encoder.backbone) if with_decoder else None
 
@@ -93,6 +94,7 @@ class MaskedAutoencoder(nn.Module):
         size_weights: Sequence[float] = (),
         encoder_scale: float = 1.0,
         embeddings: Literal["no", "also", "only"] = "no",
+        prompt_lengths: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Losses of one micro-batch, or its embeddings.
 
@@ -103,10 +105,11 @@ class MaskedAutoencoder(nn.Module):
 
         Returns (loss, encoder losses [S], decoder losses [S]); the latter two are detached, scaled like the loss but
         not weighted by size. With `embeddings` "also", each size's embeddings of these masked texts [B, d] follow; with
-        "only", they alone are returned, computed with the same dropout masks. Without `labels`: as `Encoder.forward`.
+        "only", they alone are returned, computed with the same dropout masks. `prompt_lengths`, and everything without
+        `labels`: as in `Encoder.forward`.
         """
         if labels is None:
-            return self.encoder(input_ids, attention_mask, sizes, offsets=offsets)
+            return self.encoder(input_ids, attention_mask, sizes, offsets=offsets, prompt_lengths=prompt_lengths)
         tokens, texts = flat_texts(input_ids, attention_mask, offsets)
         flat = texts.pack if offsets is None else Tensor.long
         labels = flat(labels)  # [T]
@@ -117,7 +120,7 @@ class MaskedAutoencoder(nn.Module):
         )
         pooled: tuple[Tensor, ...] = ()
         if embeddings != "no":
-            by_layer = {layer: pool(state, texts.mask, self.encoder.pooling) for layer, state in states.items()}
+            by_layer = self.encoder.pooled(states, texts, self.encoder.kept(texts, prompt_lengths))
             pooled = tuple(by_layer[size.layers][:, : size.dim] for size in sizes)
         if embeddings == "only":
             return pooled

@@ -24,7 +24,7 @@ from data.ground.errors import DataError, OtherFormat
 from data.ground.files import reading
 from data.ground.records import Record, read_record
 from data.model_folders import MODULES_FILE, Module, Modules, read_modules
-from models.choices import Pooling, Similarity
+from models.choices import MEANS, Pooling, Similarity
 from models.loading import local_folder
 from models.sizes import ModelError
 
@@ -152,6 +152,7 @@ class SentenceModel:
     folder: Path
     transformer: Path
     pooling: Pooling
+    pool_prompt: bool
     similarity: Similarity
     lengths: tuple[int | None, int | None]
     query_prompt: str
@@ -219,10 +220,13 @@ def _understand(modules: Modules) -> SentenceModel:
     query_prompt, passage_prompt = _prompts(found)
     lengths = _lengths(modules.folder_of(modules.listed[0]), folder)
     pooling = next(module for module, kind in zip(modules.listed, kinds) if kind == "Pooling")
+    has_prompt = bool(query_prompt or passage_prompt)
+    pooled_by, pool_prompt = _pooling(modules.folder_of(pooling), folder, has_prompt=has_prompt)
     return SentenceModel(
         folder,
         modules.folder_of(modules.listed[0]),
-        _pooling(modules.folder_of(pooling), folder, has_prompt=bool(query_prompt or passage_prompt)),
+        pooled_by,
+        pool_prompt,
         _similarity(found.similarity_fn_name, folder, unit="Normalize" in kinds),
         lengths,
         query_prompt,
@@ -278,14 +282,17 @@ def _lowers_case(transformer: Path, tokenizer: _TokenizerFile) -> bool:
     return any(part.get("type") == "Lowercase" or part.get("lowercase") is True for part in parts)
 
 
-def _pooling(path: Path, folder: Path, *, has_prompt: bool) -> Pooling:
+def _pooling(path: Path, folder: Path, *, has_prompt: bool) -> tuple[Pooling, bool]:
+    """The pooling, and whether it takes the prompt's tokens, too."""
     found = read_record(path / "config.json", _PoolingFile, what="settings file")
     if len(found.modes) != 1 or found.modes[0] not in POOLINGS:
         known = " or ".join(POOLINGS)
         raise _refusal(folder, f"it pools by {' and '.join(found.modes)}, and only {known} can be computed")
-    if has_prompt and not found.include_prompt:
-        raise _refusal(folder, "it leaves its prompts out of the pooling, which cannot be done here")
-    return POOLINGS[found.modes[0]]
+    pooling = POOLINGS[found.modes[0]]
+    if pooling == "cls" and has_prompt and not found.include_prompt:
+        raise _refusal(folder, "its vector is the state of the first token after the prompt, which cannot be done here")
+    # The last token is none of the prompt's.
+    return pooling, found.include_prompt or pooling not in MEANS
 
 
 def _similarity(name: str | None, folder: Path, *, unit: bool) -> Similarity:

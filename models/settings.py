@@ -18,7 +18,7 @@ from data.ground.files import refused_by, write_atomically
 from data.ground.records import Record, read_record
 from data.model_folders import SETTINGS_FILE
 from models.backbone import longest_input
-from models.choices import Direction, Pooling, Similarity
+from models.choices import MEANS, Direction, Pooling, Similarity
 from models.direction import is_decoder, said_by
 from models.loading import load_config
 from models.sentence_transformers import read_sentence_model
@@ -34,7 +34,9 @@ class EmbeddingSettings:
 
     `temperature` divides the scores in training. Lengths are in tokens, special tokens included. `tokenizer` is the
     fingerprint of the tokenizer that the weights were trained with; it is None in folders of older versions, and the
-    tokenizer is then not compared. `direction` is that of a decoder; encoders need none.
+    tokenizer is then not compared. `direction` is that of a decoder; encoders need none. `pool_prompt`: whether a mean
+    takes the tokens of a text's prompt. Without them the format is 2, because versions that know format 1 alone would
+    take them.
     """
 
     pooling: Pooling = "cls"
@@ -45,14 +47,21 @@ class EmbeddingSettings:
     query_prompt: str = ""
     passage_prompt: str = ""
     temperature: Annotated[float, Field(gt=0)] = 0.05
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 1
     tokenizer: str | None = None
     direction: Literal["", Direction] = ""
+    pool_prompt: bool = True
 
     def __post_init__(self) -> None:
         for name, choices in (("pooling", get_args(Pooling)), ("similarity", get_args(Similarity))):
             if (value := getattr(self, name)) not in choices:
                 raise ModelError(f"{name} {value!r} is unknown; use {' or '.join(map(repr, choices))}")
+        if not self.pool_prompt and self.pooling not in MEANS:
+            raise ModelError(
+                f"pooling {self.pooling!r} takes one token, and pool_prompt = false is for "
+                f"{' and '.join(map(repr, MEANS))}; set pool_prompt to true"
+            )
+        object.__setattr__(self, "format", 1 if self.pool_prompt else 2)
 
     @property
     def sizes(self) -> Ladder:
@@ -121,4 +130,5 @@ def _settings_of_sentence_model(source: str | Path) -> EmbeddingSettings | None:
         query_prompt=found.query_prompt,
         passage_prompt=found.passage_prompt,
         direction=said_by(config) if is_decoder(config) else "",
+        pool_prompt=found.pool_prompt,
     )

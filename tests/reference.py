@@ -19,6 +19,8 @@ from transformers import AutoModel
 
 from data.collate import MaskedBatch, PairBatch, TextBatch
 from data.keyed_random import derive_seed
+from data.shards.reader import ShardFolder
+from data.tokens import load_tokenizer
 from models.sizes import Size
 from tests.models.naive import naive_visibility
 from tests.padding import pad_flat
@@ -371,6 +373,10 @@ def _embed_naively(
         whole = torch.stack([table[text[1:-1].long()].mean(0) for text in texts])
         return [whole[:, : size.dim] for size in sizes]
     lengths = torch.tensor([len(text) for text in texts])
+    left_out = torch.zeros(len(texts), dtype=torch.int64)
+    if not recipe.model.pool_prompt:
+        count = len(batch.queries)
+        left_out[:count], left_out[count:] = (_prompt_length(recipe, prompts) for prompts in recipe.prompts)
     drops = recipe.model.config.get("hidden_dropout_prob", 0.0) > 0
     chunks = [torch.arange(len(texts))]
     if drops and recipe.objective.backward == "grad_cache":
@@ -386,11 +392,18 @@ def _embed_naively(
         for collected, size in zip(outputs, sizes):
             states = hidden[size.layers][..., : size.dim]
             if recipe.model.pooling == "mean":
-                collected.append((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+                kept = mask * (torch.arange(ids.shape[1]) >= left_out[rows, None])
+                collected.append((states * kept[..., None]).sum(1) / kept.sum(1, keepdim=True))
             else:
                 collected.append(states[:, 0])
     order = torch.cat(chunks).argsort()
     return [torch.cat(each)[order] for each in outputs]
+
+
+def _prompt_length(recipe: Recipe, prompts: Sequence[str]) -> int:
+    """Tokens of the one prompt of all folders, [CLS] included and [SEP] not."""
+    tokenizer = load_tokenizer(ShardFolder(recipe.data.shards[0]).tokenizer_path)
+    return len(tokenizer(prompts[0]).input_ids) - 1 if prompts else 0
 
 
 def naive_contrastive_loss(

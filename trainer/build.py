@@ -28,7 +28,7 @@ from data.stream import Stream
 from data.tokens import load_tokenizer
 from models.adapters import add_adapters, freeze_lower_layers
 from models.backbone import longest_input, set_dropout, truncate_layers
-from models.choices import Direction
+from models.choices import MEANS, Direction
 from models.direction import is_decoder
 from models.encoder import (
     Encoder,
@@ -133,7 +133,10 @@ def check_shared_memory(num_workers: int) -> None:
 def open_stream(recipe: Recipe, sources: Sequence[ShardFolder], *, rank: int, world_size: int) -> Stream:
     data = recipe.data
     collate = maker_of(recipe).collator(recipe, sources)
-    if rank == 0 and max(len(set(prompts)) for prompts in folder_prompts(recipe, sources)) > 1:
+    prompts_of_sides = folder_prompts(recipe, sources)
+    if rank == 0 and not recipe.pools_prompt and not any(map(any, prompts_of_sides)):
+        log.warning("model.pool_prompt = false leaves nothing out, because no text has a prompt")
+    if rank == 0 and max(len(set(prompts)) for prompts in prompts_of_sides) > 1:
         log.warning("the folders' prompts differ, so barista.json will name none; write the one to embed with into it")
     return Stream(
         sources,
@@ -221,24 +224,28 @@ def _start_of(recipe: Recipe, sources: Sequence[ShardFolder], tokenizer: Any) ->
         family = untrained_family(recipe.model.config)
         if is_decoder(family) and not recipe.kind.predicts_tokens:
             decoder = build_decoder(recipe.model.config, _check_direction(recipe, family), **ids)
-            return _Start(Encoder(decoder, recipe.model.pooling))
+            return _Start(Encoder(decoder, recipe.model.pooling, pool_prompt=recipe.pools_prompt))
         masked_lm = build_masked_lm(recipe.model.config, **ids)
         _check_direction(recipe, family)
-    return _Start(Encoder(base_of(masked_lm), recipe.model.pooling), masked_lm)
+    return _Start(Encoder(base_of(masked_lm), recipe.model.pooling, pool_prompt=recipe.pools_prompt), masked_lm)
 
 
 def _loaded(recipe: Recipe, sources: Sequence[ShardFolder]) -> _Start:
     """The encoder of model.source, which must have the shards' tokenizer."""
     source = recipe.model.source
+    _check_source_pooling(recipe)
     if recipe.kind.predicts_tokens:
         refuse_heads(source)
         masked_lm, head_is_fresh = load_masked_lm(source)
         _check_direction(recipe, masked_lm.config)
-        start = _Start(Encoder(base_of(masked_lm), recipe.model.pooling), masked_lm, head_is_fresh)
+        start = _Start(
+            Encoder(base_of(masked_lm), recipe.model.pooling, pool_prompt=recipe.pools_prompt), masked_lm, head_is_fresh
+        )
     else:
         _check_direction(recipe, load_config(source))
         direction = recipe.model.direction or None
-        start = _Start(load_encoder(source, pooling=recipe.model.pooling, direction=direction))
+        pooling, pool_prompt = recipe.model.pooling, recipe.pools_prompt
+        start = _Start(load_encoder(source, pooling=pooling, pool_prompt=pool_prompt, direction=direction))
     folder = transformer_folder(Path(source))
     if not folder.is_dir() or any(folder.glob("tokenizer*")) or (folder / "vocab.txt").is_file():
         model_tokenizer = load_tokenizer(source)
@@ -246,6 +253,16 @@ def _loaded(recipe: Recipe, sources: Sequence[ShardFolder]) -> _Start:
             shards.check_model_tokenizer(model_tokenizer)
     _check_own_tokenizer(source, sources)
     return start
+
+
+def _check_source_pooling(recipe: Recipe) -> None:
+    """Refuse to pool the prompt, which is the default, where the model to start from leaves it out."""
+    settings = EmbeddingSettings.load(recipe.model.source)
+    if settings is not None and not settings.pool_prompt and recipe.model.pooling in MEANS and recipe.pools_prompt:
+        raise ConfigError(
+            f"model.source = {recipe.model.source!r} leaves the prompt out of its pooling, and model.pool_prompt = "
+            "true would take it; set model.pool_prompt = false, or say otherwise in a copy of the folder"
+        )
 
 
 def _check_encoder(recipe: Recipe, encoder: Encoder, shards: ShardFolder) -> None:
@@ -305,6 +322,7 @@ def _with_masked_losses(recipe: Recipe, sources: Sequence[ShardFolder], start: _
     module = MaskedAutoencoder(
         masked_lm,
         pooling=recipe.model.pooling,
+        pool_prompt=recipe.pools_prompt,
         with_decoder=recipe.objective.decoder,
         bottleneck=recipe.objective.bottleneck,
         logits_memory_mib=recipe.train.logits_memory_mib,

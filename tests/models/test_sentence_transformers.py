@@ -164,6 +164,22 @@ def test_poolings_of_decoders_are_the_librarys(pooling: str, layout: str, make: 
     assert np.abs(our_vectors(folder, texts, pooling="mean") - ours).max() > 0.01  # the control
 
 
+@pytest.mark.parametrize("layout", LAYOUTS[:2])
+@pytest.mark.parametrize("pooling", ["mean", "weightedmean", "lasttoken"])
+def test_prompts_that_are_left_out_of_the_pooling(pooling: str, layout: str, make: Make, texts: list[str]) -> None:
+    folder = make(layout, pooling=pooling, prompts={"query": "query: ", "document": "the text of a page: "})
+    pooled = our_vectors(folder, texts)
+    change(folder / "1_Pooling" / "config.json", include_prompt=False)
+    settings = EmbeddingSettings.load(folder)
+    # The last token is none of the prompt's, so there is nothing to leave out.
+    assert settings is not None and settings.pool_prompt == (pooling == "lasttoken")
+    for side in ("query", "passage"):
+        np.testing.assert_allclose(
+            our_vectors(folder, texts, side=side), their_vectors(folder, texts, side=side), atol=2e-6
+        )
+    assert (np.abs(our_vectors(folder, texts) - pooled).max() > 0.01) != settings.pool_prompt  # the control
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_settings_are_the_folders(layout: str, make: Make, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     folder = make(layout, pooling="cls", prompts={"query": "q: ", "document": "d: "})
@@ -282,12 +298,12 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "pools by cls and mean",
     ),
-    "prompt not pooled": (
+    "first token after the prompt": (
         lambda f: (
-            change(f / "1_Pooling/config.json", include_prompt=False),
+            change(f / "1_Pooling/config.json", include_prompt=False, pooling_mode="cls"),
             change(f / "config_sentence_transformers.json", prompts={"query": "q: "}),
         ),
-        "leaves its prompts out",
+        "its vector is the state of the first token after the prompt",
     ),
     "unknown module": (
         lambda f: set_module(f, 1, type="sentence_transformers.models.WeightedLayerPooling"),

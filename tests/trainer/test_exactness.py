@@ -40,13 +40,22 @@ AT_EVERY_STAGE = ("smae", "srl")
 # between steps.
 AT_TWO_STAGES = ("mlm", "direct", "two_d", "one", "enhanced", "spans", "guided", "guided_masked_pairs")
 AT_TWO_STAGES += ("smae_lonely", "srl_lonely", "guided_lonely", "enhanced_lonely", "spans_lonely", "sparse")
-AT_TWO_STAGES += ("adaptive", "distill", "distill_heads", "distill_lonely", "related", "taught")
+AT_TWO_STAGES += ("adaptive", "distill", "distill_heads", "distill_lonely", "related", "taught", "left_out")
 # These use the engine as one of those above does. They differ only in the loss, which is computed from the engine's
 # outputs: whole float32 tensors at every stage.
 AT_ONE_STAGE = ("mrl", "cosent", "coordinates", "weighted", "crowded", "filtered", "margins")
 AT_ONE_STAGE += ("own_margins", "taught_by_guide", "masked_pairs", "symmetric_spans", "symmetric_spans_lonely")
 AT_ONE_STAGE += ("asymmetric", "asymmetric_by_dot", "asymmetric_lonely")
-AT_ONE_STAGE += ("srl_uneven", "smae_uneven", "related_directly", "related_lonely", "similarity", "gram", "order")
+AT_ONE_STAGE += (
+    "left_out_lonely",
+    "srl_uneven",
+    "smae_uneven",
+    "related_directly",
+    "related_lonely",
+    "similarity",
+    "gram",
+    "order",
+)
 # In `make test`, one a stage.
 LAUNCHED = [("srl", 0), ("smae", 1), ("srl", 2), ("smae", 3)]
 # These take a second step, which would find gradients left over.
@@ -191,6 +200,12 @@ def recipes(
     cases["taught"] = pairs(pooling="mean") | {
         "teacher": {"model": str(teacher_folder), "vector_weight": 3.0, "gram_weight": 2.0, "similarity_weight": 0.3}
     }
+    # Prompts that are read and not pooled; those of passages are none.
+    cases["left_out"] = pairs(crowded_shards, pooling="mean", micro=3)
+    cases["left_out"]["model"]["pool_prompt"] = False
+    cases["left_out"]["data"]["query_prompts"] = ["a title: "]
+    cases["left_out_lonely"] = copy.deepcopy(cases["left_out"])
+    cases["left_out_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
     # Last batches of 11 samples, and of one: the other ranks then have none.
     cases["asymmetric_lonely"] = copy.deepcopy(cases["asymmetric"])
     cases["asymmetric_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}

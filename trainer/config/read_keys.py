@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from models.choices import MEANS
 from trainer.config.schema import Recipe
 from trainer.config.step_sizes import ALONE, FIXED, SEVERAL
 
@@ -98,6 +99,9 @@ GUIDED = Condition(
 TAUGHT_BY_GUIDE = Condition('objective.kl_teacher = "guide"', lambda recipe: recipe.guide_teaches)
 LAYERS = Condition('an encoder with layers (not model_type = "static")', lambda recipe: not recipe.is_static)
 LAYERS_OR_GUIDE = Condition(f"{LAYERS.words} or a guide", lambda recipe: LAYERS.holds(recipe) or GUIDED.holds(recipe))
+MEAN = Condition(
+    "model.pooling = " + " or ".join(f'"{kind}"' for kind in MEANS), lambda recipe: recipe.model.pooling in MEANS
+)
 ADAPTERS = Condition("model.lora_rank above 0", lambda recipe: recipe.model.lora_rank > 0)
 NO_WEIGHTS = Condition("no data.weights", lambda recipe: not recipe.data.weights)
 HARD_NEGATIVES = Condition("data.num_negatives above 0", lambda recipe: recipe.data.num_negatives > 0)
@@ -125,6 +129,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "model.source": ALWAYS,
     "model.config": ALWAYS,
     "model.pooling": ALWAYS,
+    "model.pool_prompt": (MEAN, LAYERS),
     "model.direction": (LAYERS,),
     "model.attention": (LAYERS,),
     "model.ladder": ALWAYS,

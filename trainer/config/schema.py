@@ -12,6 +12,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
+from models.choices import MEANS
 from models.sizes import Ladder, Size
 from trainer.config.kinds import Kind, kind_named
 from trainer.config.sections import STRICT, Sections
@@ -77,6 +78,11 @@ class Recipe(Sections):
     def prompts(self) -> tuple[list[str], list[str]]:
         """The prompts of queries and of passages: none, one for all folders, or one each; none in pre-training."""
         return ([], []) if self.kind.predicts_tokens else (self.data.query_prompts, self.data.passage_prompts)
+
+    @property
+    def pools_prompt(self) -> bool:
+        """Whether the pooling takes the tokens of a text's prompt, if it meets them."""
+        return self.model.pool_prompt or self.model.pooling not in MEANS or self.is_static
 
     @property
     def guide_filters(self) -> bool:

@@ -57,6 +57,9 @@ class ModelConfig:
         description="How a text's token vectors become one vector: the first token's, their mean, the last token's, or "
         "their mean with weights that grow with the position.",
     )
+    pool_prompt: bool = Field(
+        default=True, description="Whether the mean takes the tokens of a text's prompt, too (docs/backbones.md)."
+    )
     direction: Literal["", Direction] = Field(
         default="",
         description="What a token of a decoder reads: those before it (causal), or all (bidirectional). It must be set "

@@ -86,7 +86,10 @@ class ObjectiveCosts:
         return self.forward_passes + needed_passes(trains_encoder=self.sends_back) - 1
 
     def rows_read(self, texts: Texts) -> float:
-        """Tokens whose state after the last layer is read; most families compute its feed-forward for them alone."""
+        """Tokens whose state after the last layer is read; most families compute its feed-forward for them alone.
+
+        Those of prompts are counted even if the pooling leaves them out, because their number is not known here.
+        """
         return texts.count if self.recipe.model.pooling in ("cls", "last") else texts.tokens
 
     # --- operations --------------------------------------------------------------------------------------------------

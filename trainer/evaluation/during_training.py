@@ -52,13 +52,13 @@ class Evaluator:
 
         static = isinstance(engine.module, Encoder) and engine.module.is_static
 
-        def forward(input_ids: Tensor, mask_or_offsets: Tensor) -> tuple[Tensor, ...]:
+        def forward(input_ids: Tensor, mask_or_offsets: Tensor, prompts: Tensor | None = None) -> tuple[Tensor, ...]:
             if static:
                 return engine(input_ids, None, sizes=sizes, offsets=mask_or_offsets)
-            return engine(input_ids, mask_or_offsets, sizes=sizes)
+            return engine(input_ids, mask_or_offsets, sizes=sizes, prompt_lengths=prompts)
 
         engine.train(False)
-        embedder = Embedder(forward, tokenizer, sizes, world, flat=static)
+        embedder = Embedder(forward, tokenizer, sizes, world, flat=static, pool_prompt=self.settings.pool_prompt)
         records = evaluate_tasks(embedder, sizes, self.settings, sts=self.sts, retrieval=self.retrieval)
         engine.train(True)
         return {f"{r.task}/{r.metric}/{r.size}": r.value for r in records if r.metric in _SHOWN}

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from data.tokens import left_out_length
 from models.backbone import truncate_layers
 from models.encoder import Encoder
 from models.heads import heads_up_to
@@ -42,7 +43,8 @@ def cut_encoder(encoder: Encoder, size: Size) -> Encoder:
     if isinstance(encoder.backbone, StaticModel):
         return Encoder(cut_table(encoder.backbone, size.dim), encoder.pooling).eval()
     backbone = truncate_layers(copy.deepcopy(encoder.backbone), size.layers)
-    return Encoder(backbone, encoder.pooling, heads_up_to(encoder.heads, size.layers)).eval()
+    heads = heads_up_to(encoder.heads, size.layers)
+    return Encoder(backbone, encoder.pooling, heads, pool_prompt=encoder.pool_prompt).eval()
 
 
 @torch.no_grad()
@@ -58,6 +60,8 @@ def measure_costs(
 ) -> dict[Size, Cost]:
     """Size -> cost. The time covers tokenizing, the encoder and the cut."""
     encoders = {size: cut_encoder(encoder, size).to(device) for size in sizes}
+    left_out = 0 if encoder.pool_prompt else left_out_length(tokenizer, settings.query_prompt)
+    prompts = torch.tensor([left_out], device=device)
     seconds: dict[Size, list[float]] = {size: [] for size in sizes}
     for number, text in enumerate([*texts[:warm_up], *texts]):
         for size, cut in encoders.items():
@@ -65,7 +69,9 @@ def measure_costs(
             ids = tokenizer(
                 settings.query_prompt + text, truncation=True, max_length=settings.query_max_length, return_tensors="pt"
             )
-            (vector,) = cut(ids["input_ids"].to(device), ids["attention_mask"].to(device), [size])
+            (vector,) = cut(
+                ids["input_ids"].to(device), ids["attention_mask"].to(device), [size], prompt_lengths=prompts
+            )
             vector.float().cpu()
             if number >= warm_up:
                 seconds[size].append(time.perf_counter() - begin)

@@ -223,6 +223,7 @@ class _Subject:
             self.sizes,
             self.world,
             flat=self.model.is_static,
+            pool_prompt=self.model.pool_prompt,
             batch_tokens=self.args.batch_tokens,
             progress=sys.stderr.isatty(),
         )
@@ -237,6 +238,7 @@ class _Subject:
             sizes,
             World.alone(self.world.device),
             flat=flat,
+            pool_prompt=self.model.pool_prompt,
             batch_tokens=self.args.batch_tokens,
         )
 

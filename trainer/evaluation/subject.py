@@ -103,6 +103,7 @@ def _settings(args: argparse.Namespace, encoder: Encoder, own: EmbeddingSettings
     return dataclasses.replace(
         settings,
         pooling=encoder.pooling,
+        pool_prompt=encoder.pool_prompt,
         similarity=args.similarity or settings.similarity,
         ladder=settings.ladder or ((full.layers, full.dim),),
         **lengths,
@@ -149,7 +150,7 @@ def untrained_encoder(encoder: Encoder, *, seed: int = 0) -> Encoder:
         heads = heads_up_to(encoder.heads, encoder.num_layers)
         for parameter in heads.parameters():
             nn.init.normal_(parameter, std=encoder.hidden_size**-0.5)
-    return Encoder(fresh, encoder.pooling, heads)
+    return Encoder(fresh, encoder.pooling, heads, pool_prompt=encoder.pool_prompt)
 
 
 def choose_device(name: str) -> torch.device:

@@ -60,7 +60,7 @@ def size_card(
         *_cuts(cut.widths),
         ("parameters", f"{cut.parameters:,}"),
         ("weights", weights),
-        ("architecture", ", ".join(filter(None, (family, settings.direction, f"{settings.pooling} pooling")))),
+        ("architecture", ", ".join(filter(None, (family, settings.direction, _pooling(settings))))),
         *_lengths(settings),
     ]
     return (
@@ -153,6 +153,10 @@ def _kind(settings: EmbeddingSettings) -> str:
 
 def _cuts(widths: Sequence[int]) -> list[tuple[str, str]]:
     return [("may be cut to", ", ".join(map(str, widths[:-1])))] if len(widths) > 1 else []
+
+
+def _pooling(settings: EmbeddingSettings) -> str:
+    return f"{settings.pooling} pooling" + ("" if settings.pool_prompt else " without the prompt's tokens")
 
 
 def _lengths(settings: EmbeddingSettings) -> list[tuple[str, str]]:

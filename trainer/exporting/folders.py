@@ -166,6 +166,7 @@ def _write_module(cut: Cut, kind: str, tokenizer: PreTrainedTokenizerFast, folde
             {
                 "word_embedding_dimension": int(cut.backbone.config.hidden_size),
                 **{flag: POOLINGS.get(mode) == cut.settings.pooling for flag, mode in POOLING_FLAGS.items()},
+                **({} if cut.settings.pool_prompt else {"include_prompt": False}),
             },
         )
     elif kind == "Dense":

@@ -140,6 +140,7 @@ def embedding_settings(recipe: Recipe, sources: Sequence[ShardFolder]) -> Embedd
         query_prompts = [start.query_prompt if start is not None else ""]
     return EmbeddingSettings(
         pooling=recipe.model.pooling,
+        pool_prompt=recipe.pools_prompt,
         direction=recipe.model.direction,
         similarity=recipe.objective.similarity,
         ladder=tuple((size.layers, size.dim) for size in ladder),

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.ground.errors import ConfigError
 from data.ground.whole_folder import written_whole
-from data.tokens import tokenizer_fingerprint
+from data.tokens import left_out_length, tokenizer_fingerprint
 from models.direction import is_decoder
 from models.encoder import Encoder
 from models.heads import save_heads
@@ -100,6 +100,11 @@ class Form:
                     f"{source} is a decoder ({encoder.config.model_type}), which torch writes as an ONNX graph of "
                     "one shape of a batch only; leave --onnx out"
                 )
+            if self.onnx and not encoder.pool_prompt:
+                raise ConfigError(
+                    f"{source} leaves the prompt out of its pooling, and an ONNX graph is not told how long a prompt "
+                    "is; leave --onnx out"
+                )
         elif self.weights != "float32" or self.onnx:
             option = "--onnx" if self.onnx else f"--weights {self.weights}"
             raise ConfigError(f"{source} is a static model, a table alone; leave {option} out, or give --table int8")
@@ -139,6 +144,8 @@ def export_sizes(
     )
     encoder, tokenizer, _ = load_model(model_folder)
     form.check_against(encoder, model_folder)
+    for prompt in () if encoder.pool_prompt else (settings.query_prompt, settings.passage_prompt):
+        left_out_length(tokenizer, prompt)
     if encoder.is_static and pairs:
         raise ConfigError(f"{model_folder} is a static model, whose one layer serves both; leave --router out")
     check_sizes([*chosen.values(), *(size for pair in pairs for size in pair.routes.values())], encoder)

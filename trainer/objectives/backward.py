@@ -112,7 +112,8 @@ FILLER = Texts(torch.zeros(1, dtype=torch.int32), torch.tensor([0, 1]))
 def embed_texts(engine: Passes, texts: Texts, rows: Tensor, *, sizes: Sequence[Size]) -> tuple[Tensor, ...]:
     """One forward pass of the texts in `rows`, K of [len(rows), d_k], or of the filler where `rows` is empty."""
     read = texts.take(rows) if len(rows) else FILLER
-    return engine(read.tokens.to(engine.device), None, sizes=sizes, offsets=read.offsets.to(engine.device))
+    tokens, offsets, prompts = (each.to(engine.device) for each in (read.tokens, read.offsets, read.left_out))
+    return engine(tokens, None, sizes=sizes, offsets=offsets, prompt_lengths=prompts)
 
 
 class _HandOver(torch.autograd.Function):

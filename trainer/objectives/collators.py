@@ -9,7 +9,7 @@ import numpy as np
 from data.collate import MaskedCollator, MaskedPairCollator, PairCollator, SpanCollator, TextCollator
 from data.ground.errors import ConfigError, DataError
 from data.shards.reader import ShardFolder
-from data.tokens import load_tokenizer, prompt_ids, prompt_length
+from data.tokens import left_out_length, load_tokenizer, prompt_ids, prompt_length
 from trainer.config.read_keys import is_read
 from trainer.config.schema import Recipe
 from trainer.objectives.prompts import folder_prompts
@@ -21,7 +21,7 @@ def text_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> TextCollato
         sources[0].vocabulary,
         max_length=recipe.data.max_length,
         prompts=_prompt_ids("passage_prompts", recipe.prompts[1], sources),
-        prompt_lengths=_prompt_lengths(folder_prompts(recipe, sources)[1], sources),
+        prompt_lengths=_prompt_lengths(recipe, folder_prompts(recipe, sources)[1], sources),
     )
 
 
@@ -62,8 +62,8 @@ def pair_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> PairCollato
         graded=sources[0].graded,
         query_prompts=_prompt_ids("query_prompts", query_prompts, sources),
         passage_prompts=_prompt_ids("passage_prompts", passage_prompts, sources),
-        query_prompt_lengths=_prompt_lengths(of_queries, sources),
-        passage_prompt_lengths=_prompt_lengths(of_passages, sources),
+        query_prompt_lengths=_prompt_lengths(recipe, of_queries, sources),
+        passage_prompt_lengths=_prompt_lengths(recipe, of_passages, sources),
         negatives_from=_negatives_from(recipe, sources),
     )
 
@@ -99,9 +99,14 @@ def _prompt_ids(name: str, prompts: Sequence[str], sources: Sequence[ShardFolder
     return found * len(sources) if len(found) == 1 else found
 
 
-def _prompt_lengths(prompts: Sequence[str], sources: Sequence[ShardFolder]) -> list[int]:
+def _prompt_lengths(recipe: Recipe, prompts: Sequence[str], sources: Sequence[ShardFolder]) -> list[int]:
     """What a pooling without prompts leaves out in each folder; an empty list where there are no prompts."""
     if not any(prompts):
         return []
     tokenizer = load_tokenizer(sources[0].tokenizer_path)
-    return [prompt_length(tokenizer, prompt) for prompt in prompts]
+    if recipe.pools_prompt:
+        return [prompt_length(tokenizer, prompt) for prompt in prompts]
+    try:
+        return [left_out_length(tokenizer, prompt) for prompt in prompts]
+    except DataError as error:
+        raise ConfigError(f"model.pool_prompt = false: {error}") from None

@@ -1,7 +1,8 @@
 """A guide: a frozen model whose scores filter out false negatives, or are learnt by every size.
 
 Filtering by a guide is GISTEmbed's method (Solatorio 2024, arXiv:2402.16829). What is decided here:
-- The guide reads the batch's token ids, so it must have the shards' tokenizer. Texts have the recipe's prompts.
+- The guide reads the batch's token ids, so it must have the shards' tokenizer. Texts have the recipe's prompts, which
+  the guide leaves out of its pooling if its settings say so.
 - The guide reads a text as it would in use: cut to the guide's own lengths, with the last token, [SEP], kept. It
   compares texts by its own similarity. A static guide leaves special tokens out itself, as it always does; an encoder
   gets them from the batch, whatever the student does with them.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -23,7 +25,7 @@ from data.collate import Texts, offsets_of
 from data.ground.errors import ConfigError, DataError
 from data.model_folders import SETTINGS_FILE
 from data.shards.reader import ShardFolder
-from data.tokens import load_tokenizer, tokenizer_fingerprint
+from data.tokens import left_out_length, load_tokenizer, tokenizer_fingerprint
 from models.backbone import longest_input, truncate_layers
 from models.choices import Pooling
 from models.encoder import Encoder, load_encoder
@@ -80,7 +82,8 @@ class Guide:
             for rows in micro_batches(texts.lengths, token_budget=self.token_budget, packed=packed):
                 heartbeat("guide")
                 read = texts.take(rows)
-                (part,) = self.encoder(read.tokens.to(device), None, (self.size,), offsets=read.offsets.to(device))
+                tokens, offsets, prompts = (each.to(device) for each in (read.tokens, read.offsets, read.left_out))
+                (part,) = self.encoder(tokens, None, (self.size,), offsets=offsets, prompt_lengths=prompts)
                 vectors[rows.to(device)] = part.float()
         if self.similarity == "cosine":
             normalize_(vectors)
@@ -154,7 +157,10 @@ def load_frozen(
         raise ConfigError(f"{named} has no barista.json with a temperature; set {section}.temperature")
     try:
         encoder = load_encoder(source, pooling=pooling).requires_grad_(False).eval()
-    except ModelError as error:
+        if not encoder.pool_prompt:
+            for prompt in {*chain(*folder_prompts(recipe, sources))}:
+                left_out_length(tokenizer, prompt)
+    except (DataError, ModelError) as error:
         raise ConfigError(f"{named}: {error}") from None
     if (rows := encoder.word_embeddings.weight.shape[0]) < sources[0].vocabulary.size:
         raise ConfigError(

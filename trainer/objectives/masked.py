@@ -88,6 +88,9 @@ class TokenPrediction:
         self.scales = [objective.loss_scale / count for count in counts]
         self.names = ["loss", *(f"{side}/{name}" for side in sides for name in plan.names)]
         self.totals = torch.zeros(len(self.names), device=engine.device)
+        self.prompt_lengths: Tensor | None = None  # of the pairs' texts; other texts are not pooled
+        if batch.pairs is not None:
+            self.prompt_lengths = torch.cat([batch.pairs.queries.left_out, batch.pairs.passages.left_out])
 
     def embed(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Each size's embeddings of these masked texts, and nothing else."""
@@ -112,9 +115,10 @@ class TokenPrediction:
 
     def _inputs(self, rows: Tensor, *, decodes: bool) -> dict[str, Any]:
         """The model's inputs for these texts, flat, or for the filler where there are no texts."""
-        batch, device = self.batch, self.engine.device
+        batch, prompts, device = self.batch, self.prompt_lengths, self.engine.device
         if not len(rows):
             batch, rows = _filler_for(batch), torch.tensor([0])
+            prompts = None if prompts is None else FILLER.left_out
 
         def of_rows(values: Tensor) -> Tensor:
             return take(values, batch.offsets, rows).to(device)
@@ -123,6 +127,7 @@ class TokenPrediction:
             "input_ids": of_rows(batch.encoder_input_ids),
             "labels": of_rows(batch.encoder_labels),
             "offsets": offsets_of(batch.offsets.diff()[rows]).to(device),
+            "prompt_lengths": None if prompts is None else prompts[rows].to(device),
         }
         if decodes and batch.decoder_input_ids is not None and batch.decoder_labels is not None:
             inputs["decoder"] = DecoderInputs(

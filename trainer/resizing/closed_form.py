@@ -78,7 +78,7 @@ def depth_states(
     device: torch.device,
 ) -> dict[int, Tensor]:
     """Depth -> pooled states of the texts before any head, float32 [n, h]."""
-    bare = Encoder(encoder.backbone, encoder.pooling)
+    bare = Encoder(encoder.backbone, encoder.pooling, pool_prompt=encoder.pool_prompt)
     sizes = [Size(depth, encoder.hidden_size) for depth in depths]
     found = embedder_of(bare, tokenizer, sizes, device=device)(
         texts, similarity="dot", max_length=max_length, prompt=prompt

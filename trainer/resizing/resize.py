@@ -300,6 +300,7 @@ def _write_recipes(asked: Resize, source: Path, *, ranks: int) -> None:
         "model": {
             "source": str(source),
             "pooling": settings.pooling,
+            **({} if settings.pool_prompt else {"pool_prompt": False}),
             **({"direction": settings.direction} if settings.direction else {}),
             "ladder": [list(pair) for pair in settings.ladder],
             "trains": asked.trains,

@@ -42,6 +42,7 @@ ONE_SIZE = ["objective.sizes=one", "objective.size=2x32"]
 
 # key -> value, settings under which it is read, and settings under each of which it is not.
 CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
+    "model.pool_prompt": ("false", ["model.pooling=mean"], [[], ["model.pooling=last"], STATIC]),
     "model.direction": ("bidirectional", [], [STATIC]),
     "model.attention": ("sdpa", [], [STATIC]),
     "model.frozen_layers": ("1", [], [STATIC]),

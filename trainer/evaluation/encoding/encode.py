@@ -24,15 +24,16 @@ from transformers import PreTrainedTokenizerBase
 
 from data.encoding import TextEncoder
 from data.ground.errors import ConfigError, DataError
-from data.tokens import pad_id_of
+from data.tokens import left_out_length, pad_id_of
 from models.encoder import Encoder
 from models.sizes import Size
 from trainer.distributed import World, gather_rows, max_over_ranks
 
-Forward = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+Forward = Callable[..., tuple[Tensor, ...]]
 """(input_ids, attention_mask), both int64 [batch, seq], to one [batch, size.dim] a size, not normalised.
 
 With `flat`, (input_ids int32 [T], offsets int64 [batch + 1]) of texts without padding: what a static encoder takes.
+Without `pool_prompt`, the tokens of each text's prompt, int64 [batch], follow.
 """
 
 EncodeTexts = Callable[[Sequence[str]], Mapping[Size, np.ndarray]]
@@ -49,9 +50,9 @@ def encoder_forward(encoder: Encoder, sizes: Sequence[Size], *, dtype: torch.dty
     if encoder.is_static:
         return lambda input_ids, offsets: encoder(input_ids, None, sizes, offsets=offsets)
 
-    def forward(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+    def forward(input_ids: Tensor, attention_mask: Tensor, prompts: Tensor | None = None) -> tuple[Tensor, ...]:
         with torch.autocast(input_ids.device.type, dtype=dtype, enabled=dtype != torch.float32):
-            return encoder(input_ids, attention_mask, sizes)
+            return encoder(input_ids, attention_mask, sizes, prompt_lengths=prompts)
 
     return forward
 
@@ -84,6 +85,8 @@ class Embedder:
     flat: bool = False
     """`forward` takes concatenated ids and offsets instead of padded ids and a mask. Texts are then tokenized without
     special tokens, and cut where they would leave room for them."""
+    pool_prompt: bool = True
+    """False: the model leaves the prompt out of its pooling, and `forward` is told how long it is."""
     batch_tokens: int = DEFAULT_BATCH_TOKENS
     """Tokens of a batch at most: rows × longest row, padding included."""
     progress: bool = False
@@ -112,6 +115,7 @@ def embedder_of(
         sizes,
         World.alone(device),
         flat=encoder.is_static,
+        pool_prompt=encoder.pool_prompt,
         batch_tokens=batch_tokens,
         progress=progress,
     )
@@ -145,7 +149,10 @@ def encode(
     if not embedder.flat and not embedder.tokenizer.num_special_tokens_to_add():
         _refuse_empty(ids, embedder.world)
     filler = None if len(share) else read(distinct[:1])
-    vectors = _encode_share(embedder, ids, filler=filler, normalise=similarity == "cosine")  # [len(share), Σ dims]
+    left_out = None if embedder.pool_prompt else left_out_length(embedder.tokenizer, prompt)
+    vectors = _encode_share(  # [len(share), Σ dims]
+        embedder, ids, filler=filler, normalise=similarity == "cosine", left_out=left_out
+    )
 
     if embedder.world.size == 1:
         everything = vectors
@@ -241,7 +248,7 @@ def _text_encoder(backend: Tokenizer) -> TextEncoder:
     return TextEncoder(backend, np.dtype(np.int32))
 
 
-def _flat(ids: _Ids, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+def _flat(ids: _Ids, rows: np.ndarray) -> tuple[Tensor, ...]:
     """Tokens int32 [T] of the texts `rows` (int64 [n]) and their offsets int64 [n + 1]."""
     parts = [ids.tokens[ids.offsets[row] : ids.offsets[row + 1]] for row in rows.tolist()]
     offsets = np.zeros(len(rows) + 1, np.int64)
@@ -249,7 +256,7 @@ def _flat(ids: _Ids, rows: np.ndarray) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(np.concatenate(parts)), torch.from_numpy(offsets)
 
 
-def _padded(ids: _Ids, rows: np.ndarray, pad_id: int) -> tuple[Tensor, Tensor]:
+def _padded(ids: _Ids, rows: np.ndarray, pad_id: int) -> tuple[Tensor, ...]:
     """input_ids and attention_mask, int64 [len(rows), longest]."""
     lengths = ids.lengths[rows]
     columns = np.arange(max(1, int(lengths.max())))
@@ -260,10 +267,13 @@ def _padded(ids: _Ids, rows: np.ndarray, pad_id: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _encode_share(embedder: Embedder, ids: _Ids, *, normalise: bool, filler: _Ids | None) -> np.ndarray:
+def _encode_share(
+    embedder: Embedder, ids: _Ids, *, normalise: bool, filler: _Ids | None, left_out: int | None
+) -> np.ndarray:
     """This rank's vectors, float32 [n, Σ dims], with as many calls of `forward` as the busiest rank makes.
 
-    `filler`: the ids of a text for the calls of a rank that has none.
+    `filler`: the ids of a text for the calls of a rank that has none. `left_out`: the tokens of the prompt, of which
+    `forward` is told; None where it need not know them.
     """
     sizes, world = list(dict.fromkeys(embedder.sizes)), embedder.world
     pad_id = None if embedder.flat else pad_id_of(embedder.tokenizer)
@@ -279,6 +289,8 @@ def _encode_share(embedder: Embedder, ids: _Ids, *, normalise: bool, filler: _Id
         rows = batches[min(call, len(batches) - 1)] if batches else np.zeros(1, np.int64)
         source = ids if batches else filler or ids
         inputs = _flat(source, rows) if pad_id is None else _padded(source, rows, pad_id)
+        if left_out is not None:
+            inputs += (torch.full((len(rows),), left_out),)
         outputs = embedder.forward(*(each.to(world.device) for each in inputs))
         assert len(outputs) == len(sizes), f"forward gave {len(outputs)} sizes, {len(sizes)} were asked for"
         if call >= len(batches):

@@ -68,7 +68,9 @@ def texts_digest(texts: Sequence[str]) -> str:
 def weights_digest(encoder: Encoder) -> str:
     """sha256 of all that the encoder computes with; an unused pooler is left out, which may be fresh at every load."""
     config = {key: value for key, value in encoder.config.to_dict().items() if key not in NOT_COMPUTED_WITH}
-    content = json.dumps([config, encoder.pooling], sort_keys=True, default=str)
+    # Vectors of earlier versions, which always pooled the prompt, keep their digest.
+    pooling = [encoder.pooling] if encoder.pool_prompt else [encoder.pooling, "without the prompt"]
+    content = json.dumps([config, *pooling], sort_keys=True, default=str)
     digest = hashlib.sha256(content.encode())
     tensors = encoder.backbone.state_dict() | encoder.heads.state_dict(prefix="heads.")
     for name, tensor in sorted(tensors.items()):

@@ -69,10 +69,10 @@ class Progress:
 def watched(forward: Forward, wanted: Callable[[], str | None]) -> Forward:
     """`forward` that raises Stopped once the process was asked to stop. `wanted` gives the reason."""
 
-    def watching(input_ids: Tensor, mask_or_offsets: Tensor) -> tuple[Tensor, ...]:
+    def watching(*inputs: Tensor) -> tuple[Tensor, ...]:
         if reason := wanted():
             raise Stopped(reason)
-        return forward(input_ids, mask_or_offsets)
+        return forward(*inputs)
 
     return watching
 
@@ -80,8 +80,8 @@ def watched(forward: Forward, wanted: Callable[[], str | None]) -> Forward:
 def counted(forward: Forward, progress: Progress, *, flat: bool) -> Forward:
     """`forward` that adds its texts to `progress`. `flat`: the input format of `forward`, see `encode`."""
 
-    def counting(input_ids: Tensor, mask_or_offsets: Tensor) -> tuple[Tensor, ...]:
-        vectors = forward(input_ids, mask_or_offsets)
+    def counting(input_ids: Tensor, mask_or_offsets: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        vectors = forward(input_ids, mask_or_offsets, *others)
         progress.advance(len(mask_or_offsets) - flat)
         return vectors
 
