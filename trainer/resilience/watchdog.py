@@ -51,7 +51,7 @@ _VERDICT = "verdict"
 class _State(NamedTuple):
     """A rank's heartbeat. waited: seconds so far in which it was ready to compute and had no processor."""
 
-    count: int
+    beats: int
     progress: int
     phase: str
     step: int
