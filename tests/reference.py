@@ -19,6 +19,7 @@ from transformers import AutoModel
 
 from data.collate import MaskedBatch, PairBatch, TextBatch
 from data.keyed_random import derive_seed
+from models.backbone import final_norm
 from models.sizes import Size
 from tests.models.naive import naive_visibility
 from tests.padding import pad_flat
@@ -383,10 +384,15 @@ def _embed_naively(
         ids = nn.utils.rnn.pad_sequence([texts[int(row)].long() for row in rows], batch_first=True)
         mask = (torch.arange(ids.shape[1]) < lengths[rows, None]).long()
         hidden = module.backbone(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+        norm = final_norm(module.backbone)
         for collected, size in zip(outputs, sizes):
-            states = hidden[size.layers][..., : size.dim]
+            # transformers applies a final norm to the last state alone, and a model that is cut ends with it, too.
+            is_last = norm is None or size.layers == len(hidden) - 1
+            states = (hidden[size.layers] if is_last else norm(hidden[size.layers]))[..., : size.dim]
             if recipe.model.pooling == "mean":
                 collected.append((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+            elif recipe.model.pooling == "last":
+                collected.append(states[torch.arange(len(rows)), lengths[rows] - 1])
             else:
                 collected.append(states[:, 0])
     order = torch.cat(chunks).argsort()

@@ -41,7 +41,7 @@ from trainer.config.reference import help_text
 from trainer.config.schema import Recipe
 from trainer.costs.flops import bf16_slowdown
 from trainer.distributed import Refused, World, gather_objects, start
-from trainer.engine import Engine, checked_ds_config, full_ds_config, multiplies_in_bf16
+from trainer.engine import Engine, checked_ds_config, full_ds_config, loads_weights, multiplies_in_bf16
 from trainer.evaluation.during_training import Evaluator
 from trainer.exporting.model_folder import embedding_settings, save_model
 from trainer.loop import Hooks, Plan, RunState, TrainState, train
@@ -124,7 +124,7 @@ def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: Stop
     sources = open_shards(recipe)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     stream = open_stream(recipe, sources, rank=rank, world_size=world_size)
-    parts = build_model(recipe, sources, ds_config)
+    parts = build_model(recipe, sources, ds_config, weights=loads_weights(recipe, ds_config, rank))
     settings = embedding_settings(recipe, sources)
     evaluator = Evaluator.of(recipe, settings)
     check_shared_memory(recipe.data.num_workers)
@@ -139,7 +139,8 @@ def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: Stop
             if recipe.debug.replay:
                 replay(recipe, parts, stream, world)
                 return 0, None
-            frozen = frozen_fingerprint(parts.module)
+            # The ranks' weights are equal, and at stage 3 only rank 0 has them.
+            frozen = gather_objects(frozen_fingerprint(parts.module) if world.is_main else "")[0]
             _claim(output, world, stack)
             write_run_folder(recipe, ds_config, world)
             engine = Engine(parts.module, recipe, world, ds_config)
