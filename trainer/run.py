@@ -41,7 +41,14 @@ from trainer.config.reference import help_text
 from trainer.config.schema import Recipe
 from trainer.costs.flops import bf16_slowdown
 from trainer.distributed import Refused, World, gather_objects, start
-from trainer.engine import Engine, checked_ds_config, full_ds_config, loads_weights, multiplies_in_bf16
+from trainer.engine import (
+    Engine,
+    checked_ds_config,
+    full_ds_config,
+    loads_weights,
+    multiplies_in_bf16,
+    takes_weights_of_rank_0,
+)
 from trainer.evaluation.during_training import Evaluator
 from trainer.exporting.model_folder import embedding_settings, save_model
 from trainer.loop import Hooks, Plan, RunState, TrainState, train
@@ -136,6 +143,8 @@ def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: Stop
         watchdog = stack.enter_context(Watchdog(world, hang_seconds=recipe.train.hang_seconds))
         try:
             check_agreement(recipe, ds_config, sources, parts, world)
+            if world.is_main and world.size > 1 and takes_weights_of_rank_0(recipe, ds_config):
+                log.info("every rank takes its share of the weights from rank 0, where they have been checked")
             if recipe.debug.replay:
                 replay(recipe, parts, stream, world)
                 return 0, None

@@ -110,7 +110,8 @@ def started(recipe: Recipe, sources: Sequence[ShardFolder], world: World) -> tup
 def bytes_at_start(values: dict[str, Any], world: World) -> dict[str, int]:
     """Bytes of tensors that this rank held at once: until the weights were divided, and until the engine stood.
 
-    With them: what the engine keeps of frozen weights, and the bytes in float32 of all weights and of the largest.
+    With them: what the engine keeps beside the frozen weights, and the bytes in float32 of these weights, of all, and of
+    the largest.
     """
     recipe, divided = recipe_of(values), 0
     sources = build.open_shards(recipe)
@@ -125,10 +126,17 @@ def bytes_at_start(values: dict[str, Any], world: World) -> dict[str, int]:
     gc.collect()
     with LiveBytes() as live, unittest.mock.patch.object(engine.Engine, "_divide", dividing):
         parts, trained = started(recipe, sources, world)
-    sizes = [4 * (p.ds_numel if trained.stage == 3 else p.numel()) for p in parts.module.parameters()]
-    frozen = sum(value.nbytes for value in trained._frozen.values())
+    sizes = {p: 4 * (p.ds_numel if trained.stage == 3 else p.numel()) for p in parts.module.parameters()}
+    counts = {
+        "divided": divided,
+        "peak": live.peak,
+        "kept": sum(value.nbytes for value in trained._frozen.values()),
+        "frozen": sum(size for p, size in sizes.items() if not p.requires_grad),
+        "all": sum(sizes.values()),
+        "largest": max(sizes.values()),
+    }
     trained.deepspeed.destroy()
-    return {"divided": divided, "peak": live.peak, "frozen": frozen, "all": sum(sizes), "largest": max(sizes)}
+    return counts
 
 
 class LiveBytes(TorchDispatchMode):
