@@ -110,7 +110,7 @@ def started(recipe: Recipe, sources: Sequence[ShardFolder], world: World) -> tup
 def bytes_at_start(values: dict[str, Any], world: World) -> dict[str, int]:
     """Bytes of tensors that this rank held at once: until the weights were divided, and until the engine stood.
 
-    With them: what the engine keeps beside the frozen weights, and the bytes in float32 of these weights, of all, and of
+    With them: what the engine keeps beside the frozen weights; and the float32 bytes of frozen weights, of all, and of
     the largest.
     """
     recipe, divided = recipe_of(values), 0
