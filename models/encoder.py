@@ -10,6 +10,7 @@ model cut to n layers computes just this, so training, evaluation and export agr
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +24,7 @@ from models.choices import MEANS, Direction, Pooling
 from models.direction import is_decoder
 from models.heads import check_heads, embedding_size, linear_head, load_heads
 from models.layout import Layout
-from models.loading import build_from_config, load_pretrained, load_with_head
+from models.loading import build_from_config, build_without_weights, load_pretrained, load_with_head
 from models.packed_attention import packs
 from models.read_rows import ReadRows
 from models.sentence_transformers import read_sentence_model
@@ -228,19 +229,25 @@ def load_encoder(
     pooling: Pooling | None = None,
     pool_prompt: bool | None = None,
     direction: Direction | None = None,
+    weights: bool = True,
 ) -> Encoder:
     """An encoder from a local folder or a hub name.
 
     `pooling` None: that of its settings, else CLS. `pool_prompt` None: that of its settings, unless `pooling` is one
-    that takes a single token. `direction` None: that of its settings, else that of its config.
+    that takes a single token. `direction` None: that of its settings, else that of its config. `weights` False: on the
+    meta device, for a process that is given the weights by another one.
     """
     settings = EmbeddingSettings.load(source)
     if direction is None and settings is not None:
         direction = settings.direction or None
-    backbone = load_pretrained(AutoModel, source, direction=direction)
+    if weights:
+        backbone = load_pretrained(AutoModel, source, direction=direction)
+    else:
+        backbone = build_without_weights(source, direction=direction)
     if pooling is None and settings is None and is_decoder(backbone.config):
         raise ModelError(f"model {str(source)!r} does not say how it pools; give a pooling, such as last or mean")
-    heads = _heads_of(source, backbone.config)
+    with contextlib.nullcontext() if weights else torch.device("meta"):
+        heads = _heads_of(source, backbone.config)
     pooling = pooling or (settings.pooling if settings else "cls")
     if pool_prompt is None:
         pool_prompt = settings is None or settings.pool_prompt or pooling not in MEANS

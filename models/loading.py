@@ -70,22 +70,11 @@ def load_with_head(
 ) -> tuple[PreTrainedModel, bool]:
     """As `load_pretrained`; returns (model, whether its head is freshly initialised because the source has none)."""
     thing = f"model {str(source)!r}"
-    config = _in_direction(load_config(source), direction, thing)
+    config, extra = _config_and_options(auto, source, direction, thing)
     folder = local_folder(source)
     if folder is not None:
         source = folder = _transformer_folder(folder)
         _check_room(config, folder, thing)
-    model_class = auto._model_mapping.get(type(config), None)
-    if model_class is None:
-        lacks = "has no masked language model" if is_decoder(config) else "has no layers"
-        raise ModelError(
-            f"{thing} is of the type {config.model_type!r}, which {lacks} to pre-train; give an encoder such as bert, "
-            "or fine-tune this model"
-        )
-    extra = {}
-    # Without this, the optimizer would apply weight decay to an unused pooler.
-    if "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
-        extra["add_pooling_layer"] = False
     with _refusing(source, thing):
         model, report = auto.from_pretrained(
             source,
@@ -105,6 +94,36 @@ def load_with_head(
     if not isinstance(config, StaticConfig):
         check_understood(model.base_model, thing)
     return cast(PreTrainedModel, model), fresh
+
+
+def build_without_weights(source: str | Path, *, direction: Direction | None = None) -> PreTrainedModel:
+    """The model of a folder or hub name on the meta device: its modules and the shapes of its weights, float32.
+
+    It is for a process that is given the weights by another one, which loads them with `load_pretrained`, and with all
+    of its checks. Parameters and buffers have no values; no file of weights is opened.
+    """
+    thing = f"model {str(source)!r}"
+    config, extra = _config_and_options(AutoModel, source, direction, thing)
+    with _refusing(source, thing), torch.device("meta"):
+        model = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=False, **extra)
+    return cast(PreTrainedModel, model.eval())
+
+
+def _config_and_options(
+    auto: Any, source: str | Path, direction: Direction | None, thing: str
+) -> tuple[PretrainedConfig, dict[str, Any]]:
+    """The configuration of a model, and the further arguments of its class."""
+    config = _in_direction(load_config(source), direction, thing)
+    model_class = auto._model_mapping.get(type(config), None)
+    if model_class is None:
+        lacks = "has no masked language model" if is_decoder(config) else "has no layers"
+        raise ModelError(
+            f"{thing} is of the type {config.model_type!r}, which {lacks} to pre-train; give an encoder such as bert, "
+            "or fine-tune this model"
+        )
+    # With a pooler, the optimizer would apply weight decay to an unused one.
+    has_pooler = "add_pooling_layer" in inspect.signature(model_class.__init__).parameters
+    return config, {"add_pooling_layer": False} if has_pooler else {}
 
 
 def check_understood(backbone: PreTrainedModel, thing: str) -> None:

@@ -21,6 +21,7 @@ from data.collate import MaskedBatch, PairBatch, TextBatch
 from data.keyed_random import derive_seed
 from data.shards.reader import ShardFolder
 from data.tokens import load_tokenizer
+from models.backbone import final_norm
 from models.sizes import Size
 from tests.models.naive import naive_visibility
 from tests.padding import pad_flat
@@ -389,11 +390,16 @@ def _embed_naively(
         ids = nn.utils.rnn.pad_sequence([texts[int(row)].long() for row in rows], batch_first=True)
         mask = (torch.arange(ids.shape[1]) < lengths[rows, None]).long()
         hidden = module.backbone(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+        norm = final_norm(module.backbone)
         for collected, size in zip(outputs, sizes):
-            states = hidden[size.layers][..., : size.dim]
+            # transformers applies a final norm to the last state alone, and a model that is cut ends with it, too.
+            is_last = norm is None or size.layers == len(hidden) - 1
+            states = (hidden[size.layers] if is_last else norm(hidden[size.layers]))[..., : size.dim]
             if recipe.model.pooling == "mean":
                 kept = mask * (torch.arange(ids.shape[1]) >= left_out[rows, None])
                 collected.append((states * kept[..., None]).sum(1) / kept.sum(1, keepdim=True))
+            elif recipe.model.pooling == "last":
+                collected.append(states[torch.arange(len(rows)), lengths[rows] - 1])
             else:
                 collected.append(states[:, 0])
     order = torch.cat(chunks).argsort()

@@ -4,7 +4,8 @@ Each rank reads its own command line and its own files, which may be on a disk o
 run: batches would overlap, learning rates would diverge, or a guide would filter by other weights. So every rank's
 facts are gathered once, and a run in which they differ is refused; the message names the ranks and the differences.
 
-Files are compared by content, never by path, so each machine may keep its copies where it likes.
+Files are compared by content, never by path, so each machine may keep its copies where it likes. At ZeRO stage 3 the
+model's weights are those of rank 0, which alone reads them, so only shapes and configuration are compared.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from torch import Tensor, nn
 from data.ground.records import digest_of
 from data.ground.secrets import without_secrets
 from data.shards.reader import ShardFolder
+from models.encoder import Encoder
+from models.loading import NOT_COMPUTED_WITH
 from trainer.build import ModelParts
 from trainer.config.schema import Recipe, flat
 from trainer.distributed import Refused, World, gather_objects, named_ranks
+from trainer.engine import takes_weights_of_rank_0
 from trainer.objectives.teacher import LiveTeacher, StoredTeacher
 
 Facts = dict[str, str]
@@ -70,7 +74,9 @@ def facts_of(recipe: Recipe, ds_config: Mapping[str, Any], sources: Sequence[Sha
     facts |= {f"data.shards[{index}]": f"manifest {each.fingerprint}" for index, each in enumerate(sources)}
     facts["engine.ds_config"] = json.dumps(ds_config, sort_keys=True)
     facts["tokenizer"] = sources[0].manifest.tokenizer["fingerprint"]
-    if recipe.model.source:
+    if recipe.model.source and takes_weights_of_rank_0(recipe, ds_config):
+        facts["model.source"] = f"shape {_shape_of(parts.encoder)}"
+    elif recipe.model.source:
         # The fingerprint leaves adapters out, because they are drawn, not read.
         facts["model.source"] = f"weights {fingerprint(_read(parts.encoder))}"
     if parts.guide is not None:
@@ -115,6 +121,13 @@ def frozen_fingerprint(module: nn.Module) -> str:
     """The fingerprint of the parameters that do not train, which no checkpoint holds; "" where all train."""
     frozen = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad]
     return fingerprint(frozen) if frozen else ""
+
+
+def _shape_of(encoder: Encoder) -> str:
+    """The digest of a model without its weights: the shapes and types of its parameters, and its configuration."""
+    shapes = {name: [str(parameter.dtype), *parameter.shape] for name, parameter in encoder.named_parameters()}
+    config = {key: value for key, value in encoder.config.to_dict().items() if key not in NOT_COMPUTED_WITH}
+    return digest_of([shapes, json.loads(json.dumps(config, default=str))])
 
 
 def _read(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -156,12 +156,21 @@ def open_stream(recipe: Recipe, sources: Sequence[ShardFolder], *, rank: int, wo
 
 
 def build_model(
-    recipe: Recipe, sources: Sequence[ShardFolder], ds_config: Mapping[str, Any] | None = None
+    recipe: Recipe,
+    sources: Sequence[ShardFolder],
+    ds_config: Mapping[str, Any] | None = None,
+    *,
+    weights: bool = True,
 ) -> ModelParts:
-    """The model that trains, and the frozen ones beside it. ds_config: the engine's; None: read for this alone."""
+    """The model that trains, and the frozen ones beside it. ds_config: the engine's; None: read for this alone.
+
+    weights: whether this rank loads the weights of model.source. On a rank that does not, they are on the meta device
+    until an engine of stage 3 gives the rank its share (`trainer.engine.loads_weights`). It is so for encoders and
+    decoders that are fine-tuned or distilled; masked pre-training and model.config make a whole model on every rank.
+    """
     ds_config = read_ds_config(recipe.engine.ds_config) if ds_config is None else ds_config
     half_precision = multiplies_in_bf16(ds_config)
-    parts = _build_trained(recipe, sources, half_precision=half_precision)
+    parts = _build_trained(recipe, sources, half_precision=half_precision, weights=weights)
     guide, teacher = load_guide(recipe, sources), load_teacher(recipe, sources)
     for frozen in (guide, teacher.frozen if isinstance(teacher, LiveTeacher) else None):
         if frozen is not None and not frozen.encoder.is_static:
@@ -175,10 +184,12 @@ def build_model(
     return replace(parts, guide=guide, teacher=teacher)
 
 
-def _build_trained(recipe: Recipe, sources: Sequence[ShardFolder], *, half_precision: bool) -> ModelParts:
+def _build_trained(
+    recipe: Recipe, sources: Sequence[ShardFolder], *, half_precision: bool, weights: bool
+) -> ModelParts:
     tokenizer = load_tokenizer(sources[0].tokenizer_path)
     torch.manual_seed(recipe.run.seed)
-    start = _start_of(recipe, sources, tokenizer)
+    start = _start_of(recipe, sources, tokenizer, weights=weights)
     encoder = start.encoder
     _check_encoder(recipe, encoder, sources[0])
     if encoder.is_static:
@@ -207,10 +218,10 @@ class _Start:
     head_is_fresh: bool = True
 
 
-def _start_of(recipe: Recipe, sources: Sequence[ShardFolder], tokenizer: Any) -> _Start:
+def _start_of(recipe: Recipe, sources: Sequence[ShardFolder], tokenizer: Any, *, weights: bool) -> _Start:
     """The encoder of model.source, or one of random weights from model.config."""
     if recipe.model.source:
-        return _loaded(recipe, sources)
+        return _loaded(recipe, sources, weights=weights)
     vocabulary = sources[0].vocabulary
     if recipe.model.config.get("model_type") == MODEL_TYPE:
         special_ids = special_ids_of(tokenizer.all_special_ids, tokenizer.unk_token_id)
@@ -230,7 +241,7 @@ def _start_of(recipe: Recipe, sources: Sequence[ShardFolder], tokenizer: Any) ->
     return _Start(Encoder(base_of(masked_lm), recipe.model.pooling, pool_prompt=recipe.pools_prompt), masked_lm)
 
 
-def _loaded(recipe: Recipe, sources: Sequence[ShardFolder]) -> _Start:
+def _loaded(recipe: Recipe, sources: Sequence[ShardFolder], *, weights: bool) -> _Start:
     """The encoder of model.source, which must have the shards' tokenizer."""
     source = recipe.model.source
     _check_source_pooling(recipe)
@@ -245,7 +256,8 @@ def _loaded(recipe: Recipe, sources: Sequence[ShardFolder]) -> _Start:
         _check_direction(recipe, load_config(source))
         direction = recipe.model.direction or None
         pooling, pool_prompt = recipe.model.pooling, recipe.pools_prompt
-        start = _Start(load_encoder(source, pooling=pooling, pool_prompt=pool_prompt, direction=direction))
+        encoder = load_encoder(source, pooling=pooling, pool_prompt=pool_prompt, direction=direction, weights=weights)
+        start = _Start(encoder)
     folder = transformer_folder(Path(source))
     if not folder.is_dir() or any(folder.glob("tokenizer*")) or (folder / "vocab.txt").is_file():
         model_tokenizer = load_tokenizer(source)

@@ -10,6 +10,8 @@ clipping, optimizer and schedule belong to the recipe and are refused in the JSO
 - At stage 0 DeepSpeed reports no gradient norm, so this module clips and knows the norm.
 - A step with a gradient that is not finite is skipped: at stage 0 by this module, and from stage 1 on by DeepSpeed,
   which must be told to look for it in bf16.
+- At stage 3, rank 0's weights are divided among the ranks one parameter at a time, so the other ranks need no whole
+  model (`loads_weights`). DeepSpeed alone would divide them only after every rank has all of them on its device.
 - The values of a checkpoint are handed out as fragments: ranges of a parameter's elements, named by parameter and
   range. They do not depend on the ZeRO stage, the precision or the number of ranks, so any engine can load what any
   other saved, and no rank needs more than its part. DeepSpeed's own files are not used, because it reads them by
@@ -25,9 +27,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from data.ground.errors import ConfigError
@@ -48,6 +51,8 @@ _OWNED_BY_RECIPE = {
     "tensorboard": "[log]",
     "activation_checkpointing": "train.activation_checkpointing",
 }
+
+_PART = 1 << 22  # elements that are compared at a time
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")  # the kinds of values of every trained parameter
 
@@ -147,6 +152,16 @@ def zero_stage(values: Mapping[str, Any]) -> int:
     return int(values.get("zero_optimization", {}).get("stage", 0))
 
 
+def takes_weights_of_rank_0(recipe: Recipe, ds_config: Mapping[str, Any]) -> bool:
+    """Whether the weights of rank 0 replace those of all other ranks: at stage 3, unless a step is only replayed."""
+    return zero_stage(ds_config) == 3 and not recipe.debug.replay
+
+
+def loads_weights(recipe: Recipe, ds_config: Mapping[str, Any], rank: int) -> bool:
+    """Whether this rank must load the weights of the model that trains; others may have it on the meta device."""
+    return rank == 0 or not takes_weights_of_rank_0(recipe, ds_config)
+
+
 def multiplies_in_bf16(values: Mapping[str, Any]) -> bool:
     """Whether matrix products run in bf16, with weights in bf16 or under autocast."""
     return has_bf16_weights(values) or bool(values.get("torch_autocast", {}).get("enabled"))
@@ -213,8 +228,7 @@ class Engine:
 
         optimizer.register_step_pre_hook(before_step)
         self.heartbeat: Callable[[str], None] = lambda phase: None  # called at each pass and step
-        rounds = has_bf16_weights(self.ds_config)
-        originals = [p.detach().clone() for p in module.parameters()] if rounds else []
+        originals = self._originals(module)
         # An engine under torch_autocast leaves this on for its process, and stages 2 and 3 of a later run would then
         # send gradients in the weights' type, whatever communication_data_type says. Such an engine sets it again.
         torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
@@ -226,17 +240,68 @@ class Engine:
         self.module = module
         # Any, because DeepSpeed adds its own attributes to parameters.
         self._trained: dict[str, Any] = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        # Frozen parameters have no masters; these are their values before rounding.
-        self._frozen = {id(p): value for p, value in zip(module.parameters(), originals) if not p.requires_grad}
+        # Frozen parameters have no masters. Those that rounding has changed are kept as they were.
+        frozen = (id(p) for p in module.parameters() if not p.requires_grad)
+        self._frozen = {key: originals[key] for key in frozen if key in originals}
         self._restore_masters(originals)
 
-    def _restore_masters(self, originals: list[Tensor]) -> None:
-        """Give the float32 masters their full values, because DeepSpeed copies them from weights rounded to bf16."""
-        from deepspeed.utils import safe_set_full_fp32_param
+    def _originals(self, module: nn.Module) -> dict[int, Tensor]:
+        """id -> float32 values of parameters that DeepSpeed rounds to bf16; at stage 3 this rank's share of them [n].
 
-        for parameter, original in zip(self.module.parameters(), originals):
-            if parameter.requires_grad:
-                safe_set_full_fp32_param(parameter, original)
+        Frozen parameters that lose nothing by it, because their file holds bf16, are left out. Stage 3's parameters are
+        rounded and divided here.
+        """
+        if self.stage == 3:
+            return self._divide(module)
+        if not has_bf16_weights(self.ds_config):
+            return {}
+        return {id(p): p.detach().clone() for p in module.parameters() if p.requires_grad or _is_changed_by_bf16(p)}
+
+    def _divide(self, module: nn.Module) -> dict[int, Tensor]:
+        """Divide rank 0's parameters among all ranks, one after another. Returns `_originals`.
+
+        A rank holds its shares and one whole parameter at a time, unless it had others before. Parameters and buffers
+        on the meta device get values here.
+        """
+        import deepspeed
+
+        for buffer in module.buffers():
+            _place(buffer, self.device)
+            dist.broadcast(buffer.data.view(-1).view(torch.uint8), src=0)
+        settings = {
+            "config_dict_or_path": self.ds_config,
+            "zero_quantized_nontrainable_weights": self.ds_config["zero_optimization"].get(
+                "zero_quantized_nontrainable_weights", False
+            ),
+        }
+        rounds, divided, originals = has_bf16_weights(self.ds_config), None, {}
+        for parameter in cast(Iterator[Any], module.parameters()):
+            _place(parameter, self.device)
+            whole = parameter.data
+            if rounds:
+                # DeepSpeed sends rank 0's values, too, but after they are rounded.
+                dist.broadcast(whole, src=0)
+                parameter.data = whole.bfloat16()
+            if divided is None:
+                deepspeed.zero.Init(module=nn.ParameterList([parameter]), **settings)
+                divided = parameter
+            else:
+                divided.convert_to_zero_parameters(param_list=[parameter])
+            if rounds and (parameter.requires_grad or _is_changed_by_bf16(whole)):
+                start, stop = self._held(parameter)
+                share = whole.new_zeros(parameter.partition_numel())
+                share[: stop - start] = whole.view(-1)[start:stop]
+                originals[id(parameter)] = share
+        return originals
+
+    def _restore_masters(self, originals: Mapping[int, Tensor]) -> None:
+        """Give the float32 masters their full values, because DeepSpeed copies them from weights rounded to bf16."""
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+        set_master = safe_set_local_fp32_param if self.stage == 3 else safe_set_full_fp32_param
+        for parameter in self.module.parameters():
+            if parameter.requires_grad and id(parameter) in originals:
+                set_master(parameter, originals[id(parameter)])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.heartbeat("forward")
@@ -282,11 +347,15 @@ class Engine:
         assert value is not None, "DeepSpeed holds no float32 value of a trained parameter"
         return value.detach().float()
 
-    def _frozen_parameter(self, parameter: nn.Parameter) -> Tensor:
+    def _frozen_parameter(self, parameter: Any) -> Tensor:
         from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-        if id(parameter) in self._frozen:
-            return self._frozen[id(parameter)]
+        if (original := self._frozen.get(id(parameter))) is not None:
+            if self.stage < 3:
+                return original
+            shares = [torch.empty_like(original) for _ in range(self.world.size)]
+            dist.all_gather(shares, original)
+            return torch.cat(shares)[: parameter.ds_numel].view(parameter.ds_shape)
         with GatheredParameters([parameter], enabled=self.stage == 3):
             return parameter.detach().float().clone()
 
@@ -396,3 +465,18 @@ class Engine:
         elif self.stage == 3 and (kept_whole := self.optimizer.persistent_parameters):
             kept_whole[0].partition(kept_whole)
             kept_whole[0].all_gather(kept_whole)
+
+
+def _place(tensor: Tensor, device: torch.device) -> None:
+    """Move a parameter or a buffer to the device, in place. One on the meta device gets memory, but no values."""
+    if tensor.is_meta:
+        empty = torch.empty_like(tensor, device=device)
+        kind = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        torch.utils.swap_tensors(tensor, kind)
+    tensor.data = tensor.data.to(device).contiguous()
+
+
+def _is_changed_by_bf16(values: Tensor) -> bool:
+    """Whether rounding to bf16 changes any of the values. They are read in parts, since copies take memory."""
+    parts = values.detach().view(-1).split(_PART)
+    return not all(torch.equal(part.bfloat16().to(part.dtype), part) for part in parts)

@@ -41,7 +41,14 @@ from trainer.config.reference import help_text
 from trainer.config.schema import Recipe
 from trainer.costs.flops import bf16_slowdown
 from trainer.distributed import Refused, World, gather_objects, start
-from trainer.engine import Engine, checked_ds_config, full_ds_config, multiplies_in_bf16
+from trainer.engine import (
+    Engine,
+    checked_ds_config,
+    full_ds_config,
+    loads_weights,
+    multiplies_in_bf16,
+    takes_weights_of_rank_0,
+)
 from trainer.evaluation.during_training import Evaluator
 from trainer.exporting.model_folder import embedding_settings, save_model
 from trainer.loop import Hooks, Plan, RunState, TrainState, train
@@ -124,7 +131,7 @@ def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: Stop
     sources = open_shards(recipe)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     stream = open_stream(recipe, sources, rank=rank, world_size=world_size)
-    parts = build_model(recipe, sources, ds_config)
+    parts = build_model(recipe, sources, ds_config, weights=loads_weights(recipe, ds_config, rank))
     settings = embedding_settings(recipe, sources)
     evaluator = Evaluator.of(recipe, settings)
     check_shared_memory(recipe.data.num_workers)
@@ -136,10 +143,13 @@ def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: Stop
         watchdog = stack.enter_context(Watchdog(world, hang_seconds=recipe.train.hang_seconds))
         try:
             check_agreement(recipe, ds_config, sources, parts, world)
+            if world.is_main and world.size > 1 and takes_weights_of_rank_0(recipe, ds_config):
+                log.info("every rank takes its share of the weights from rank 0, where they have been checked")
             if recipe.debug.replay:
                 replay(recipe, parts, stream, world)
                 return 0, None
-            frozen = frozen_fingerprint(parts.module)
+            # The ranks' weights are equal, and at stage 3 only rank 0 has them.
+            frozen = gather_objects(frozen_fingerprint(parts.module) if world.is_main else "")[0]
             _claim(output, world, stack)
             write_run_folder(recipe, ds_config, world)
             engine = Engine(parts.module, recipe, world, ds_config)

@@ -151,8 +151,8 @@ def numbers(kind: str, here: list[bool]) -> Iterator[None]:
         return
     build_model, step = run.build_model, Engine.step
 
-    def broken_model(*args: Any) -> Any:
-        parts = build_model(*args)
+    def broken_model(*args: Any, **options: Any) -> Any:
+        parts = build_model(*args, **options)
 
         def look(_: Any, __: Any, output: Any) -> Any:
             states = output[0] if isinstance(output, tuple) else output

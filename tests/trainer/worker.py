@@ -5,6 +5,8 @@
 `steps`: each case is {name, values (a recipe's tables), steps, control}; rank 0 writes OUTPUT/<name>.pt, a list with
 a dict a step: loss, norm, parameters, and the number of micro-batches of every rank. `control` breaks the trainer on
 purpose, so that a test can show that its equality notices.
+`starts`: each case is {name, values, control}; rank 0 writes OUTPUT/<name>.pt, a list with a dict a rank of the bytes
+that the rank held while it built its model and engine.
 `runs`: each case is {task, arguments}, the command line of a whole run, one after another.
 """
 
@@ -16,25 +18,30 @@ import gc
 import itertools
 import json
 import unittest.mock
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from data.ground.command import run_command
+from data.shards.reader import ShardFolder
 from tests.trainer.support import recipe_of
 from trainer import build, engine, run
 from trainer.config.kinds import kind_named
-from trainer.distributed import World, gather_counts, gather_rows, seed_step, start, sum_over_ranks
+from trainer.config.schema import Recipe
+from trainer.distributed import World, gather_counts, gather_objects, gather_rows, seed_step, start, sum_over_ranks
 from trainer.objectives import backward, contrastive, distillation, infonce_terms, masked, teacher
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("steps", "runs"))
+    parser.add_argument("kind", choices=("steps", "starts", "runs"))
     parser.add_argument("cases", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--local_rank")
@@ -44,9 +51,12 @@ def main() -> None:
     # Stage 3 collects garbage at each of its starts; what is imported is none, and need not be looked through.
     gc.freeze()
     for case in cases:
-        if args.kind == "steps":
+        if args.kind != "runs":
             with _broken(case.get("control", "")):
-                results = take_steps(case["values"], world, steps=case["steps"])
+                if args.kind == "steps":
+                    results = take_steps(case["values"], world, steps=case["steps"])
+                else:
+                    results = gather_objects(bytes_at_start(case["values"], world))
             if world.is_main:
                 torch.save(results, args.output / f"{case['name']}.pt")
         else:
@@ -60,9 +70,7 @@ def take_steps(values: dict[str, Any], world: World, *, steps: int) -> list[dict
     """The trainer's own parts, put together as trainer/run.py does, with every parameter read after every step."""
     recipe = recipe_of(values)
     sources = build.open_shards(recipe)
-    ds_config = engine.read_ds_config(recipe.engine.ds_config)
-    parts = build.build_model(recipe, sources, ds_config)
-    trained = engine.Engine(parts.module, recipe, world, ds_config)
+    parts, trained = started(recipe, sources, world)
     trained.train()
     stream = build.open_stream(recipe, sources, rank=world.rank, world_size=world.size)
     objective = build.build_objective(recipe, parts)
@@ -89,6 +97,75 @@ def take_steps(values: dict[str, Any], world: World, *, steps: int) -> list[dict
             )
     trained.deepspeed.destroy()
     return results
+
+
+def started(recipe: Recipe, sources: Sequence[ShardFolder], world: World) -> tuple[build.ModelParts, engine.Engine]:
+    """The model and its engine, as trainer/run.py makes them."""
+    ds_config = engine.read_ds_config(recipe.engine.ds_config)
+    weights = engine.loads_weights(recipe, ds_config, world.rank)
+    parts = build.build_model(recipe, sources, ds_config, weights=weights)
+    return parts, engine.Engine(parts.module, recipe, world, ds_config)
+
+
+def bytes_at_start(values: dict[str, Any], world: World) -> dict[str, int]:
+    """Bytes of tensors that this rank held at once: until the weights were divided, and until the engine stood.
+
+    With them: what the engine keeps beside the frozen weights; and the float32 bytes of frozen weights, of all, and of
+    the largest.
+    """
+    recipe, divided = recipe_of(values), 0
+    sources = build.open_shards(recipe)
+    divide = engine.Engine._divide
+
+    def dividing(self: engine.Engine, module: torch.nn.Module) -> dict[int, torch.Tensor]:
+        nonlocal divided
+        originals = divide(self, module)
+        divided = live.peak
+        return originals
+
+    gc.collect()
+    with LiveBytes() as live, unittest.mock.patch.object(engine.Engine, "_divide", dividing):
+        parts, trained = started(recipe, sources, world)
+    sizes = {p: 4 * (p.ds_numel if trained.stage == 3 else p.numel()) for p in parts.module.parameters()}
+    counts = {
+        "divided": divided,
+        "peak": live.peak,
+        "kept": sum(value.nbytes for value in trained._frozen.values()),
+        "frozen": sum(size for p, size in sizes.items() if not p.requires_grad),
+        "all": sum(sizes.values()),
+        "largest": max(sizes.values()),
+    }
+    trained.deepspeed.destroy()
+    return counts
+
+
+class LiveBytes(TorchDispatchMode):
+    """`peak`: the most bytes that the tensors made while it lasts have held at once, those of the meta device aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                self._see(tensor.untyped_storage())
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = id(storage), storage.nbytes()
+        if key in self._seen:
+            return
+
+        def gone(_: Any) -> None:
+            del self._seen[key]
+            self.now -= size
+
+        self._seen[key] = weakref.ref(storage, gone)
+        self.now += size
+        self.peak = max(self.peak, self.now)
 
 
 @contextlib.contextmanager
@@ -181,6 +258,13 @@ def _broken(control: str) -> Iterator[None]:
             return spread
 
         with patch(infonce_terms, "gather_rows", own_hashes):
+            yield
+    elif control == "every rank loads":  # what stage 3 needed before
+
+        def always(*_: Any) -> bool:
+            return True
+
+        with patch(engine, "loads_weights", always):
             yield
     elif control == "no world size factor":  # the mean over ranks that data parallelism takes on its own
 
