@@ -227,8 +227,8 @@ def test_settings_are_checked(tmp_path: Path) -> None:
         path.write_text(json.dumps({**values, **changed}))
         with pytest.raises(ModelError, match=words):
             EmbeddingSettings.load(tmp_path)
-    path.write_text(json.dumps({**values, "format": 2}))
-    with pytest.raises(OtherFormat, match="format 2"):
+    path.write_text(json.dumps({**values, "format": 3}))
+    with pytest.raises(OtherFormat, match="format 3"):
         EmbeddingSettings.load(tmp_path)
     path.unlink()
     assert EmbeddingSettings.load(tmp_path) is None
