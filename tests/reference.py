@@ -187,9 +187,12 @@ def _naive_symmetric(vectors: Sequence[Tensor], pairs: PairBatch, recipe: Recipe
             gold=None,
             weights=weights,
             kl_weights=[],
-            objective=replace(recipe.objective, kl="none"),
+            objective=replace(recipe.objective, kl="none", spread_weight=0.0),
         )
-    return total / len(texts)
+    total = total / len(texts)
+    for each, weight in zip(vectors, weights):
+        total = total + recipe.objective.spread_weight * weight * 2 * naive_spread(each)
+    return total
 
 
 def _pooled(states: Tensor, attention: Tensor, recipe: Recipe) -> Tensor:
@@ -393,6 +396,14 @@ def _embed_naively(
     return [torch.cat(each)[order] for each in outputs]
 
 
+def naive_spread(vectors: Tensor) -> Tensor:
+    """EmbeddingGemma's L_S of one side: 1/(B(B−1)) Σ_{i≠j} cos(x_i, x_j)²; of one text it is 0."""
+    count = len(vectors)
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    cosines = [F.cosine_similarity(vectors[i], vectors[j], dim=0) for i, j in pairs]
+    return torch.stack(cosines).square().mean() if cosines else vectors.sum() * 0.0
+
+
 def naive_contrastive_loss(
     queries: Sequence[Tensor],
     passages: Sequence[Tensor],
@@ -445,6 +456,9 @@ def naive_contrastive_loss(
         if asymmetric := getattr(objective, "asymmetric_weight", 0.0):
             matrix = scores(query, passages[-1][:, : query.shape[1]]).masked_fill(hidden, -1e9)
             total = total + weight * asymmetric * F.cross_entropy(matrix, targets)
+    for query, passage, weight in zip(queries, passages, weights):
+        if spread := getattr(objective, "spread_weight", 0.0):
+            total = total + weight * spread * (naive_spread(query) + naive_spread(passage[targets]))
     if objective.kl == "none":
         return total
     if objective.kl == "margins":

@@ -46,6 +46,7 @@ AT_TWO_STAGES += ("adaptive", "distill", "distill_heads", "distill_lonely", "rel
 AT_ONE_STAGE = ("mrl", "cosent", "coordinates", "weighted", "crowded", "filtered", "margins")
 AT_ONE_STAGE += ("own_margins", "taught_by_guide", "masked_pairs", "symmetric_spans", "symmetric_spans_lonely")
 AT_ONE_STAGE += ("asymmetric", "asymmetric_by_dot", "asymmetric_lonely")
+AT_ONE_STAGE += ("spread", "spread_by_dot", "spread_lonely", "spread_masked_pairs", "spread_graded")
 AT_ONE_STAGE += ("srl_uneven", "smae_uneven", "related_directly", "related_lonely", "similarity", "gram", "order")
 # In `make test`, one a stage.
 LAUNCHED = [("srl", 0), ("smae", 1), ("srl", 2), ("smae", 3)]
@@ -53,7 +54,10 @@ LAUNCHED = [("srl", 0), ("smae", 1), ("srl", 2), ("smae", 3)]
 TWICE = ("smae", "srl")
 ON_RANKS = {
     1: ("smae", "srl", "two_d", "mrl"),
-    4: ("srl", "two_d", "mrl", "smae", "crowded", "srl_uneven", "smae_lonely", "distill", "related", "asymmetric"),
+    4: (
+        *("srl", "two_d", "mrl", "smae", "crowded", "srl_uneven", "smae_lonely", "distill", "related", "asymmetric"),
+        "spread",
+    ),
 }
 CONTROLS = {
     "passage gradients stay": "srl",
@@ -62,6 +66,7 @@ CONTROLS = {
     "new dropout each pass": "srl_dropout",
     "false negatives of one rank": "crowded",
     "Gram matrices of one rank": "gram",
+    "texts spread on one rank": "spread",
     "full size's passages stay": "asymmetric",
 }
 BF16 = ("zero0", "zero1", "zero2", "zero3")
@@ -165,7 +170,13 @@ def recipes(
     cases["margins"] = pairs(**guide, kl="margins", kl_teacher="guide") | {"guide": {"model": str(guide_folder)}}
     cases["asymmetric"] = pairs(crowded_shards, asymmetric_weight=2.0)
     cases["asymmetric_by_dot"] = pairs(asymmetric_weight=0.5, similarity="dot", temperature=8.0, kl="none")
+    # Equal texts among them, whose squared similarity is 1.
+    cases["spread"] = pairs(crowded_shards, spread_weight=4.0)
+    cases["spread_by_dot"] = pairs(spread_weight=8.0, similarity="dot", temperature=8.0, kl="none", reduction="sum")
+    cases["spread_graded"] = pairs(graded_shards, loss="cosent", kl="none", spread_weight=2.0)
     cases["own_margins"] = pairs(kl="margins", detach_teacher=False, reduction="sum", similarity="dot", temperature=8.0)
+    cases["spread_masked_pairs"] = copy.deepcopy(cases["masked_pairs"])
+    cases["spread_masked_pairs"]["objective"] |= {"sizes": "ladder", "spread_weight": 3.0}
     cases["guided_masked_pairs"] = copy.deepcopy(cases["masked_pairs"]) | {"guide": {"model": str(guide_folder)}}
     cases["guided_masked_pairs"]["objective"] |= guide
     student = {"source": str(taught_folder), "config": {}, "pooling": "mean"}
@@ -192,8 +203,9 @@ def recipes(
         "teacher": {"model": str(teacher_folder), "vector_weight": 3.0, "gram_weight": 2.0, "similarity_weight": 0.3}
     }
     # Last batches of 11 samples, and of one: the other ranks then have none.
-    cases["asymmetric_lonely"] = copy.deepcopy(cases["asymmetric"])
-    cases["asymmetric_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
+    for name in ("asymmetric", "spread"):
+        cases[f"{name}_lonely"] = copy.deepcopy(cases[name])
+        cases[f"{name}_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
     for name, samples in (("uneven", 11), ("lonely", 1)):
         cases[f"srl_{name}"], cases[f"smae_{name}"] = pairs(crowded_shards), masked()
         cases[f"srl_{name}"]["train"] |= {"steps": 0, "epochs": samples / 24}
@@ -383,6 +395,8 @@ def test_every_recipe_is_in_the_product(recipes: dict[str, Any]) -> None:
         ("margins", "srl"),
         ("own_margins", "direct"),
         ("asymmetric", "crowded"),
+        ("spread", "crowded"),
+        ("spread_graded", "cosent"),
         ("guided_masked_pairs", "masked_pairs"),
         ("spans", "lighter_spans"),
         ("symmetric_spans", "spans"),

@@ -29,7 +29,7 @@ from tests.trainer.support import recipe_of
 from trainer import build, engine, run
 from trainer.config.kinds import kind_named
 from trainer.distributed import World, gather_counts, gather_rows, seed_step, start, sum_over_ranks
-from trainer.objectives import backward, contrastive, distillation, infonce_terms, masked, teacher
+from trainer.objectives import backward, contrastive, distillation, infonce_terms, masked, spread, teacher
 
 
 def main() -> None:
@@ -163,12 +163,12 @@ def _broken(control: str) -> Iterator[None]:
 
         with patch(infonce_terms, "unnormalized_gradient_", nothing):
             yield
-    elif control == "Gram matrices of one rank":  # what comparing a rank's own texts gives
+    elif control in ("Gram matrices of one rank", "texts spread on one rank"):  # what comparing own texts gives
 
         def alone(values: Any, device: torch.device) -> torch.Tensor:
             return torch.as_tensor(values, dtype=torch.float64)
 
-        with patch(teacher, "sum_over_ranks", alone):
+        with patch(teacher if control.startswith("Gram") else spread, "sum_over_ranks", alone):
             yield
     elif control == "false negatives of one rank":  # what masking without a gather of the hashes gives
 

@@ -110,6 +110,8 @@ class Contrastive(Kind):
             charts["KL to the full size"] = ["^losses/kl"]
         if recipe.objective.asymmetric_weight:
             charts["queries against the full size's passages"] = ["^losses/asymmetric"]
+        if recipe.objective.spread_weight:
+            charts["squared similarity of different texts"] = ["^losses/spread"]
         if self.is_taught(recipe):
             charts["all terms of the teacher"] = ["^losses/distillation"]
         return "Losses by size, fine-tuning", charts

@@ -182,6 +182,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "objective.kl_temperature": (CONTRASTIVE, COORDINATES, STUDENTS),
     "objective.detach_teacher": (CONTRASTIVE, KL, OWN_TEACHER, STUDENTS),
     "objective.asymmetric_weight": (CONTRASTIVE, NEGATIVES, LAYERS, SMALLER_SIZES),
+    "objective.spread_weight": (COMPARISONS,),
     "objective.mask_false_negatives": (COMPARISONS, NEGATIVES),
     "objective.filter_false_negatives": (COMPARISONS, NEGATIVES),
     "objective.filter_by": (COMPARISONS, NEGATIVES, FILTER),

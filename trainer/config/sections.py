@@ -276,6 +276,13 @@ class ObjectiveConfig:
         description="Weight of InfoNCE of every smaller size's queries against the full size's passages, cut to the "
         "size's dimensions; beside the weight of the size's own loss.",
     )
+    spread_weight: float = Field(
+        default=0.0,
+        ge=0,
+        le=_LARGEST,
+        description="Weight of the mean squared similarity of different queries, plus that of different positives, in "
+        "the global batch; beside the weight of the size's own loss.",
+    )
     mask_false_negatives: bool = Field(
         default=True, description="Leave out passages that are known not to be negatives of a query."
     )

@@ -158,6 +158,10 @@ class ObjectiveCosts:
         """Bytes of all ranks' vectors, at all sizes. Every rank gathers them and sends their gradients back."""
         return 0.0
 
+    def summed_bytes(self) -> float:
+        """Bytes of the matrices that the loss sums over ranks, at all sizes; they do not grow with the batch."""
+        return 0.0
+
 
 def _forward_bytes(shape: Shape, texts: Texts) -> float:
     return shape.layers * texts.tokens * moved_elements(shape) * _BF16
@@ -173,6 +177,19 @@ class ComparingCosts(ObjectiveCosts):
     def gathered_bytes(self, vectors: float) -> float:
         return 4.0 * vectors * self.widths
 
+    def summed_bytes(self) -> float:
+        """Gram matrices of the queries and of the positives, in float64."""
+        return 2 * 8.0 * self._spread_squares
+
+    @property
+    def _spread_squares(self) -> int:
+        """Elements of a Gram matrix of every size, where texts are spread out."""
+        return sum(size.dim**2 for size in self.sizes) if self.recipe.objective.spread_weight else 0
+
+    def _spread_flops(self, queries: float) -> float:
+        """A Gram matrix and a product with it, for queries and for positives, at every size."""
+        return 2 * 2 * 2 * queries * self._spread_squares
+
     def guide_flops(self, guide: Shape, texts: Texts, *, vectors: float) -> float:
         """The guide's forward pass, and its scores as often as the loss computes the student's."""
         queries = self._queries(texts)
@@ -180,8 +197,11 @@ class ComparingCosts(ObjectiveCosts):
         return super().guide_flops(guide, texts, vectors=vectors) + scores
 
     def _loss_flops(self, texts: Texts, vectors: float) -> float:
-        """Scores, and the gradients of queries and passages, at every size."""
+        """Scores, and the gradients of queries and passages, at every size; and the spread-out term."""
         queries = self._queries(texts)
+        return self._score_flops(queries, vectors) + self._spread_flops(queries)
+
+    def _score_flops(self, queries: float, vectors: float) -> float:
         return (2 + self._times_scored(queries, vectors)) * 2 * queries * vectors * self.widths
 
     def _queries(self, texts: Texts) -> float:
@@ -322,9 +342,9 @@ class ContrastiveCosts(ComparingCosts):
         return super().gathered_bytes(vectors) + 4.0 * vectors * self._asymmetric_widths
 
     def _loss_flops(self, texts: Texts, vectors: float) -> float:
-        if self.recipe.objective.loss == "cosent":
-            return 0.0
-        return super()._loss_flops(texts, vectors) * (1 + self._asymmetric_widths / self.widths)
+        queries = self._queries(texts)
+        scores = 0.0 if self.recipe.objective.loss == "cosent" else self._score_flops(queries, vectors)
+        return scores * (1 + self._asymmetric_widths / self.widths) + self._spread_flops(queries)
 
     @property
     def _asymmetric_widths(self) -> int:

@@ -18,6 +18,7 @@ from trainer.objectives.contrastive_terms import Compared, CoordinateKL, CoSENT,
 from trainer.objectives.guide import Guide
 from trainer.objectives.infonce_terms import Asymmetric, InfoNCE, Negatives
 from trainer.objectives.size_schedules import SizePlan
+from trainer.objectives.spread import SpreadOut
 from trainer.objectives.teacher import Teaching
 
 
@@ -110,6 +111,7 @@ def contrastive_loss(
         terms.append(Asymmetric(chosen.asymmetric_weight, _infonce(recipe), chosen.similarity == "cosine"))
     if kl == "margins":
         terms.append(Margins(chosen.kl_weight, chosen.temperature, teacher))
+    terms += _spread_out(recipe)
     return ContrastiveLoss(
         chosen.similarity == "cosine",
         tuple(terms),
@@ -120,9 +122,15 @@ def contrastive_loss(
 
 
 def pair_loss(recipe: Recipe, *, guide: Guide | None = None) -> ContrastiveLoss:
-    """The contrastive loss that is added to masked losses: InfoNCE without a KL."""
+    """The contrastive loss that is added to masked losses: InfoNCE without a KL, and the spread-out term."""
     cosine = recipe.objective.similarity == "cosine"
-    return ContrastiveLoss(cosine, (_infonce(recipe),), guide=guide if recipe.guide_filters else None)
+    terms = (_infonce(recipe), *_spread_out(recipe))
+    return ContrastiveLoss(cosine, terms, guide=guide if recipe.guide_filters else None)
+
+
+def _spread_out(recipe: Recipe) -> list[SpreadOut]:
+    weight = recipe.objective.spread_weight
+    return [SpreadOut(weight, unit=recipe.objective.similarity == "cosine")] if weight else []
 
 
 def _infonce(recipe: Recipe) -> InfoNCE:

@@ -112,6 +112,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [["objective.kl=none"], [*GUIDE, "objective.kl_teacher=guide"], ["objective.sizes=full"], MASKED],
     ),
     "objective.asymmetric_weight": ("0.5", [], [MASKED, COSENT, ["objective.sizes=full"], ONE_SIZE]),
+    "objective.spread_weight": ("0.5", COSENT, [MASKED, DISTILL]),
     "objective.mask_false_negatives": ("false", [], [MASKED, COSENT]),
     "objective.filter_false_negatives": ("true", [], [MASKED, COSENT]),
     "objective.filter_by": ("full", FILTERS, [[], MASKED, SPANS]),
