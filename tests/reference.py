@@ -6,6 +6,7 @@ The restatement has one process, the whole batch, full score matrices and full l
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -75,13 +76,20 @@ def plan_of(recipe: Recipe, step: int) -> tuple[list[Size], list[float], list[fl
         return [full], [1.0], [0.0]
     if kind == "one":
         return [Size.parse(recipe.objective.size)], [1.0], [0.0]
+    def by_layers(chosen: Sequence[Size]) -> list[float]:
+        """`objective.layer_weighting`: 1, ESE's 1 / (1 + ln n) or 1 / n below the last layer, and 1 at it."""
+        formulas = {"uniform": lambda n: 1.0, "log": lambda n: 1 / (1 + math.log(n)), "linear": lambda n: 1 / n}
+        weighting = formulas[recipe.objective.layer_weighting]
+        return [weighting(size.layers) if size.layers < full.layers else 1.0 for size in chosen]
+
     if kind == "two_d":
         # The schedule itself makes the draw; its statistics are tested elsewhere.
         from trainer.objectives.size_schedules import two_dimensional
 
         drawn = two_dimensional(recipe.ladder, seed=recipe.run.seed)(step).sizes[0]
         n, d = drawn.layers, drawn.dim
-        return [Size(n, d), Size(n, full.dim), Size(full.layers, d), full], [1.0] * 4, [1.0, 1.0, 0.0, 0.0]
+        four = [Size(n, d), Size(n, full.dim), Size(full.layers, d), full]
+        return four, by_layers(four), [1.0, 1.0, 0.0, 0.0]
     if kind == "grid":
         sizes = [Size(deep.layers, wide.dim) for deep in sizes for wide in sizes]
     elif kind == "mrl":
@@ -90,9 +98,11 @@ def plan_of(recipe: Recipe, step: int) -> tuple[list[Size], list[float], list[fl
         sizes = [Size(size.layers, full.dim) for size in sizes]
     weight = 1.0 / len(sizes) if recipe.objective.reduction == "mean" else 1.0
     factors = recipe.objective.size_weights or [1.0] * len(sizes)
+    factors = [factor * falling for factor, falling in zip(factors, by_layers(sizes))]
     kl_factors = recipe.objective.kl_size_weights or [1.0] * (len(sizes) - 1)
     if recipe.objective.kl_teacher == "guide":
         factors_of_all = recipe.objective.kl_size_weights or [1.0] * len(sizes)
+        factors_of_all = [factor * falling for factor, falling in zip(factors_of_all, by_layers(sizes))]
         return sizes, [weight * factor for factor in factors], [weight * factor for factor in factors_of_all]
     return sizes, [weight * factor for factor in factors], [weight * factor for factor in kl_factors] + [0.0]
 

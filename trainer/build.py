@@ -344,6 +344,7 @@ def build_objective(recipe: Recipe, parts: ModelParts) -> Objective:
         recipe.step_sizes,
         reduction=recipe.objective.reduction,
         seed=recipe.run.seed,
+        layer_weighting=recipe.objective.layer_weighting,
         size_weights=recipe.objective.size_weights,
         kl_size_weights=recipe.objective.kl_size_weights,
         teacher_outside=recipe.guide_teaches,

@@ -46,6 +46,7 @@ AT_TWO_STAGES += ("adaptive", "distill", "distill_heads", "distill_lonely", "rel
 AT_ONE_STAGE = ("mrl", "cosent", "coordinates", "weighted", "crowded", "filtered", "margins")
 AT_ONE_STAGE += ("own_margins", "taught_by_guide", "masked_pairs", "symmetric_spans", "symmetric_spans_lonely")
 AT_ONE_STAGE += ("asymmetric", "asymmetric_by_dot", "asymmetric_lonely")
+AT_ONE_STAGE += ("by_log_of_layers", "two_d_by_layers", "smae_by_log_of_layers")
 AT_ONE_STAGE += ("spread", "spread_by_dot", "spread_lonely", "spread_masked_pairs", "spread_graded")
 AT_ONE_STAGE += ("srl_uneven", "smae_uneven", "related_directly", "related_lonely", "similarity", "gram", "order")
 # In `make test`, one a stage.
@@ -174,6 +175,9 @@ def recipes(
     cases["spread"] = pairs(crowded_shards, spread_weight=4.0)
     cases["spread_by_dot"] = pairs(spread_weight=8.0, similarity="dot", temperature=8.0, kl="none", reduction="sum")
     cases["spread_graded"] = pairs(graded_shards, loss="cosent", kl="none", spread_weight=2.0)
+    cases["by_log_of_layers"] = pairs(layer_weighting="log", reduction="sum", sizes="grid")
+    cases["two_d_by_layers"] = pairs(sizes="two_d", layer_weighting="linear")
+    cases["smae_by_log_of_layers"] = masked(layer_weighting="log")
     cases["own_margins"] = pairs(kl="margins", detach_teacher=False, reduction="sum", similarity="dot", temperature=8.0)
     cases["spread_masked_pairs"] = copy.deepcopy(cases["masked_pairs"])
     cases["spread_masked_pairs"]["objective"] |= {"sizes": "ladder", "spread_weight": 3.0}
@@ -396,6 +400,7 @@ def test_every_recipe_is_in_the_product(recipes: dict[str, Any]) -> None:
         ("own_margins", "direct"),
         ("asymmetric", "crowded"),
         ("spread", "crowded"),
+        ("smae_by_log_of_layers", "smae"),
         ("spread_graded", "cosent"),
         ("guided_masked_pairs", "masked_pairs"),
         ("spans", "lighter_spans"),

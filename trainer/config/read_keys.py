@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.schema import Recipe
-from trainer.config.step_sizes import ALONE, FIXED, SEVERAL
+from trainer.config.step_sizes import ALONE, FIXED, SEVERAL, WEIGHTED_BY_LAYERS
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,12 @@ SEVERAL_SIZES = Condition(
 FIXED_SIZES = Condition(
     "fixed sizes (objective.sizes = " + ", ".join(f'"{kind}"' for kind in FIXED) + ")",
     lambda recipe: recipe.objective.sizes in FIXED,
+)
+LOWER_LAYERS = Condition(
+    "sizes of fewer layers, without weights of their own (objective.sizes = "
+    + ", ".join(f'"{kind}"' for kind in WEIGHTED_BY_LAYERS)
+    + ")",
+    lambda recipe: recipe.objective.sizes in WEIGHTED_BY_LAYERS,
 )
 KL = Condition('objective.kl other than "none"', lambda recipe: recipe.objective.kl != "none")
 SCORES = Condition('objective.kl = "scores" or "margins"', lambda recipe: recipe.objective.kl in ("scores", "margins"))
@@ -161,6 +167,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "objective.preset": ALWAYS,
     "objective.preset_for": (CONTRASTIVE, PRESET),
     "objective.reduction": (SEVERAL_SIZES,),
+    "objective.layer_weighting": (LAYERS, LOWER_LAYERS),
     "objective.size_weights": (FIXED_SIZES,),
     "objective.encoder_mask_ratio": (MASKED,),
     "objective.decoder_mask_ratio": (MASKED, DECODER),

@@ -207,6 +207,10 @@ class ObjectiveConfig:
         default="", description="Which fine-tuning the preset is of; empty for masked."
     )
     reduction: Literal["mean", "sum"] = Field(default="mean", description="How the losses of the sizes become one.")
+    layer_weighting: Literal["uniform", "log", "linear"] = Field(
+        default="uniform",
+        description="What the loss of a size of n layers below the last is multiplied by: 1, 1 / (1 + ln n) or 1 / n.",
+    )
     size_weights: list[float] = Field(
         default_factory=list, description="Weight of each size's loss besides the reduction's; none means 1 each."
     )

@@ -15,6 +15,9 @@ SEVERAL = ("ladder", "grid", "mrl", "adaptive_layers")  # kinds of several fixed
 ALONE = ("full", "one")  # kinds of one fixed size
 FIXED = (*SEVERAL, *ALONE)
 DRAWN = ("two_d", "two_d_listed", "two_d_all_widths")  # kinds that draw sizes at each step
+# Kinds with sizes of fewer layers than the encoder's, whose losses may be weighted by their layers. "two_d_listed" has
+# its own weights.
+WEIGHTED_BY_LAYERS = ("ladder", "grid", "adaptive_layers", "two_d", "two_d_all_widths")
 
 
 def at_full_depth(ladder: Ladder) -> tuple[Size, ...]:

@@ -8,7 +8,8 @@ so they are the same on all ranks and in both passes of gradient caching.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from data.keyed_random import step_generator
@@ -137,6 +138,33 @@ def reweighted(schedule: Schedule, *, size_weights: Sequence[float], kl_size_wei
     return lambda step: changed
 
 
+# What the loss of a size of n layers is multiplied by, below the last layer.
+_LAYER_WEIGHTINGS: Mapping[str, Callable[[int], float]] = {
+    "uniform": lambda layers: 1.0,
+    "log": lambda layers: 1.0 / (1.0 + math.log(layers)),  # ESE, arXiv:2402.14776v2
+    "linear": lambda layers: 1.0 / layers,
+}
+
+
+def weighted_by_layers(schedule: Schedule, weighting: str) -> Schedule:
+    """A schedule in which the losses of sizes below the last layer are multiplied by a weight that falls with depth.
+
+    The names are those of sentence-transformers' `layer_weighting`. It gives layer n the weight that n + 1 has here,
+    because it counts the embeddings as a layer. The KL to the full size keeps its weights, as there.
+    """
+    if weighting == "uniform":
+        return schedule
+    weight_of = _LAYER_WEIGHTINGS[weighting]
+
+    def plan(step: int) -> SizePlan:
+        own = schedule(step)
+        deepest = own.sizes[own.full].layers
+        factors = [weight_of(size.layers) if size.layers < deepest else 1.0 for size in own.sizes]
+        return dataclasses.replace(own, loss_weights=tuple(w * f for w, f in zip(own.loss_weights, factors)))
+
+    return plan
+
+
 def taught_from_outside(schedule: Schedule) -> Schedule:
     """A schedule in which another model teaches: every size is a student, and its KL has the weight of its loss."""
 
@@ -152,6 +180,7 @@ def build_schedule(
     *,
     reduction: str,
     seed: int,
+    layer_weighting: str = "uniform",
     size_weights: Sequence[float] = (),
     kl_size_weights: Sequence[float] = (),
     teacher_outside: bool = False,
@@ -159,6 +188,6 @@ def build_schedule(
     """The schedule of these sizes (`Recipe.step_sizes`), with the recipe's factor for each size."""
     teach = taught_from_outside if teacher_outside else (lambda schedule: schedule)
     if sizes.drawn:
-        return teach(_DRAWING[sizes.kind](sizes.ladder, seed=seed))
-    fixed = teach(of_fixed_sizes(sizes, reduction=reduction))
+        return teach(weighted_by_layers(_DRAWING[sizes.kind](sizes.ladder, seed=seed), layer_weighting))
+    fixed = teach(weighted_by_layers(of_fixed_sizes(sizes, reduction=reduction), layer_weighting))
     return reweighted(fixed, size_weights=size_weights, kl_size_weights=kl_size_weights)

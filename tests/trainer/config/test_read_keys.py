@@ -67,6 +67,11 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["objective.sizes=mrl"],
         [[f"objective.sizes={kind}"] for kind in ("full", "two_d", "two_d_listed", "two_d_all_widths")],
     ),
+    "objective.layer_weighting": (
+        "log",
+        [*MASKED],
+        [STATIC, ONE_SIZE, *([f"objective.sizes={kind}"] for kind in ("full", "mrl", "two_d_listed"))],
+    ),
     "objective.size_weights": (
         "[1.0, 2.0, 1.0, 1.0, 1.0, 1.0]",
         [],

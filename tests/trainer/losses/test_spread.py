@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.trainer.losses.largest import Largest
 from trainer.losses import gram as gram_module
 from trainer.losses.gram import ROWS_AT_ONCE, gram_matrix
 from trainer.losses.spread import add_spread_gradients
@@ -57,17 +57,6 @@ def test_a_text_is_not_compared_with_itself() -> None:
         assert float(value) == pytest.approx(0.0, abs=1e-15) and float(gradient.abs().max()) < 1e-15
     value, _ = computed(x[:1].expand(5, -1).contiguous(), [(0, 5)])
     assert float(value) == pytest.approx(1.0)
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(e.numel() for e in [made] if isinstance(e, Tensor))])
-        return made
 
 
 def test_memory_does_not_grow_with_the_batch() -> None:

@@ -73,6 +73,24 @@ def test_weights_a_size(kind: str, reduction: str, weight: float) -> None:
     assert only_kl.kl_weights == pytest.approx((4 * weight, weight, 0.0))
 
 
+@pytest.mark.parametrize(("weighting", "of_two", "of_four"), [("log", 0.590616, 0.419060), ("linear", 0.5, 0.25)])
+@pytest.mark.parametrize("kind", ["ladder", "adaptive_layers", "grid", "two_d", "two_d_all_widths"])
+def test_losses_are_weighted_by_their_layers(kind: str, weighting: str, of_two: float, of_four: float) -> None:
+    """ESE's 1 / (1 + ln n), or 1 / n, below the last layer. The KL keeps its weights; another teacher's KL follows."""
+    sizes, common = StepSizes(kind, LADDER), {"reduction": "mean", "seed": 3}
+    plain, plan = build_schedule(sizes, **common), build_schedule(sizes, layer_weighting=weighting, **common)
+    steps = [step for step in range(40) if plain(step).sizes[0].layers in (2, 4)]
+    assert steps
+    for step in steps:
+        factors = [{2: of_two, 4: of_four, 6: 1.0}[size.layers] for size in plain(step).sizes]
+        expected = [weight * factor for weight, factor in zip(plain(step).loss_weights, factors)]
+        assert plan(step).loss_weights == pytest.approx(expected, abs=1e-6)
+        assert (plan(step).sizes, plan(step).kl_weights) == (plain(step).sizes, plain(step).kl_weights)
+    assert build_schedule(sizes, layer_weighting="uniform", **common)(steps[0]) == plain(steps[0])
+    outside = build_schedule(sizes, layer_weighting=weighting, teacher_outside=True, **common)(steps[0])
+    assert outside.kl_weights == outside.loss_weights
+
+
 def test_names_are_the_cups_of_a_ladder_of_six() -> None:
     plan = build_schedule(StepSizes("ladder", STARBUCKS_LADDER), reduction="mean", seed=0)(0)
     assert plan.names == ("demi", "short", "tall", "grande", "venti", "trenta")
