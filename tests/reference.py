@@ -76,6 +76,7 @@ def plan_of(recipe: Recipe, step: int) -> tuple[list[Size], list[float], list[fl
         return [full], [1.0], [0.0]
     if kind == "one":
         return [Size.parse(recipe.objective.size)], [1.0], [0.0]
+
     def by_layers(chosen: Sequence[Size]) -> list[float]:
         """`objective.layer_weighting`: 1, ESE's 1 / (1 + ln n) or 1 / n below the last layer, and 1 at it."""
         formulas = {"uniform": lambda n: 1.0, "log": lambda n: 1 / (1 + math.log(n)), "linear": lambda n: 1 / n}
@@ -96,6 +97,13 @@ def plan_of(recipe: Recipe, step: int) -> tuple[list[Size], list[float], list[fl
         sizes = [Size(full.layers, size.dim) for size in sizes]
     elif kind == "adaptive_layers":
         sizes = [Size(size.layers, full.dim) for size in sizes]
+    elif kind.startswith("espresso"):
+        widths = [size.dim for size in sizes]
+        below = widths if kind == "espresso_full_width" else widths[:-1]
+        sizes = [Size(n, d) for n in range(1, full.layers) for d in below] + [Size(full.layers, d) for d in widths]
+        shares = [1.0 if size.layers == full.layers else 1 / (full.layers - 1) for size in sizes]
+        weights = [share * falling for share, falling in zip(shares, by_layers(sizes))]
+        return sizes, weights, [*shares[:-1], 0.0]
     weight = 1.0 / len(sizes) if recipe.objective.reduction == "mean" else 1.0
     factors = recipe.objective.size_weights or [1.0] * len(sizes)
     factors = [factor * falling for factor, falling in zip(factors, by_layers(sizes))]
@@ -231,11 +239,14 @@ def _naive_decoder(decoder: Any, asking: Tensor, states: Tensor, seen: Tensor) -
 
 def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe, step: int) -> Tensor:
     sizes, weights, kl_weights = plan_of(recipe, step)
-    queries, passages, targets, gold = [], [], [], []
+    queries, passages, targets, gold, whole = [], [], [], [], []
     seen = 0
     for rank, batch in enumerate(batches):
-        embeddings = _embed_naively(module, batch, recipe, sizes, step=step, rank=rank)
+        wanted = [*sizes, *(Size(size.layers, recipe.ladder.full.dim) for size in sizes)]
+        embeddings = _embed_naively(module, batch, recipe, wanted, step=step, rank=rank)
         count = len(batch.queries)
+        embeddings, each_whole = embeddings[: len(sizes)], embeddings[len(sizes) :]
+        whole.append(each_whole)
         queries.append([each[:count] for each in embeddings])
         passages.append([each[count:] for each in embeddings])
         targets.append(batch.targets + seen)
@@ -251,6 +262,11 @@ def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe
             torch.cat([torch.cat([q[size], p[size]]) for q, p in zip(queries, passages)]) for size in range(len(sizes))
         ]
         taught = naive_teaching(vectors, naive_teacher(texts, recipe), recipe, weights)
+    if objective.compression_weight:
+        for size, weight, vectors in zip(sizes, weights, map(torch.cat, zip(*whole))):
+            if size.dim < vectors.shape[1]:
+                distance = naive_compression(vectors, size.dim, objective.compression_temperature)
+                taught = taught + weight * objective.compression_weight * distance
     counts = [len(batch.queries) for batch in batches]
     owners = [batch.passage_query + sum(counts[:number]) for number, batch in enumerate(batches)]
     return taught + naive_contrastive_loss(
@@ -404,6 +420,17 @@ def _embed_naively(
                 collected.append(states[:, 0])
     order = torch.cat(chunks).argsort()
     return [torch.cat(each)[order] for each in outputs]
+
+
+def naive_compression(whole: Tensor, dim: int, temperature: float) -> Tensor:
+    """ESE's D(v[:k], PCA_k(v)) in float64. A component's sign is the one that agrees more with its coordinate."""
+    m = whole.double()
+    u, s, _ = torch.linalg.svd((m.T @ m / m.shape[1] ** 0.5).softmax(-1).detach())
+    components = m.detach() @ u[:, :dim] @ s[:dim].diag()
+    components = components * (components * m.detach()[:, :dim]).sum(0).sign()
+    student, teacher = m[:, :dim] / temperature, components / temperature
+    divergence = F.kl_div(student.log_softmax(1), teacher.softmax(1), reduction="batchmean")
+    return F.mse_loss(m[:, :dim], components) + temperature * divergence
 
 
 def naive_spread(vectors: Tensor) -> Tensor:

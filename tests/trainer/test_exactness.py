@@ -40,12 +40,13 @@ AT_EVERY_STAGE = ("smae", "srl")
 # between steps.
 AT_TWO_STAGES = ("mlm", "direct", "two_d", "one", "enhanced", "spans", "guided", "guided_masked_pairs")
 AT_TWO_STAGES += ("smae_lonely", "srl_lonely", "guided_lonely", "enhanced_lonely", "spans_lonely", "sparse")
-AT_TWO_STAGES += ("adaptive", "distill", "distill_heads", "distill_lonely", "related", "taught")
+AT_TWO_STAGES += ("espresso", "adaptive", "distill", "distill_heads", "distill_lonely", "related", "taught")
 # These use the engine as one of those above does. They differ only in the loss, which is computed from the engine's
 # outputs: whole float32 tensors at every stage.
 AT_ONE_STAGE = ("mrl", "cosent", "coordinates", "weighted", "crowded", "filtered", "margins")
 AT_ONE_STAGE += ("own_margins", "taught_by_guide", "masked_pairs", "symmetric_spans", "symmetric_spans_lonely")
 AT_ONE_STAGE += ("asymmetric", "asymmetric_by_dot", "asymmetric_lonely")
+AT_ONE_STAGE += ("espresso_full_width", "espresso_lonely", "compressed_directly", "compressed_two_d")
 AT_ONE_STAGE += ("by_log_of_layers", "two_d_by_layers", "smae_by_log_of_layers")
 AT_ONE_STAGE += ("spread", "spread_by_dot", "spread_lonely", "spread_masked_pairs", "spread_graded")
 AT_ONE_STAGE += ("srl_uneven", "smae_uneven", "related_directly", "related_lonely", "similarity", "gram", "order")
@@ -57,7 +58,7 @@ ON_RANKS = {
     1: ("smae", "srl", "two_d", "mrl"),
     4: (
         *("srl", "two_d", "mrl", "smae", "crowded", "srl_uneven", "smae_lonely", "distill", "related", "asymmetric"),
-        "spread",
+        *("spread", "espresso"),
     ),
 }
 CONTROLS = {
@@ -68,6 +69,7 @@ CONTROLS = {
     "false negatives of one rank": "crowded",
     "Gram matrices of one rank": "gram",
     "texts spread on one rank": "spread",
+    "components of one rank": "espresso",
     "full size's passages stay": "asymmetric",
 }
 BF16 = ("zero0", "zero1", "zero2", "zero3")
@@ -178,6 +180,11 @@ def recipes(
     cases["by_log_of_layers"] = pairs(layer_weighting="log", reduction="sum", sizes="grid")
     cases["two_d_by_layers"] = pairs(sizes="two_d", layer_weighting="linear")
     cases["smae_by_log_of_layers"] = masked(layer_weighting="log")
+    espresso = {"layer_weighting": "log", "compression_weight": 1.0, "kl": "none"}
+    cases["espresso"] = pairs(crowded_shards, sizes="espresso", **espresso)
+    cases["espresso_full_width"] = pairs(sizes="espresso_full_width", layer_weighting="log", kl_weight=0.5)
+    cases["compressed_directly"] = pairs(backward="direct", compression_weight=2.0, compression_temperature=0.5)
+    cases["compressed_two_d"] = pairs(sizes="two_d", pooling="mean", similarity="dot", temperature=8.0, **espresso)
     cases["own_margins"] = pairs(kl="margins", detach_teacher=False, reduction="sum", similarity="dot", temperature=8.0)
     cases["spread_masked_pairs"] = copy.deepcopy(cases["masked_pairs"])
     cases["spread_masked_pairs"]["objective"] |= {"sizes": "ladder", "spread_weight": 3.0}
@@ -207,7 +214,7 @@ def recipes(
         "teacher": {"model": str(teacher_folder), "vector_weight": 3.0, "gram_weight": 2.0, "similarity_weight": 0.3}
     }
     # Last batches of 11 samples, and of one: the other ranks then have none.
-    for name in ("asymmetric", "spread"):
+    for name in ("asymmetric", "spread", "espresso"):
         cases[f"{name}_lonely"] = copy.deepcopy(cases[name])
         cases[f"{name}_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
     for name, samples in (("uneven", 11), ("lonely", 1)):
@@ -401,6 +408,8 @@ def test_every_recipe_is_in_the_product(recipes: dict[str, Any]) -> None:
         ("asymmetric", "crowded"),
         ("spread", "crowded"),
         ("smae_by_log_of_layers", "smae"),
+        ("espresso", "espresso_full_width"),
+        ("compressed_directly", "srl"),
         ("spread_graded", "cosent"),
         ("guided_masked_pairs", "masked_pairs"),
         ("spans", "lighter_spans"),

@@ -29,7 +29,14 @@ from tests.trainer.support import recipe_of
 from trainer import build, engine, run
 from trainer.config.kinds import kind_named
 from trainer.distributed import World, gather_counts, gather_rows, seed_step, start, sum_over_ranks
-from trainer.objectives import backward, contrastive, distillation, infonce_terms, masked, spread, teacher
+from trainer.objectives import backward, compression, contrastive, distillation, infonce_terms, masked, spread, teacher
+
+# Control -> the module that sums its Gram matrices over ranks.
+GRAM_MATRICES: dict[str, Any] = {
+    "Gram matrices of one rank": teacher,
+    "texts spread on one rank": spread,
+    "components of one rank": compression,
+}
 
 
 def main() -> None:
@@ -163,12 +170,12 @@ def _broken(control: str) -> Iterator[None]:
 
         with patch(infonce_terms, "unnormalized_gradient_", nothing):
             yield
-    elif control in ("Gram matrices of one rank", "texts spread on one rank"):  # what comparing own texts gives
+    elif control in GRAM_MATRICES:  # what comparing a rank's own texts gives
 
         def alone(values: Any, device: torch.device) -> torch.Tensor:
             return torch.as_tensor(values, dtype=torch.float64)
 
-        with patch(teacher if control.startswith("Gram") else spread, "sum_over_ranks", alone):
+        with patch(GRAM_MATRICES[control], "sum_over_ranks", alone):
             yield
     elif control == "false negatives of one rank":  # what masking without a gather of the hashes gives
 

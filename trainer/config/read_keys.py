@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.schema import Recipe
-from trainer.config.step_sizes import ALONE, FIXED, SEVERAL, WEIGHTED_BY_LAYERS
+from trainer.config.step_sizes import ALONE, FIXED, NARROWED, SEVERAL, WEIGHTED_BY_LAYERS
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,11 @@ LOWER_LAYERS = Condition(
     + ")",
     lambda recipe: recipe.objective.sizes in WEIGHTED_BY_LAYERS,
 )
+NARROW_SIZES = Condition(
+    "sizes narrower than the full one (objective.sizes = " + ", ".join(f'"{kind}"' for kind in NARROWED) + ")",
+    lambda recipe: recipe.objective.sizes in NARROWED,
+)
+COMPRESSION = Condition("objective.compression_weight above 0", lambda recipe: recipe.compresses)
 KL = Condition('objective.kl other than "none"', lambda recipe: recipe.objective.kl != "none")
 SCORES = Condition('objective.kl = "scores" or "margins"', lambda recipe: recipe.objective.kl in ("scores", "margins"))
 COORDINATES = Condition('objective.kl = "coordinates"', lambda recipe: recipe.objective.kl == "coordinates")
@@ -190,6 +195,8 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "objective.detach_teacher": (CONTRASTIVE, KL, OWN_TEACHER, STUDENTS),
     "objective.asymmetric_weight": (CONTRASTIVE, NEGATIVES, LAYERS, SMALLER_SIZES),
     "objective.spread_weight": (COMPARISONS,),
+    "objective.compression_weight": (CONTRASTIVE, NARROW_SIZES),
+    "objective.compression_temperature": (CONTRASTIVE, NARROW_SIZES, COMPRESSION),
     "objective.mask_false_negatives": (COMPARISONS, NEGATIVES),
     "objective.filter_false_negatives": (COMPARISONS, NEGATIVES),
     "objective.filter_by": (COMPARISONS, NEGATIVES, FILTER),

@@ -344,7 +344,30 @@ class ContrastiveCosts(ComparingCosts):
     def _loss_flops(self, texts: Texts, vectors: float) -> float:
         queries = self._queries(texts)
         scores = 0.0 if self.recipe.objective.loss == "cosent" else self._score_flops(queries, vectors)
-        return scores * (1 + self._asymmetric_widths / self.widths) + self._spread_flops(queries)
+        scores *= 1 + self._asymmetric_widths / self.widths
+        return scores + self._spread_flops(queries) + self._compression_flops(texts.count)
+
+    def summed_bytes(self) -> float:
+        """And a Gram matrix of whole vectors, and the directions of their components, for each compressed layer."""
+        full = self.sizes[-1].dim
+        return super().summed_bytes() + sum(8.0 * full * (full + widest) for widest in self._compressed.values())
+
+    def _compression_flops(self, texts: float) -> float:
+        """Each compressed layer's Gram matrix, and every narrow size's targets; not the matrices' decomposition."""
+        if not self._compressed:
+            return 0.0
+        full = self.sizes[-1].dim
+        narrow = sum(size.dim for size in self.sizes if size.dim < full)
+        return 2 * texts * full * (full * len(self._compressed) + narrow)
+
+    @property
+    def _compressed(self) -> dict[int, int]:
+        """The widest of the sizes that learn principal components, by their layers."""
+        found: dict[int, int] = {}
+        for size in self.sizes if self.recipe.compresses else ():
+            if size.dim < self.sizes[-1].dim:
+                found[size.layers] = max(size.dim, found.get(size.layers, 0))
+        return found
 
     @property
     def _asymmetric_widths(self) -> int:
@@ -352,7 +375,11 @@ class ContrastiveCosts(ComparingCosts):
         return self.widths - self.sizes[-1].dim if self.recipe.objective.asymmetric_weight else 0
 
     def loss_bytes(self, texts: Texts, *, vectors: float) -> float:
-        return super().loss_bytes(texts, vectors=vectors) + 8 * self._asymmetric_widths * vectors
+        """And whole vectors of the layers at which no whole vectors are compared, beside what is summed over ranks."""
+        whole = {size.layers for size in self.sizes if size.dim == self.sizes[-1].dim}
+        added = 4.0 * texts.count * self.sizes[-1].dim * len(self._compressed.keys() - whole)
+        compared = super().loss_bytes(texts, vectors=vectors) + 8 * self._asymmetric_widths * vectors
+        return compared + added + self.summed_bytes()
 
     def _queries(self, texts: Texts) -> float:
         return _queries(self.recipe, texts)

@@ -118,6 +118,12 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     ),
     "objective.asymmetric_weight": ("0.5", [], [MASKED, COSENT, ["objective.sizes=full"], ONE_SIZE]),
     "objective.spread_weight": ("0.5", COSENT, [MASKED, DISTILL]),
+    "objective.compression_weight": (
+        "0.5",
+        [],
+        [MASKED, DISTILL, ONE_SIZE, *([f"objective.sizes={kind}"] for kind in ("adaptive_layers", "two_d_listed"))],
+    ),
+    "objective.compression_temperature": ("0.5", ["objective.compression_weight=1.0"], [[], DISTILL]),
     "objective.mask_false_negatives": ("false", [], [MASKED, COSENT]),
     "objective.filter_false_negatives": ("true", [], [MASKED, COSENT]),
     "objective.filter_by": ("full", FILTERS, [[], MASKED, SPANS]),

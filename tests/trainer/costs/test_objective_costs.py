@@ -67,6 +67,22 @@ def test_texts_are_spread_out_through_gram_matrices(objective: dict[str, Any]) -
     assert spread.gathered_bytes(VECTORS) == plain.gathered_bytes(VECTORS)
 
 
+def test_components_cost_what_they_are_made_of() -> None:
+    """A Gram matrix of whole vectors for each of two layers below the last, and the targets of every narrow size."""
+    objective = {"compression_weight": 1.0, "kl": "none"}
+    plain, compressed = (
+        costs_of(recipe_of(recipe_values("shards", objective=each))) for each in ({"kl": "none"}, objective)
+    )
+    added = compressed.computed_flops(SHAPE, TEXTS, vectors=VECTORS) - plain.computed_flops(
+        SHAPE, TEXTS, vectors=VECTORS
+    )
+    assert added == pytest.approx(2 * TEXTS.count * 48 * (2 * 48 + 16 + 32))
+    summed = 8 * 48 * ((48 + 16) + (48 + 32))
+    assert (plain.summed_bytes(), compressed.summed_bytes()) == (0, summed)
+    more = compressed.loss_bytes(TEXTS, vectors=VECTORS) - plain.loss_bytes(TEXTS, vectors=VECTORS)
+    assert more == pytest.approx(4 * TEXTS.count * 48 * 2 + summed)
+
+
 def test_distillation_without_relational_terms_compares_nothing() -> None:
     alone = {"model": TEACHER["model"], "teacher": {"model": "t"}}
     costs = costs_of(recipe_of(recipe_values("shards", objective={"name": "distill"}, **alone)))
