@@ -139,8 +139,8 @@ def contrastive_loss(
 def pair_loss(recipe: Recipe, *, guide: Guide | None = None) -> ContrastiveLoss:
     """The contrastive loss that is added to masked losses: InfoNCE without a KL, and the spread-out term."""
     cosine = recipe.objective.similarity == "cosine"
-    terms = (_infonce(recipe), *_spread_out(recipe))
-    return ContrastiveLoss(cosine, terms, guide=guide if recipe.guide_filters else None)
+    terms: list[Term] = [_infonce(recipe), *_spread_out(recipe)]
+    return ContrastiveLoss(cosine, tuple(terms), guide=guide if recipe.guide_filters else None)
 
 
 def _spread_out(recipe: Recipe) -> list[SpreadOut]:
