@@ -49,6 +49,7 @@ AT_ONE_STAGE += ("asymmetric", "asymmetric_by_dot", "asymmetric_lonely")
 AT_ONE_STAGE += ("espresso_full_width", "espresso_lonely", "compressed_directly", "compressed_two_d")
 AT_ONE_STAGE += ("by_log_of_layers", "two_d_by_layers", "smae_by_log_of_layers")
 AT_ONE_STAGE += ("spread", "spread_by_dot", "spread_lonely", "spread_masked_pairs", "spread_graded")
+AT_ONE_STAGE += ("spread_symmetric_spans",)
 AT_ONE_STAGE += ("srl_uneven", "smae_uneven", "related_directly", "related_lonely", "similarity", "gram", "order")
 # In `make test`, one a stage.
 LAUNCHED = [("srl", 0), ("smae", 1), ("srl", 2), ("smae", 3)]
@@ -151,6 +152,8 @@ def recipes(
     cases["lighter_spans"] = masked(pairs="spans", pair_weight=0.25, decoding="enhanced", temperature=0.2)
     cases["symmetric_spans"] = copy.deepcopy(cases["spans"])
     cases["symmetric_spans"]["objective"]["symmetric_spans"] = True
+    cases["spread_symmetric_spans"] = copy.deepcopy(cases["symmetric_spans"])
+    cases["spread_symmetric_spans"]["objective"]["spread_weight"] = 4.0
     cases["symmetric_spans_lonely"] = copy.deepcopy(cases["symmetric_spans"])
     cases["enhanced_lonely"] = copy.deepcopy(cases["enhanced"])
     cases["spans_lonely"] = copy.deepcopy(cases["spans"])
@@ -411,6 +414,7 @@ def test_every_recipe_is_in_the_product(recipes: dict[str, Any]) -> None:
         ("espresso", "espresso_full_width"),
         ("compressed_directly", "srl"),
         ("spread_graded", "cosent"),
+        ("spread_symmetric_spans", "symmetric_spans"),
         ("guided_masked_pairs", "masked_pairs"),
         ("spans", "lighter_spans"),
         ("symmetric_spans", "spans"),
@@ -443,7 +447,17 @@ def test_the_cases_are_the_hard_ones(two_ranks: Results) -> None:
     assert two_ranks["direct-float32_zero1"][0]["micro_batches"] == [0, 0]  # it cuts none
 
 
-@pytest.mark.parametrize(("name", "widths"), [("srl", 16 + 32 + 48), ("one", 32), ("crowded", 96), ("srl_lonely", 96)])
+@pytest.mark.parametrize(
+    ("name", "widths"),
+    [
+        ("srl", 16 + 32 + 48),
+        ("one", 32),
+        ("crowded", 96),
+        ("srl_lonely", 96),
+        ("spread", 96),
+        ("espresso", 3 * 48 + 48),
+    ],
+)
 @pytest.mark.needs("{name}-float32_zero1")
 def test_embeddings_are_sent_once_each_way(name: str, widths: int, two_ranks: Results) -> None:
     """Passages alone, in float32, at the ladder's widths; their gradients back. Shares are padded to the largest."""
