@@ -25,6 +25,7 @@ from trainer.costs.counts import Shape
 from trainer.distributed import World
 from trainer.objectives.contrastive import ContrastiveObjective, contrastive
 from trainer.objectives.contrastive_loss import ContrastiveLoss
+from trainer.objectives.masked import PairGradients
 from trainer.objectives.materials import Materials
 from trainer.objectives.size_schedules import SizePlan, build_schedule
 
@@ -307,3 +308,14 @@ def test_spread_out_is_of_queries_and_of_positives() -> None:
         return torch.stack(own).mean()
 
     assert_equal_but_for(recipe, [{"spread_weight": 0.0}, {"spread_weight": 3.0}], plan, naive)
+
+
+def test_a_pair_term_of_several_losses_reports_each_by_its_name() -> None:
+    """Beside masked losses: InfoNCE as "pairs", the spread-out term as itself; the weight is in the sum alone."""
+    found = {"loss": torch.tensor(2.0), "loss/1x16": torch.tensor(1.5), "spread/1x16": torch.tensor(0.5)}
+    reported = PairGradients(found, [], 0.5, lambda rows: None).reported_with({"loss": torch.tensor(3.0)})
+    assert {name: float(value) for name, value in reported.items()} == {
+        "loss": 4.0,
+        "pairs/1x16": 1.5,
+        "spread/1x16": 0.5,
+    }
