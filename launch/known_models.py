@@ -19,6 +19,12 @@ _BERT = {
     "max_position_embeddings": 512,
     "type_vocab_size": 2,
 }
+_BERT_LARGE = _BERT | {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+}
 _ROBERTA = _BERT | {
     "model_type": "roberta",
     "vocab_size": 50265,
@@ -61,8 +67,8 @@ _QWEN3_8B = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers
 
 KNOWN: Mapping[str, Mapping[str, Any]] = {
     "google-bert/bert-base-uncased": _BERT,
-    "google-bert/bert-large-uncased": _BERT
-    | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16},
+    "google-bert/bert-large-uncased": _BERT_LARGE,
+    "WhereIsAI/UAE-Large-V1": _BERT_LARGE,
     "FacebookAI/roberta-base": _ROBERTA,
     "FacebookAI/xlm-roberta-base": _ROBERTA | {"model_type": "xlm-roberta", "vocab_size": 250002},
     "microsoft/MiniLM-L12-H384-uncased": _MINILM,

@@ -321,6 +321,8 @@ def collectives(
         found += [Collective("all_gather", gathered), Collective("reduce_scatter", gathered)]
         if model.guide is not None:
             found.append(Collective("all_gather", 4.0 * vectors * model.guide.shape.hidden))
+    if summed := costs.summed_bytes():
+        found.append(Collective("all_reduce", summed, len(costs.sizes)))
     return found
 
 

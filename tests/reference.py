@@ -6,6 +6,7 @@ The restatement has one process, the whole batch, full score matrices and full l
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -78,24 +79,41 @@ def plan_of(recipe: Recipe, step: int) -> tuple[list[Size], list[float], list[fl
         return [full], [1.0], [0.0]
     if kind == "one":
         return [Size.parse(recipe.objective.size)], [1.0], [0.0]
+
+    def by_layers(chosen: Sequence[Size]) -> list[float]:
+        """`objective.layer_weighting`: 1, ESE's 1 / (1 + ln n) or 1 / n below the last layer, and 1 at it."""
+        formulas = {"uniform": lambda n: 1.0, "log": lambda n: 1 / (1 + math.log(n)), "linear": lambda n: 1 / n}
+        weighting = formulas[recipe.objective.layer_weighting]
+        return [weighting(size.layers) if size.layers < full.layers else 1.0 for size in chosen]
+
     if kind == "two_d":
         # The schedule itself makes the draw; its statistics are tested elsewhere.
         from trainer.objectives.size_schedules import two_dimensional
 
         drawn = two_dimensional(recipe.ladder, seed=recipe.run.seed)(step).sizes[0]
         n, d = drawn.layers, drawn.dim
-        return [Size(n, d), Size(n, full.dim), Size(full.layers, d), full], [1.0] * 4, [1.0, 1.0, 0.0, 0.0]
+        four = [Size(n, d), Size(n, full.dim), Size(full.layers, d), full]
+        return four, by_layers(four), [1.0, 1.0, 0.0, 0.0]
     if kind == "grid":
         sizes = [Size(deep.layers, wide.dim) for deep in sizes for wide in sizes]
     elif kind == "mrl":
         sizes = [Size(full.layers, size.dim) for size in sizes]
     elif kind == "adaptive_layers":
         sizes = [Size(size.layers, full.dim) for size in sizes]
+    elif kind.startswith("espresso"):
+        widths = [size.dim for size in sizes]
+        below = widths if kind == "espresso_full_width" else widths[:-1]
+        sizes = [Size(n, d) for n in range(1, full.layers) for d in below] + [Size(full.layers, d) for d in widths]
+        shares = [1.0 if size.layers == full.layers else 1 / (full.layers - 1) for size in sizes]
+        weights = [share * falling for share, falling in zip(shares, by_layers(sizes))]
+        return sizes, weights, [*shares[:-1], 0.0]
     weight = 1.0 / len(sizes) if recipe.objective.reduction == "mean" else 1.0
     factors = recipe.objective.size_weights or [1.0] * len(sizes)
+    factors = [factor * falling for factor, falling in zip(factors, by_layers(sizes))]
     kl_factors = recipe.objective.kl_size_weights or [1.0] * (len(sizes) - 1)
     if recipe.objective.kl_teacher == "guide":
         factors_of_all = recipe.objective.kl_size_weights or [1.0] * len(sizes)
+        factors_of_all = [factor * falling for factor, falling in zip(factors_of_all, by_layers(sizes))]
         return sizes, [weight * factor for factor in factors], [weight * factor for factor in factors_of_all]
     return sizes, [weight * factor for factor in factors], [weight * factor for factor in kl_factors] + [0.0]
 
@@ -190,9 +208,12 @@ def _naive_symmetric(vectors: Sequence[Tensor], pairs: PairBatch, recipe: Recipe
             gold=None,
             weights=weights,
             kl_weights=[],
-            objective=replace(recipe.objective, kl="none"),
+            objective=replace(recipe.objective, kl="none", spread_weight=0.0),
         )
-    return total / len(texts)
+    total = total / len(texts)
+    for each, weight in zip(vectors, weights):
+        total = total + recipe.objective.spread_weight * weight * 2 * naive_spread(each)
+    return total
 
 
 def _pooled(states: Tensor, attention: Tensor, recipe: Recipe) -> Tensor:
@@ -221,11 +242,14 @@ def _naive_decoder(decoder: Any, asking: Tensor, states: Tensor, seen: Tensor) -
 
 def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe, step: int) -> Tensor:
     sizes, weights, kl_weights = plan_of(recipe, step)
-    queries, passages, targets, gold = [], [], [], []
+    queries, passages, targets, gold, whole = [], [], [], [], []
     seen = 0
     for rank, batch in enumerate(batches):
-        embeddings = _embed_naively(module, batch, recipe, sizes, step=step, rank=rank)
+        wanted = [*sizes, *(Size(size.layers, recipe.ladder.full.dim) for size in sizes)]
+        embeddings = _embed_naively(module, batch, recipe, wanted, step=step, rank=rank)
         count = len(batch.queries)
+        embeddings, each_whole = embeddings[: len(sizes)], embeddings[len(sizes) :]
+        whole.append(each_whole)
         queries.append([each[:count] for each in embeddings])
         passages.append([each[count:] for each in embeddings])
         targets.append(batch.targets + seen)
@@ -241,6 +265,11 @@ def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe
             torch.cat([torch.cat([q[size], p[size]]) for q, p in zip(queries, passages)]) for size in range(len(sizes))
         ]
         taught = naive_teaching(vectors, naive_teacher(texts, recipe), recipe, weights)
+    if objective.compression_weight:
+        for size, weight, vectors in zip(sizes, weights, map(torch.cat, zip(*whole))):
+            if size.dim < vectors.shape[1]:
+                distance = naive_compression(vectors, size.dim, objective.compression_temperature)
+                taught = taught + weight * objective.compression_weight * distance
     counts = [len(batch.queries) for batch in batches]
     owners = [batch.passage_query + sum(counts[:number]) for number, batch in enumerate(batches)]
     return taught + naive_contrastive_loss(
@@ -412,6 +441,25 @@ def _prompt_length(recipe: Recipe, prompts: Sequence[str]) -> int:
     return len(tokenizer(prompts[0]).input_ids) - 1 if prompts else 0
 
 
+def naive_compression(whole: Tensor, dim: int, temperature: float) -> Tensor:
+    """ESE's D(v[:k], PCA_k(v)) in float64. A component's sign is the one that agrees more with its coordinate."""
+    m = whole.double()
+    u, s, _ = torch.linalg.svd((m.T @ m / m.shape[1] ** 0.5).softmax(-1).detach())
+    components = m.detach() @ u[:, :dim] @ s[:dim].diag()
+    components = components * (components * m.detach()[:, :dim]).sum(0).sign()
+    student, teacher = m[:, :dim] / temperature, components / temperature
+    divergence = F.kl_div(student.log_softmax(1), teacher.softmax(1), reduction="batchmean")
+    return F.mse_loss(m[:, :dim], components) + temperature * divergence
+
+
+def naive_spread(vectors: Tensor) -> Tensor:
+    """EmbeddingGemma's L_S of one side: 1/(B(B−1)) Σ_{i≠j} cos(x_i, x_j)²; of one text it is 0."""
+    count = len(vectors)
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    cosines = [F.cosine_similarity(vectors[i], vectors[j], dim=0) for i, j in pairs]
+    return torch.stack(cosines).square().mean() if cosines else vectors.sum() * 0.0
+
+
 def naive_contrastive_loss(
     queries: Sequence[Tensor],
     passages: Sequence[Tensor],
@@ -464,6 +512,9 @@ def naive_contrastive_loss(
         if asymmetric := getattr(objective, "asymmetric_weight", 0.0):
             matrix = scores(query, passages[-1][:, : query.shape[1]]).masked_fill(hidden, -1e9)
             total = total + weight * asymmetric * F.cross_entropy(matrix, targets)
+    for query, passage, weight in zip(queries, passages, weights):
+        if spread := getattr(objective, "spread_weight", 0.0):
+            total = total + weight * spread * (naive_spread(query) + naive_spread(passage[targets]))
     if objective.kl == "none":
         return total
     if objective.kl == "margins":

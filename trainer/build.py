@@ -48,6 +48,7 @@ from models.settings import EmbeddingSettings
 from models.sizes import ModelError
 from models.static_embedding import MODEL_TYPE, build_static, special_ids_of
 from trainer.config.schema import Recipe
+from trainer.config.step_sizes import DRAWN, EVERY_DEPTH
 from trainer.costs.flops import Shape
 from trainer.engine import multiplies_in_bf16, read_ds_config
 from trainer.objectives.collators import total_samples
@@ -374,9 +375,11 @@ def build_objective(recipe: Recipe, parts: ModelParts) -> Objective:
         recipe.step_sizes,
         reduction=recipe.objective.reduction,
         seed=recipe.run.seed,
+        layer_weighting=recipe.objective.layer_weighting,
         size_weights=recipe.objective.size_weights,
         kl_size_weights=recipe.objective.kl_size_weights,
         teacher_outside=recipe.guide_teaches,
+        whole_vectors=recipe.compresses,
     )
     teaching: Teaching | None = None
     if parts.teacher is not None:
@@ -433,9 +436,10 @@ def _check_static(recipe: Recipe) -> None:
         raise ConfigError('model_type = "static" has no layers to pre-train; set objective.name to "contrastive"')
     if chosen.pooling != "mean":
         raise ConfigError(f'model.pooling = {chosen.pooling!r} is not what a static encoder does; set it to "mean"')
-    if recipe.step_sizes.drawn:
+    if recipe.objective.sizes in (*DRAWN, *EVERY_DEPTH):
         raise ConfigError(
-            f'objective.sizes = {recipe.objective.sizes!r} draws layers, and a static encoder has one; use "ladder"'
+            f"objective.sizes = {recipe.objective.sizes!r} is of several layers, and a static encoder has one; use "
+            '"ladder"'
         )
     for key, value in (
         ("model.lora_rank", chosen.lora_rank),

@@ -111,7 +111,8 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 def sum_over_ranks(values: Sequence[float] | Tensor, device: torch.device) -> Tensor:
     """Element-wise sum over ranks, float64 so that counts stay exact."""
-    total = torch.as_tensor(values, dtype=torch.float64, device=device).clone()
+    # Contiguous: all_reduce adds what lies at the same place in memory, whatever the strides of each rank.
+    total = torch.as_tensor(values, dtype=torch.float64, device=device).clone(memory_format=torch.contiguous_format)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(total)
     return total

@@ -40,29 +40,27 @@ AT_EVERY_STAGE = ("smae", "srl")
 # between steps.
 AT_TWO_STAGES = ("mlm", "direct", "two_d", "one", "enhanced", "spans", "guided", "guided_masked_pairs")
 AT_TWO_STAGES += ("smae_lonely", "srl_lonely", "guided_lonely", "enhanced_lonely", "spans_lonely", "sparse")
-AT_TWO_STAGES += ("adaptive", "distill", "distill_heads", "distill_lonely", "related", "taught", "left_out")
+AT_TWO_STAGES += ("espresso", "adaptive", "distill", "distill_heads", "distill_lonely", "related", "taught", "left_out")
 # These use the engine as one of those above does. They differ only in the loss, which is computed from the engine's
 # outputs: whole float32 tensors at every stage.
 AT_ONE_STAGE = ("mrl", "cosent", "coordinates", "weighted", "crowded", "filtered", "margins")
 AT_ONE_STAGE += ("own_margins", "taught_by_guide", "masked_pairs", "symmetric_spans", "symmetric_spans_lonely")
 AT_ONE_STAGE += ("asymmetric", "asymmetric_by_dot", "asymmetric_lonely")
-AT_ONE_STAGE += (
-    "left_out_lonely",
-    "srl_uneven",
-    "smae_uneven",
-    "related_directly",
-    "related_lonely",
-    "similarity",
-    "gram",
-    "order",
-)
+AT_ONE_STAGE += ("espresso_full_width", "espresso_lonely", "compressed_directly", "compressed_two_d")
+AT_ONE_STAGE += ("by_log_of_layers", "two_d_by_layers", "smae_by_log_of_layers")
+AT_ONE_STAGE += ("spread", "spread_by_dot", "spread_lonely", "spread_masked_pairs", "spread_graded")
+AT_ONE_STAGE += ("spread_symmetric_spans", "left_out_lonely")
+AT_ONE_STAGE += ("srl_uneven", "smae_uneven", "related_directly", "related_lonely", "similarity", "gram", "order")
 # In `make test`, one a stage.
 LAUNCHED = [("srl", 0), ("smae", 1), ("srl", 2), ("smae", 3)]
 # These take a second step, which would find gradients left over.
 TWICE = ("smae", "srl")
 ON_RANKS = {
     1: ("smae", "srl", "two_d", "mrl"),
-    4: ("srl", "two_d", "mrl", "smae", "crowded", "srl_uneven", "smae_lonely", "distill", "related", "asymmetric"),
+    4: (
+        *("srl", "two_d", "mrl", "smae", "crowded", "srl_uneven", "smae_lonely", "distill", "related", "asymmetric"),
+        *("spread", "espresso"),
+    ),
 }
 CONTROLS = {
     "passage gradients stay": "srl",
@@ -71,6 +69,8 @@ CONTROLS = {
     "new dropout each pass": "srl_dropout",
     "false negatives of one rank": "crowded",
     "Gram matrices of one rank": "gram",
+    "texts spread on one rank": "spread",
+    "components of one rank": "espresso",
     "full size's passages stay": "asymmetric",
 }
 BF16 = ("zero0", "zero1", "zero2", "zero3")
@@ -152,6 +152,8 @@ def recipes(
     cases["lighter_spans"] = masked(pairs="spans", pair_weight=0.25, decoding="enhanced", temperature=0.2)
     cases["symmetric_spans"] = copy.deepcopy(cases["spans"])
     cases["symmetric_spans"]["objective"]["symmetric_spans"] = True
+    cases["spread_symmetric_spans"] = copy.deepcopy(cases["symmetric_spans"])
+    cases["spread_symmetric_spans"]["objective"]["spread_weight"] = 4.0
     cases["symmetric_spans_lonely"] = copy.deepcopy(cases["symmetric_spans"])
     cases["enhanced_lonely"] = copy.deepcopy(cases["enhanced"])
     cases["spans_lonely"] = copy.deepcopy(cases["spans"])
@@ -174,7 +176,21 @@ def recipes(
     cases["margins"] = pairs(**guide, kl="margins", kl_teacher="guide") | {"guide": {"model": str(guide_folder)}}
     cases["asymmetric"] = pairs(crowded_shards, asymmetric_weight=2.0)
     cases["asymmetric_by_dot"] = pairs(asymmetric_weight=0.5, similarity="dot", temperature=8.0, kl="none")
+    # Equal texts among them, whose squared similarity is 1.
+    cases["spread"] = pairs(crowded_shards, spread_weight=4.0)
+    cases["spread_by_dot"] = pairs(spread_weight=8.0, similarity="dot", temperature=8.0, kl="none", reduction="sum")
+    cases["spread_graded"] = pairs(graded_shards, loss="cosent", kl="none", spread_weight=2.0)
+    cases["by_log_of_layers"] = pairs(layer_weighting="log", reduction="sum", sizes="grid")
+    cases["two_d_by_layers"] = pairs(sizes="two_d", layer_weighting="linear")
+    cases["smae_by_log_of_layers"] = masked(layer_weighting="log")
+    espresso = {"layer_weighting": "log", "compression_weight": 1.0, "kl": "none"}
+    cases["espresso"] = pairs(crowded_shards, sizes="espresso", **espresso)
+    cases["espresso_full_width"] = pairs(sizes="espresso_full_width", layer_weighting="log", kl_weight=0.5)
+    cases["compressed_directly"] = pairs(backward="direct", compression_weight=2.0, compression_temperature=0.5)
+    cases["compressed_two_d"] = pairs(sizes="two_d", pooling="mean", similarity="dot", temperature=8.0, **espresso)
     cases["own_margins"] = pairs(kl="margins", detach_teacher=False, reduction="sum", similarity="dot", temperature=8.0)
+    cases["spread_masked_pairs"] = copy.deepcopy(cases["masked_pairs"])
+    cases["spread_masked_pairs"]["objective"] |= {"sizes": "ladder", "spread_weight": 3.0}
     cases["guided_masked_pairs"] = copy.deepcopy(cases["masked_pairs"]) | {"guide": {"model": str(guide_folder)}}
     cases["guided_masked_pairs"]["objective"] |= guide
     student = {"source": str(taught_folder), "config": {}, "pooling": "mean"}
@@ -207,8 +223,9 @@ def recipes(
     cases["left_out_lonely"] = copy.deepcopy(cases["left_out"])
     cases["left_out_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
     # Last batches of 11 samples, and of one: the other ranks then have none.
-    cases["asymmetric_lonely"] = copy.deepcopy(cases["asymmetric"])
-    cases["asymmetric_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
+    for name in ("asymmetric", "spread", "espresso"):
+        cases[f"{name}_lonely"] = copy.deepcopy(cases[name])
+        cases[f"{name}_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
     for name, samples in (("uneven", 11), ("lonely", 1)):
         cases[f"srl_{name}"], cases[f"smae_{name}"] = pairs(crowded_shards), masked()
         cases[f"srl_{name}"]["train"] |= {"steps": 0, "epochs": samples / 24}
@@ -398,6 +415,12 @@ def test_every_recipe_is_in_the_product(recipes: dict[str, Any]) -> None:
         ("margins", "srl"),
         ("own_margins", "direct"),
         ("asymmetric", "crowded"),
+        ("spread", "crowded"),
+        ("smae_by_log_of_layers", "smae"),
+        ("espresso", "espresso_full_width"),
+        ("compressed_directly", "srl"),
+        ("spread_graded", "cosent"),
+        ("spread_symmetric_spans", "symmetric_spans"),
         ("guided_masked_pairs", "masked_pairs"),
         ("spans", "lighter_spans"),
         ("symmetric_spans", "spans"),
@@ -430,7 +453,17 @@ def test_the_cases_are_the_hard_ones(two_ranks: Results) -> None:
     assert two_ranks["direct-float32_zero1"][0]["micro_batches"] == [0, 0]  # it cuts none
 
 
-@pytest.mark.parametrize(("name", "widths"), [("srl", 16 + 32 + 48), ("one", 32), ("crowded", 96), ("srl_lonely", 96)])
+@pytest.mark.parametrize(
+    ("name", "widths"),
+    [
+        ("srl", 16 + 32 + 48),
+        ("one", 32),
+        ("crowded", 96),
+        ("srl_lonely", 96),
+        ("spread", 96),
+        ("espresso", 3 * 48 + 48),
+    ],
+)
 @pytest.mark.needs("{name}-float32_zero1")
 def test_embeddings_are_sent_once_each_way(name: str, widths: int, two_ranks: Results) -> None:
     """Passages alone, in float32, at the ladder's widths; their gradients back. Shares are padded to the largest."""

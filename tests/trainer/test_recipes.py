@@ -139,10 +139,12 @@ def test_recipe_trains(name, trained):
     assert (run / "DONE").is_file()
     steps = steps_of(run)
     assert [step["step"] for step in steps] == [1, 2]
-    assert all(0 < step["loss"] < 100 for step in steps)
+    resolved = tomllib.loads((run / "recipe.toml").read_text())
+    # ESE's targets are vectors times singular values, from which a random model's coordinates are far.
+    most = 1000 if resolved["objective"].get("compression_weight") else 100
+    assert all(0 < step["loss"] < most for step in steps)
     assert json.loads((run / "environment.json").read_text())["world_size"] == 2
     settings = EmbeddingSettings.load(run / "model")
-    resolved = tomllib.loads((run / "recipe.toml").read_text())
     assert settings is not None and settings.pooling == resolved["model"]["pooling"]
     encoder = load_encoder(run / "model")
     assert encoder.num_layers == settings.sizes.full.layers

@@ -35,7 +35,7 @@ from trainer.static_init import principal_components, sif_weights
 LADDER = [[1, 8], [1, 16], [1, 48]]
 MODEL = {"config": {"model_type": "static", "hidden_size": 48}, "ladder": LADDER, "pooling": "mean"}
 CASES = ("nested", "sharded", "dot", "taught", "one", "lonely", "unguided")
-CASES += ("guided", "guided_by_a_table", "taught_by_guide")
+CASES += ("guided", "guided_by_a_table", "taught_by_guide", "spread", "compressed")
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,8 @@ def cases(
         "dot": values(tuple_shards, 0, similarity="dot", temperature=8.0, mask_false_negatives=False),
         "taught": values(tuple_shards, 0, kl="scores"),
         "one": values(tuple_shards, 1, sizes="one", size="1x16"),
+        "compressed": values(tuple_shards, 0, compression_weight=2.0, compression_temperature=0.3),
+        "spread": values(crowded_shards, 1, spread_weight=4.0),
         "lonely": values(crowded_shards, 0),
         "unguided": values(crowded_shards, 0),
     }
@@ -129,6 +131,7 @@ def test_other_losses_are_far(name: str, other: str, cases: dict[str, dict]) -> 
         ("model", {"pooling": "cls"}, "pooling"),
         ("model", {"ladder": [[1, 16]]}, "stops short"),
         ("objective", {"sizes": "two_d"}, "two_d"),
+        ("objective", {"sizes": "espresso"}, "espresso"),
         ("train", {"compile": True}, "compile"),
     ],
 )

@@ -36,7 +36,14 @@ from trainer import build, engine, run
 from trainer.config.kinds import kind_named
 from trainer.config.schema import Recipe
 from trainer.distributed import World, gather_counts, gather_objects, gather_rows, seed_step, start, sum_over_ranks
-from trainer.objectives import backward, contrastive, distillation, infonce_terms, masked, teacher
+from trainer.objectives import backward, compression, contrastive, distillation, infonce_terms, masked, spread, teacher
+
+# Control -> the module that sums its Gram matrices over ranks.
+GRAM_MATRICES: dict[str, Any] = {
+    "Gram matrices of one rank": teacher,
+    "texts spread on one rank": spread,
+    "components of one rank": compression,
+}
 
 
 def main() -> None:
@@ -240,12 +247,12 @@ def _broken(control: str) -> Iterator[None]:
 
         with patch(infonce_terms, "unnormalized_gradient_", nothing):
             yield
-    elif control == "Gram matrices of one rank":  # what comparing a rank's own texts gives
+    elif control in GRAM_MATRICES:  # what comparing a rank's own texts gives
 
         def alone(values: Any, device: torch.device) -> torch.Tensor:
             return torch.as_tensor(values, dtype=torch.float64)
 
-        with patch(teacher, "sum_over_ranks", alone):
+        with patch(GRAM_MATRICES[control], "sum_over_ranks", alone):
             yield
     elif control == "false negatives of one rank":  # what masking without a gather of the hashes gives
 

@@ -8,6 +8,7 @@ from models.sizes import ModelError
 from trainer.config.kinds import KINDS
 from trainer.config.read_keys import is_read
 from trainer.config.schema import Recipe
+from trainer.config.step_sizes import EVERY_DEPTH
 
 
 def check(recipe: Recipe) -> None:
@@ -65,6 +66,11 @@ def check(recipe: Recipe) -> None:
         raise ConfigError(
             'objective.sizes = "two_d_all_widths" draws a layer of the ladder below the last, and this ladder has one '
             "size; add smaller ones to model.ladder"
+        )
+    if objective.sizes in EVERY_DEPTH and len(ladder) < 2:
+        raise ConfigError(
+            f'objective.sizes = "{objective.sizes}" trains the widths of the ladder below the full one, and this '
+            "ladder has one size; add smaller ones to model.ladder"
         )
     recipe.kind.check(recipe)
     if not recipe.step_sizes.drawn:

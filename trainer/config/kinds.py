@@ -15,7 +15,7 @@ from typing import ClassVar
 from data.ground.errors import ConfigError
 from trainer.config.presets import PRESETS_FOR
 from trainer.config.sections import Sections
-from trainer.config.step_sizes import DRAWN
+from trainer.config.step_sizes import DRAWN, EVERY_DEPTH
 
 ENTRY_POINTS = "barista.objectives"
 # The title of a page of charts, and chart -> patterns of its metrics' tags.
@@ -85,7 +85,7 @@ class Masked(Kind):
         return "Losses by size, pre-training", charts
 
     def check(self, recipe: Sections) -> None:
-        if recipe.objective.sizes in DRAWN:
+        if recipe.objective.sizes in (*DRAWN, *EVERY_DEPTH):
             raise ConfigError(
                 f'objective.sizes = "{recipe.objective.sizes}" is a fine-tuning schedule; use "ladder" or "full" for '
                 "masked"
@@ -110,6 +110,10 @@ class Contrastive(Kind):
             charts["KL to the full size"] = ["^losses/kl"]
         if recipe.objective.asymmetric_weight:
             charts["queries against the full size's passages"] = ["^losses/asymmetric"]
+        if recipe.objective.spread_weight:
+            charts["squared similarity of different texts"] = ["^losses/spread"]
+        if recipe.objective.compression_weight:
+            charts["distance to the principal components"] = ["^losses/compression"]
         if self.is_taught(recipe):
             charts["all terms of the teacher"] = ["^losses/distillation"]
         return "Losses by size, fine-tuning", charts
@@ -153,7 +157,7 @@ class Distill(Kind):
         return "Losses by size, distillation", {"all terms of the teacher": ["^losses/distillation"]}
 
     def check(self, recipe: Sections) -> None:
-        if recipe.objective.sizes in DRAWN:
+        if recipe.objective.sizes in (*DRAWN, *EVERY_DEPTH):
             raise ConfigError(
                 f'objective.sizes = "{recipe.objective.sizes}" is a schedule of contrastive fine-tuning; use "grid" or '
                 '"ladder"'

@@ -14,7 +14,7 @@ from typing import Any
 
 from models.choices import MEANS
 from trainer.config.schema import Recipe
-from trainer.config.step_sizes import ALONE, FIXED, SEVERAL
+from trainer.config.step_sizes import ALONE, FIXED, NARROWED, SEVERAL, WEIGHTED_BY_LAYERS
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,17 @@ FIXED_SIZES = Condition(
     "fixed sizes (objective.sizes = " + ", ".join(f'"{kind}"' for kind in FIXED) + ")",
     lambda recipe: recipe.objective.sizes in FIXED,
 )
+LOWER_LAYERS = Condition(
+    "sizes of fewer layers, without weights of their own (objective.sizes = "
+    + ", ".join(f'"{kind}"' for kind in WEIGHTED_BY_LAYERS)
+    + ")",
+    lambda recipe: recipe.objective.sizes in WEIGHTED_BY_LAYERS,
+)
+NARROW_SIZES = Condition(
+    "sizes narrower than the full one (objective.sizes = " + ", ".join(f'"{kind}"' for kind in NARROWED) + ")",
+    lambda recipe: recipe.objective.sizes in NARROWED,
+)
+COMPRESSION = Condition("objective.compression_weight above 0", lambda recipe: recipe.compresses)
 KL = Condition('objective.kl other than "none"', lambda recipe: recipe.objective.kl != "none")
 SCORES = Condition('objective.kl = "scores" or "margins"', lambda recipe: recipe.objective.kl in ("scores", "margins"))
 COORDINATES = Condition('objective.kl = "coordinates"', lambda recipe: recipe.objective.kl == "coordinates")
@@ -166,6 +177,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "objective.preset": ALWAYS,
     "objective.preset_for": (CONTRASTIVE, PRESET),
     "objective.reduction": (SEVERAL_SIZES,),
+    "objective.layer_weighting": (LAYERS, LOWER_LAYERS),
     "objective.size_weights": (FIXED_SIZES,),
     "objective.encoder_mask_ratio": (MASKED,),
     "objective.decoder_mask_ratio": (MASKED, DECODER),
@@ -187,6 +199,9 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "objective.kl_temperature": (CONTRASTIVE, COORDINATES, STUDENTS),
     "objective.detach_teacher": (CONTRASTIVE, KL, OWN_TEACHER, STUDENTS),
     "objective.asymmetric_weight": (CONTRASTIVE, NEGATIVES, LAYERS, SMALLER_SIZES),
+    "objective.spread_weight": (COMPARISONS,),
+    "objective.compression_weight": (CONTRASTIVE, NARROW_SIZES),
+    "objective.compression_temperature": (CONTRASTIVE, NARROW_SIZES, COMPRESSION),
     "objective.mask_false_negatives": (COMPARISONS, NEGATIVES),
     "objective.filter_false_negatives": (COMPARISONS, NEGATIVES),
     "objective.filter_by": (COMPARISONS, NEGATIVES, FILTER),

@@ -113,6 +113,11 @@ class Recipe(Sections):
         return self.kind.compares_texts(self)
 
     @property
+    def compresses(self) -> bool:
+        """Whether narrow sizes learn the principal components of whole vectors."""
+        return self.kind.contrasts and self.objective.compression_weight > 0
+
+    @property
     def single_size(self) -> Size | None:
         """The size that is trained on its own, for objective.sizes = "one"."""
         return Size.parse(self.objective.size) if self.objective.sizes == "one" else None

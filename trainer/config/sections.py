@@ -193,12 +193,23 @@ class ObjectiveConfig:
         default_factory=dict, description="Settings of an objective of another package, which checks them itself."
     )
     sizes: Literal[
-        "ladder", "grid", "full", "one", "mrl", "adaptive_layers", "two_d", "two_d_listed", "two_d_all_widths"
+        "ladder",
+        "grid",
+        "full",
+        "one",
+        "mrl",
+        "adaptive_layers",
+        "two_d",
+        "two_d_listed",
+        "two_d_all_widths",
+        "espresso",
+        "espresso_full_width",
     ] = Field(
         default="ladder",
         description="The sizes of a step: the ladder; each of its depths with each of its widths (grid); the full "
-        "size; one size; every width at full depth (mrl); every depth at full width (adaptive_layers); or sizes that "
-        "each step draws (two_d, two_d_listed, two_d_all_widths; docs/objectives.md).",
+        "size; one size; every width at full depth (mrl); every depth at full width (adaptive_layers); sizes that "
+        "each step draws (two_d, two_d_listed, two_d_all_widths; docs/objectives.md); or every layer of the encoder "
+        "with the ladder's smaller widths (espresso), and with the full width (espresso_full_width).",
     )
     size: str = Field(
         default="", description='For sizes = "one": LAYERSxDIMENSIONS; the encoder is cut to so many layers.'
@@ -210,6 +221,10 @@ class ObjectiveConfig:
         default="", description="Which fine-tuning the preset is of; empty for masked."
     )
     reduction: Literal["mean", "sum"] = Field(default="mean", description="How the losses of the sizes become one.")
+    layer_weighting: Literal["uniform", "log", "linear"] = Field(
+        default="uniform",
+        description="What the loss of a size of n layers below the last is multiplied by: 1, 1 / (1 + ln n) or 1 / n.",
+    )
     size_weights: list[float] = Field(
         default_factory=list, description="Weight of each size's loss besides the reduction's; none means 1 each."
     )
@@ -278,6 +293,26 @@ class ObjectiveConfig:
         le=_LARGEST,
         description="Weight of InfoNCE of every smaller size's queries against the full size's passages, cut to the "
         "size's dimensions; beside the weight of the size's own loss.",
+    )
+    spread_weight: float = Field(
+        default=0.0,
+        ge=0,
+        le=_LARGEST,
+        description="Weight of the mean squared similarity of different queries, plus that of different positives, in "
+        "the global batch; beside the weight of the size's own loss.",
+    )
+    compression_weight: float = Field(
+        default=0.0,
+        ge=0,
+        le=_LARGEST,
+        description="Weight of ESE's distance from a narrow size's coordinates to the principal components of the same "
+        "layer's whole vectors, within the global batch; beside the weight of the size's own loss.",
+    )
+    compression_temperature: float = Field(
+        default=1.0,
+        ge=_SMALLEST_DIVISOR,
+        le=_LARGEST,
+        description="Divides the coordinates in that distance's divergence, and multiplies the divergence.",
     )
     mask_false_negatives: bool = Field(
         default=True, description="Leave out passages that are known not to be negatives of a query."

@@ -15,6 +15,12 @@ SEVERAL = ("ladder", "grid", "mrl", "adaptive_layers")  # kinds of several fixed
 ALONE = ("full", "one")  # kinds of one fixed size
 FIXED = (*SEVERAL, *ALONE)
 DRAWN = ("two_d", "two_d_listed", "two_d_all_widths")  # kinds that draw sizes at each step
+EVERY_DEPTH = ("espresso", "espresso_full_width")  # kinds of every layer, not of the ladder's alone
+# Kinds with sizes of fewer layers than the encoder's, whose losses may be weighted by their layers. "two_d_listed" has
+# its own weights.
+WEIGHTED_BY_LAYERS = ("ladder", "grid", "adaptive_layers", "two_d", "two_d_all_widths", *EVERY_DEPTH)
+# Kinds that train, at every step, sizes that are narrower than the encoder. "two_d_listed" may draw none.
+NARROWED = ("ladder", "grid", "mrl", "two_d", "two_d_all_widths", *EVERY_DEPTH)
 
 
 def at_full_depth(ladder: Ladder) -> tuple[Size, ...]:
@@ -38,12 +44,25 @@ def at_two_depths(ladder: Ladder, *, layers: int) -> tuple[Size, ...]:
     return (*(Size(layers, size.dim) for size in ladder), *at_full_depth(ladder))
 
 
+def at_every_depth(ladder: Ladder, *, full_width: bool) -> tuple[Size, ...]:
+    """ESE's sizes: each layer, not the ladder's alone, with each width of the ladder below the full one; and (N, D).
+
+    full_width: each layer with the full width, too.
+    """
+    full = ladder.full
+    narrow = [size.dim for size in ladder if size.dim < full.dim]
+    below = [Size(n, dim) for n in range(1, full.layers) for dim in (*narrow, *([full.dim] if full_width else []))]
+    return (*below, *(Size(full.layers, dim) for dim in narrow), full)
+
+
 _FIXED: Mapping[str, Callable[[Ladder], Iterable[Size]]] = {
     "ladder": lambda ladder: ladder,  # Starbucks §3.1, eq. 4
     "grid": lambda ladder: ladder.grid,  # every depth with every width
     "full": lambda ladder: (ladder.full,),
     "mrl": at_full_depth,
     "adaptive_layers": at_full_width,
+    "espresso": lambda ladder: at_every_depth(ladder, full_width=False),
+    "espresso_full_width": lambda ladder: at_every_depth(ladder, full_width=True),
 }
 
 

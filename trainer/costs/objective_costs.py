@@ -190,6 +190,10 @@ class ObjectiveCosts:
         """Bytes of all ranks' vectors, at all sizes. Every rank gathers them and sends their gradients back."""
         return 0.0
 
+    def summed_bytes(self) -> float:
+        """Bytes of the matrices that the loss sums over ranks, at all sizes; they do not grow with the batch."""
+        return 0.0
+
 
 def _forward_bytes(shape: Shape, texts: Texts) -> float:
     return shape.layers * texts.tokens * moved_elements(shape) * _BF16
@@ -205,6 +209,19 @@ class ComparingCosts(ObjectiveCosts):
     def gathered_bytes(self, vectors: float) -> float:
         return 4.0 * vectors * self.widths
 
+    def summed_bytes(self) -> float:
+        """Gram matrices of the queries and of the positives, in float64."""
+        return 2 * 8.0 * self._spread_squares
+
+    @property
+    def _spread_squares(self) -> int:
+        """Elements of a Gram matrix of every size, where texts are spread out."""
+        return sum(size.dim**2 for size in self.sizes) if self.recipe.objective.spread_weight else 0
+
+    def _spread_flops(self, queries: float) -> float:
+        """A Gram matrix and a product with it, for queries and for positives, at every size."""
+        return 2 * 2 * 2 * queries * self._spread_squares
+
     def guide_flops(self, guide: Shape, texts: Texts, *, vectors: float) -> float:
         """The guide's forward pass, and its scores as often as the loss computes the student's."""
         queries = self._queries(texts)
@@ -212,8 +229,11 @@ class ComparingCosts(ObjectiveCosts):
         return super().guide_flops(guide, texts, vectors=vectors) + scores
 
     def _loss_flops(self, texts: Texts, vectors: float) -> float:
-        """Scores, and the gradients of queries and passages, at every size."""
+        """Scores, and the gradients of queries and passages, at every size; and the spread-out term."""
         queries = self._queries(texts)
+        return self._score_flops(queries, vectors) + self._spread_flops(queries)
+
+    def _score_flops(self, queries: float, vectors: float) -> float:
         return (2 + self._times_scored(queries, vectors)) * 2 * queries * vectors * self.widths
 
     def _queries(self, texts: Texts) -> float:
@@ -354,9 +374,32 @@ class ContrastiveCosts(ComparingCosts):
         return super().gathered_bytes(vectors) + 4.0 * vectors * self._asymmetric_widths
 
     def _loss_flops(self, texts: Texts, vectors: float) -> float:
-        if self.recipe.objective.loss == "cosent":
+        queries = self._queries(texts)
+        scores = 0.0 if self.recipe.objective.loss == "cosent" else self._score_flops(queries, vectors)
+        scores *= 1 + self._asymmetric_widths / self.widths
+        return scores + self._spread_flops(queries) + self._compression_flops(texts.count)
+
+    def summed_bytes(self) -> float:
+        """And a Gram matrix of whole vectors, and the directions of their components, for each compressed layer."""
+        full = self.sizes[-1].dim
+        return super().summed_bytes() + sum(8.0 * full * (full + widest) for widest in self._compressed.values())
+
+    def _compression_flops(self, texts: float) -> float:
+        """Each compressed layer's Gram matrix, and every narrow size's targets; not the matrices' decomposition."""
+        if not self._compressed:
             return 0.0
-        return super()._loss_flops(texts, vectors) * (1 + self._asymmetric_widths / self.widths)
+        full = self.sizes[-1].dim
+        narrow = sum(size.dim for size in self.sizes if size.dim < full)
+        return 2 * texts * full * (full * len(self._compressed) + narrow)
+
+    @property
+    def _compressed(self) -> dict[int, int]:
+        """The widest of the sizes that learn principal components, by their layers."""
+        found: dict[int, int] = {}
+        for size in self.sizes if self.recipe.compresses else ():
+            if size.dim < self.sizes[-1].dim:
+                found[size.layers] = max(size.dim, found.get(size.layers, 0))
+        return found
 
     @property
     def _asymmetric_widths(self) -> int:
@@ -364,7 +407,11 @@ class ContrastiveCosts(ComparingCosts):
         return self.widths - self.sizes[-1].dim if self.recipe.objective.asymmetric_weight else 0
 
     def loss_bytes(self, texts: Texts, *, vectors: float) -> float:
-        return super().loss_bytes(texts, vectors=vectors) + 8 * self._asymmetric_widths * vectors
+        """And whole vectors of the layers at which no whole vectors are compared, beside what is summed over ranks."""
+        whole = {size.layers for size in self.sizes if size.dim == self.sizes[-1].dim}
+        added = 4.0 * texts.count * self.sizes[-1].dim * len(self._compressed.keys() - whole)
+        compared = super().loss_bytes(texts, vectors=vectors) + 8 * self._asymmetric_widths * vectors
+        return compared + added + self.summed_bytes()
 
     def _queries(self, texts: Texts) -> float:
         return _queries(self.recipe, texts)

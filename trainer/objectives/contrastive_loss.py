@@ -14,10 +14,21 @@ from trainer.config.schema import Recipe
 from trainer.losses.tile_settings import MarginFilter, ScoreTeacher
 from trainer.losses.unit_vectors import normalize_, unnormalized_gradient_
 from trainer.objectives.backward import Passes
-from trainer.objectives.contrastive_terms import Compared, CoordinateKL, CoSENT, GuideVectors, Margins, Taught, Term
+from trainer.objectives.compression import Compression
+from trainer.objectives.contrastive_terms import (
+    Compared,
+    CoordinateKL,
+    CoordinateTerm,
+    CoSENT,
+    GuideVectors,
+    Margins,
+    Taught,
+    Term,
+)
 from trainer.objectives.guide import Guide
 from trainer.objectives.infonce_terms import Asymmetric, InfoNCE, Negatives
 from trainer.objectives.size_schedules import SizePlan
+from trainer.objectives.spread import SpreadOut
 from trainer.objectives.teacher import Teaching
 
 
@@ -27,14 +38,14 @@ class ContrastiveLoss:
 
     terms: losses of the vectors as they are compared (unit vectors where `cosine`), in the order in which they are
     added. taught: a loss of the same vectors; its gradients are added before the terms' and its value after theirs.
-    coordinates: a loss of the vectors as the model gives them. guide: the model whose scores the terms read; None where
+    coordinates: losses of the vectors as the model gives them. guide: the model whose scores the terms read; None where
     no term reads any.
     """
 
     cosine: bool
     terms: tuple[Term, ...]
     taught: Taught | None = None
-    coordinates: CoordinateKL | None = None
+    coordinates: tuple[CoordinateTerm, ...] = ()
     guide: Guide | None = None
 
     def loss_and_gradients(
@@ -45,26 +56,26 @@ class ContrastiveLoss:
         embeddings: one [queries + passages, d] for each size, queries first. They are normalised in place, because a
         large batch leaves memory for the embeddings and their gradients, but for no further copy.
         """
-        divergence: dict[str, Tensor] = {}
-        before: list[Tensor] = []  # gradients for the vectors as the model gave them
-        if self.coordinates is not None:
-            divergence, before = self.coordinates.losses_and_gradients(embeddings, plan)
-        lengths = [normalize_(each) for each in embeddings] if self.cosine else []
-        gradients = [torch.zeros_like(each) for each in embeddings]
-        given = Compared(embeddings, gradients, batch, plan, engine, self._guide_vectors(batch, engine))
+        before = [term.losses_and_gradients(embeddings, plan, engine) for term in self.coordinates]
+        vectors, read = embeddings[plan.uncompared :], embeddings[: plan.uncompared]
+        lengths = [normalize_(each) for each in vectors] if self.cosine else []
+        gradients = [torch.zeros_like(each) for each in vectors]
+        given = Compared(vectors, gradients, batch, plan.compared, engine, self._guide_vectors(batch, engine))
         taught = {} if self.taught is None else self.taught.add_gradients(given)
         losses = [term.add_gradients(given) for term in self.terms]
-        for gradient, unit, length in zip(gradients, embeddings, lengths):
+        for gradient, unit, length in zip(gradients, vectors, lengths):
             unnormalized_gradient_(gradient, unit, length)
-        for gradient, extra in zip(gradients, before):
-            gradient += extra
-        return _sum([*losses, divergence, taught]), gradients
+        for _, of_coordinates in before:
+            for gradient, extra in zip(gradients, of_coordinates):
+                gradient += extra
+        nothing = [each.new_zeros(()).expand_as(each) for each in read]
+        return _sum([*losses, *(found for found, _ in before), taught]), [*nothing, *gradients]
 
     @property
     def is_prefix_infonce(self) -> bool:
         """Whether `prefix_infonce_` can compute the loss of sizes that are prefixes of one vector."""
         (first, *others) = self.terms
-        alone = not others and self.taught is None and self.coordinates is None
+        alone = not others and self.taught is None and not self.coordinates
         return alone and isinstance(first, InfoNCE) and first.is_nested
 
     def prefix_infonce_(self, vectors: Tensor, batch: PairBatch, plan: SizePlan, engine: Passes) -> dict[str, Tensor]:
@@ -110,19 +121,31 @@ def contrastive_loss(
         terms.append(Asymmetric(chosen.asymmetric_weight, _infonce(recipe), chosen.similarity == "cosine"))
     if kl == "margins":
         terms.append(Margins(chosen.kl_weight, chosen.temperature, teacher))
+    terms += _spread_out(recipe)
+    coordinates: list[CoordinateTerm] = []
+    if kl == "coordinates":
+        coordinates.append(CoordinateKL(chosen.kl_weight, chosen.kl_temperature, chosen.detach_teacher))
+    if recipe.compresses:
+        coordinates.append(Compression(chosen.compression_weight, chosen.compression_temperature))
     return ContrastiveLoss(
         chosen.similarity == "cosine",
         tuple(terms),
         None if teaching is None else Taught(teaching),
-        CoordinateKL(chosen.kl_weight, chosen.kl_temperature, chosen.detach_teacher) if kl == "coordinates" else None,
+        tuple(coordinates),
         guide if recipe.guide_filters or (recipe.guide_teaches and kl != "none") else None,
     )
 
 
 def pair_loss(recipe: Recipe, *, guide: Guide | None = None) -> ContrastiveLoss:
-    """The contrastive loss that is added to masked losses: InfoNCE without a KL."""
+    """The contrastive loss that is added to masked losses: InfoNCE without a KL, and the spread-out term."""
     cosine = recipe.objective.similarity == "cosine"
-    return ContrastiveLoss(cosine, (_infonce(recipe),), guide=guide if recipe.guide_filters else None)
+    terms: list[Term] = [_infonce(recipe), *_spread_out(recipe)]
+    return ContrastiveLoss(cosine, tuple(terms), guide=guide if recipe.guide_filters else None)
+
+
+def _spread_out(recipe: Recipe) -> list[SpreadOut]:
+    weight = recipe.objective.spread_weight
+    return [SpreadOut(weight, unit=recipe.objective.similarity == "cosine")] if weight else []
 
 
 def _infonce(recipe: Recipe) -> InfoNCE:

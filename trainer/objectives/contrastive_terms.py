@@ -141,6 +141,19 @@ class Taught:
         )
 
 
+class CoordinateTerm(Protocol):
+    """A part of a contrastive loss that reads vectors as the model gives them. All ranks call it together."""
+
+    def losses_and_gradients(
+        self, embeddings: list[Tensor], plan: SizePlan, engine: Passes
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Losses like a term's, and the gradient of each size at which texts are compared.
+
+        embeddings: one [n + m, d] for each size of the plan, not normalised.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class CoordinateKL:
     """KL from the full size's coordinates to every other size's, before they are normalised (graded_pairs.py)."""
@@ -149,8 +162,10 @@ class CoordinateKL:
     temperature: float
     detached: bool
 
-    def losses_and_gradients(self, embeddings: list[Tensor], plan: SizePlan) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Losses like a term's, and each size's gradient. embeddings: one [n + m, d] a size, as the model gave them."""
+    def losses_and_gradients(
+        self, embeddings: list[Tensor], plan: SizePlan, engine: Passes
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        embeddings, plan = embeddings[plan.uncompared :], plan.compared
         leaves = [each.clone().requires_grad_() for each in embeddings]
         teacher = leaves[plan.full].detach() if self.detached else leaves[plan.full]
         total = sum_over_ranks([float(teacher.shape[0])], teacher.device)[0].to(teacher.dtype)

@@ -207,7 +207,11 @@ class PairGradients:
 
     def reported_with(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
         """All of a step's losses: the sum, and each by its name."""
-        own = {f"pairs/{name.rpartition('/')[2]}": value for name, value in self.losses.items() if name != "loss"}
+        own = {
+            "pairs/" + name.removeprefix("loss/") if name.startswith("loss/") else name: value
+            for name, value in self.losses.items()
+            if name != "loss"
+        }
         return losses | {"loss": losses["loss"] + self.weight * self.losses["loss"]} | own
 
 

@@ -8,12 +8,13 @@ so they are the same on all ranks and in both passes of gradient caching.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from data.keyed_random import step_generator
 from models.sizes import Ladder, Size
-from trainer.config.step_sizes import StepSizes, around, at_two_depths
+from trainer.config.step_sizes import EVERY_DEPTH, StepSizes, around, at_two_depths
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,15 @@ class SizePlan:
     """The sizes of a step, each with the weight of its loss and of its KL to the teacher.
 
     The teacher is the last size, or a model outside the plan. A KL weight of 0 leaves a size out of the KL; a size that
-    teaches has 0. `names` are what metrics call the sizes.
+    teaches has 0. `names` are what metrics call the sizes. The first `uncompared` sizes are embedded for losses that
+    read a depth's whole vectors, and no texts are compared at them.
     """
 
     names: tuple[str, ...]
     sizes: tuple[Size, ...]
     loss_weights: tuple[float, ...]
     kl_weights: tuple[float, ...]
+    uncompared: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.names) == len(self.sizes) == len(self.loss_weights) == len(self.kl_weights)
@@ -36,6 +39,12 @@ class SizePlan:
     def full(self) -> int:
         """The index of the largest size."""
         return len(self.sizes) - 1
+
+    @property
+    def compared(self) -> SizePlan:
+        """The sizes at which texts are compared."""
+        rest = slice(self.uncompared, None)
+        return SizePlan(self.names[rest], self.sizes[rest], self.loss_weights[rest], self.kl_weights[rest])
 
 
 Schedule = Callable[[int], SizePlan]
@@ -51,6 +60,18 @@ def of_fixed_sizes(sizes: StepSizes, *, reduction: str) -> Schedule:
     kl = tuple(weight if size != chosen[-1] else 0.0 for size in chosen)
     name = str if sizes.kind in _NAMED_BY_NUMBERS else sizes.ladder.name
     plan = SizePlan(tuple(map(name, chosen)), chosen, (weight,) * len(chosen), kl)
+    return lambda step: plan
+
+
+def of_every_depth(sizes: StepSizes) -> Schedule:
+    """ESE's sizes and weights: L = Σ over the last layer's sizes + 1/(N−1) Σ over those below (arXiv:2402.14776v2).
+
+    Its weights by layers are those of `weighted_by_layers`, "log". The KL, which ESE has not, runs from (N, D) to all
+    other sizes.
+    """
+    chosen, full = sizes.fixed, sizes.ladder.full
+    weights = tuple(1.0 if size.layers == full.layers else 1.0 / (full.layers - 1) for size in chosen)
+    plan = SizePlan(tuple(map(str, chosen)), chosen, weights, (*weights[:-1], 0.0))
     return lambda step: plan
 
 
@@ -137,6 +158,52 @@ def reweighted(schedule: Schedule, *, size_weights: Sequence[float], kl_size_wei
     return lambda step: changed
 
 
+# What the loss of a size of n layers is multiplied by, below the last layer.
+_LAYER_WEIGHTINGS: Mapping[str, Callable[[int], float]] = {
+    "uniform": lambda layers: 1.0,
+    "log": lambda layers: 1.0 / (1.0 + math.log(layers)),  # ESE, arXiv:2402.14776v2
+    "linear": lambda layers: 1.0 / layers,
+}
+
+
+def weighted_by_layers(schedule: Schedule, weighting: str) -> Schedule:
+    """A schedule in which the losses of sizes below the last layer are multiplied by a weight that falls with depth.
+
+    The names are those of sentence-transformers' `layer_weighting`. It gives layer n the weight that n + 1 has here,
+    because it counts the embeddings as a layer. The KL to the full size keeps its weights, as there.
+    """
+    if weighting == "uniform":
+        return schedule
+    weight_of = _LAYER_WEIGHTINGS[weighting]
+
+    def plan(step: int) -> SizePlan:
+        own = schedule(step)
+        deepest = own.sizes[own.full].layers
+        factors = [weight_of(size.layers) if size.layers < deepest else 1.0 for size in own.sizes]
+        return dataclasses.replace(own, loss_weights=tuple(w * f for w, f in zip(own.loss_weights, factors)))
+
+    return plan
+
+
+def with_whole_vectors(schedule: Schedule) -> Schedule:
+    """A schedule that embeds every depth of its sizes at full width, too, without comparing texts at the added ones."""
+
+    def plan(step: int) -> SizePlan:
+        own = schedule(step)
+        whole = [Size(size.layers, own.sizes[own.full].dim) for size in own.sizes]
+        added = tuple(size for size in dict.fromkeys(whole) if size not in own.sizes)
+        nothing = (0.0,) * len(added)
+        return SizePlan(
+            (*map(str, added), *own.names),
+            (*added, *own.sizes),
+            (*nothing, *own.loss_weights),
+            (*nothing, *own.kl_weights),
+            uncompared=len(added),
+        )
+
+    return plan
+
+
 def taught_from_outside(schedule: Schedule) -> Schedule:
     """A schedule in which another model teaches: every size is a student, and its KL has the weight of its loss."""
 
@@ -152,13 +219,25 @@ def build_schedule(
     *,
     reduction: str,
     seed: int,
+    layer_weighting: str = "uniform",
     size_weights: Sequence[float] = (),
     kl_size_weights: Sequence[float] = (),
     teacher_outside: bool = False,
+    whole_vectors: bool = False,
 ) -> Schedule:
-    """The schedule of these sizes (`Recipe.step_sizes`), with the recipe's factor for each size."""
-    teach = taught_from_outside if teacher_outside else (lambda schedule: schedule)
+    """The schedule of these sizes (`Recipe.step_sizes`), with the recipe's factor for each size.
+
+    whole_vectors: a loss reads the whole vectors of each depth.
+    """
     if sizes.drawn:
-        return teach(_DRAWING[sizes.kind](sizes.ladder, seed=seed))
-    fixed = teach(of_fixed_sizes(sizes, reduction=reduction))
-    return reweighted(fixed, size_weights=size_weights, kl_size_weights=kl_size_weights)
+        schedule = _DRAWING[sizes.kind](sizes.ladder, seed=seed)
+    elif sizes.kind in EVERY_DEPTH:
+        schedule = of_every_depth(sizes)
+    else:
+        schedule = of_fixed_sizes(sizes, reduction=reduction)
+    schedule = weighted_by_layers(schedule, layer_weighting)
+    if teacher_outside:
+        schedule = taught_from_outside(schedule)
+    if not sizes.drawn:
+        schedule = reweighted(schedule, size_weights=size_weights, kl_size_weights=kl_size_weights)
+    return with_whole_vectors(schedule) if whole_vectors else schedule

@@ -241,6 +241,8 @@ def test_what_is_written_out_wins_over_a_preset(tmp_path: Path) -> None:
         (["decoding=better", "name=masked"], "decoding = 'better'.*basic, enhanced"),
         (["bottleneck=cls", "name=masked"], 'bottleneck = "cls".*only sizes = "full"'),
         (["sizes=two_d_listed", "name=masked"], '"two_d_listed" is a fine-tuning schedule'),
+        (["sizes=espresso", "name=masked"], '"espresso" is a fine-tuning schedule'),
+        (["sizes=espresso", "name=distill"], '"espresso" is a schedule of contrastive fine-tuning'),
         (["symmetric_spans=true", "name=masked", "pairs=spans", "mask_false_negatives=false"], "its own negative"),
         (["pair_weight=0", "name=masked", "pairs=spans"], "pair_weight = 0.0 must be above 0"),
     ],

@@ -68,6 +68,11 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["objective.sizes=mrl"],
         [[f"objective.sizes={kind}"] for kind in ("full", "two_d", "two_d_listed", "two_d_all_widths")],
     ),
+    "objective.layer_weighting": (
+        "log",
+        [*MASKED],
+        [STATIC, ONE_SIZE, *([f"objective.sizes={kind}"] for kind in ("full", "mrl", "two_d_listed"))],
+    ),
     "objective.size_weights": (
         "[1.0, 2.0, 1.0, 1.0, 1.0, 1.0]",
         [],
@@ -113,6 +118,13 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [["objective.kl=none"], [*GUIDE, "objective.kl_teacher=guide"], ["objective.sizes=full"], MASKED],
     ),
     "objective.asymmetric_weight": ("0.5", [], [MASKED, COSENT, ["objective.sizes=full"], ONE_SIZE]),
+    "objective.spread_weight": ("0.5", COSENT, [MASKED, DISTILL]),
+    "objective.compression_weight": (
+        "0.5",
+        [],
+        [MASKED, DISTILL, ONE_SIZE, *([f"objective.sizes={kind}"] for kind in ("adaptive_layers", "two_d_listed"))],
+    ),
+    "objective.compression_temperature": ("0.5", ["objective.compression_weight=1.0"], [[], DISTILL]),
     "objective.mask_false_negatives": ("false", [], [MASKED, COSENT]),
     "objective.filter_false_negatives": ("true", [], [MASKED, COSENT]),
     "objective.filter_by": ("full", FILTERS, [[], MASKED, SPANS]),

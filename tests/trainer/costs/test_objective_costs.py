@@ -52,6 +52,37 @@ def test_what_each_objective_adds_to_one_that_only_embeds(name: str) -> None:
     assert costs.pretrains is (name == "masked")
 
 
+@pytest.mark.parametrize("objective", [{}, {"loss": "cosent", "kl": "none"}])
+def test_texts_are_spread_out_through_gram_matrices(objective: dict[str, Any]) -> None:
+    """Two products with a d × d matrix a text of either side, and two float64 matrices a size for the network."""
+    plain, spread = (
+        costs_of(recipe_of(recipe_values("shards", objective={**objective, "spread_weight": weight})))
+        for weight in (0.0, 1.0)
+    )
+    squares = 16**2 + 32**2 + 48**2
+    queries = TEXTS.count / (2 if objective else 5)
+    added = spread.computed_flops(SHAPE, TEXTS, vectors=VECTORS) - plain.computed_flops(SHAPE, TEXTS, vectors=VECTORS)
+    assert added == pytest.approx(2 * 2 * (2 * queries * squares))
+    assert (plain.summed_bytes(), spread.summed_bytes()) == (0, 2 * 8 * squares)
+    assert spread.gathered_bytes(VECTORS) == plain.gathered_bytes(VECTORS)
+
+
+def test_components_cost_what_they_are_made_of() -> None:
+    """A Gram matrix of whole vectors for each of two layers below the last, and the targets of every narrow size."""
+    objective = {"compression_weight": 1.0, "kl": "none"}
+    plain, compressed = (
+        costs_of(recipe_of(recipe_values("shards", objective=each))) for each in ({"kl": "none"}, objective)
+    )
+    added = compressed.computed_flops(SHAPE, TEXTS, vectors=VECTORS) - plain.computed_flops(
+        SHAPE, TEXTS, vectors=VECTORS
+    )
+    assert added == pytest.approx(2 * TEXTS.count * 48 * (2 * 48 + 16 + 32))
+    summed = 8 * 48 * ((48 + 16) + (48 + 32))
+    assert (plain.summed_bytes(), compressed.summed_bytes()) == (0, summed)
+    more = compressed.loss_bytes(TEXTS, vectors=VECTORS) - plain.loss_bytes(TEXTS, vectors=VECTORS)
+    assert more == pytest.approx(4 * TEXTS.count * 48 * 2 + summed)
+
+
 def test_distillation_without_relational_terms_compares_nothing() -> None:
     alone = {"model": TEACHER["model"], "teacher": {"model": "t"}}
     costs = costs_of(recipe_of(recipe_values("shards", objective={"name": "distill"}, **alone)))

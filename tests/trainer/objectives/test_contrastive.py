@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from trainer.costs.counts import Shape
 from trainer.distributed import World
 from trainer.objectives.contrastive import ContrastiveObjective, contrastive
 from trainer.objectives.contrastive_loss import ContrastiveLoss
+from trainer.objectives.masked import PairGradients
 from trainer.objectives.materials import Materials
 from trainer.objectives.size_schedules import SizePlan, build_schedule
 
@@ -35,7 +37,13 @@ ALONE: Any = SimpleNamespace(world=World(0, 0, 1, torch.device("cpu")), device=t
 def objective_of(recipe: Recipe, **changed: Any) -> ContrastiveObjective:
     """As a recipe with other settings in [objective] makes it."""
     recipe = replace(recipe, objective=replace(recipe.objective, **changed))
-    schedule = build_schedule(recipe.step_sizes, reduction=recipe.objective.reduction, seed=recipe.run.seed)
+    schedule = build_schedule(
+        recipe.step_sizes,
+        reduction=recipe.objective.reduction,
+        seed=recipe.run.seed,
+        layer_weighting=recipe.objective.layer_weighting,
+        whole_vectors=recipe.compresses,
+    )
     objective = contrastive(recipe, Materials(schedule, Shape(768, 3072, 12, 100), packed=False))
     assert isinstance(objective, ContrastiveObjective)
     return objective
@@ -245,3 +253,69 @@ def test_the_papers_equation_3() -> None:
         return torch.stack(own).sum() + 0.3 * torch.stack(learnt).sum()
 
     assert_equal_but_for(recipe, [{"kl_weight": 1.0}, {"temperature": 0.1}], plan, naive)
+
+
+@pytest.mark.parametrize("full_width", [False, True])
+def test_ese(full_width: bool) -> None:
+    """ESE's L for 5 layers, k = 8 and D = 24, from its formula; and with ℓ(v_n) of every layer, as the replication."""
+    recipe = load_recipe(RECIPES / "espresso_nli.toml", ["model.ladder=[[2, 8], [5, 24]]"])
+    if full_width:
+        recipe = replace(recipe, objective=replace(recipe.objective, sizes="espresso_full_width"))
+    plan = objective_of(recipe).schedule(0)
+    options: dict[str, Any] = {"cosine": True, "temperature": 0.05}
+
+    def distance(m: Tensor) -> Tensor:
+        u, s, _ = torch.linalg.svd((m.T @ m / 24**0.5).softmax(-1).detach())
+        target = m.detach() @ u[:, :8] @ s[:8].diag()
+        target = target * (target * m.detach()[:, :8]).sum(0).sign()
+        divergence = F.kl_div(m[:, :8].log_softmax(1), target.softmax(1), reduction="batchmean")
+        return F.mse_loss(m[:, :8], target) + divergence
+
+    def naive(states: dict[int, Tensor]) -> Tensor:
+        total = infonce(states[5], 24, **options) + infonce(states[5], 8, **options) + distance(states[5])
+        for n in range(1, 5):
+            learnt = infonce(states[n], 8, **options) + distance(states[n])
+            if full_width:
+                learnt = learnt + infonce(states[n], 24, **options)
+            total = total + learnt / (1 + math.log(n)) / 4
+        return total
+
+    assert_equal_but_for(recipe, [{"compression_weight": 5.0}, {"temperature": 0.1}], plan, naive)
+    # Negative controls: layers that weigh alike, and divergences at another temperature.
+    for changed in ({"layer_weighting": "uniform"}, {"layer_weighting": "linear"}, {"compression_temperature": 0.01}):
+        other = objective_of(recipe, **changed)
+        loss_error, gradient_error = compare(other.loss, other.schedule(0), naive)
+        assert loss_error > 1e-4 and gradient_error > 1e-3, changed
+
+
+def test_spread_out_is_of_queries_and_of_positives() -> None:
+    """EmbeddingGemma's L_S at every size: hard negatives are not spread, and each size has the weight of its loss."""
+    recipe = load_recipe(RECIPES / "srl_spread_nli.toml", ["objective.kl=none"])
+    plan = objective_of(recipe).schedule(0)
+    options: dict[str, Any] = {"cosine": True, "temperature": 0.05}
+
+    def spread(x: Tensor) -> Tensor:
+        x = F.normalize(x, dim=1)
+        terms = [(x[i] @ x[j]) ** 2 for i in range(len(x)) for j in range(len(x)) if i != j]
+        return torch.stack(terms).mean()
+
+    def naive(states: dict[int, Tensor]) -> Tensor:
+        own = []
+        for size in plan.sizes:
+            cut = states[size.layers][:, : size.dim]
+            own.append(infonce(cut, size.dim, **options) + spread(cut[:QUERIES]))
+            own[-1] = own[-1] + spread(cut[QUERIES :: 1 + NEGATIVES])
+        return torch.stack(own).mean()
+
+    assert_equal_but_for(recipe, [{"spread_weight": 0.0}, {"spread_weight": 3.0}], plan, naive)
+
+
+def test_a_pair_term_of_several_losses_reports_each_by_its_name() -> None:
+    """Beside masked losses: InfoNCE as "pairs", the spread-out term as itself; the weight is in the sum alone."""
+    found = {"loss": torch.tensor(2.0), "loss/1x16": torch.tensor(1.5), "spread/1x16": torch.tensor(0.5)}
+    reported = PairGradients(found, [], 0.5, lambda rows: None).reported_with({"loss": torch.tensor(3.0)})
+    assert {name: float(value) for name, value in reported.items()} == {
+        "loss": 4.0,
+        "pairs/1x16": 1.5,
+        "spread/1x16": 0.5,
+    }

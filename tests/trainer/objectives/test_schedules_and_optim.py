@@ -18,7 +18,7 @@ from models.masked_autoencoder import MaskedAutoencoder
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from tests.trainer.support import MODEL
 from trainer.config.schema import keys_of
-from trainer.config.step_sizes import ALONE, DRAWN, FIXED, SEVERAL, StepSizes
+from trainer.config.step_sizes import ALONE, DRAWN, EVERY_DEPTH, FIXED, SEVERAL, StepSizes
 from trainer.objectives import size_schedules
 from trainer.objectives.size_schedules import build_schedule, two_dimensional
 from trainer.optim import adamw, learning_rate, parameter_groups
@@ -73,6 +73,24 @@ def test_weights_a_size(kind: str, reduction: str, weight: float) -> None:
     assert only_kl.kl_weights == pytest.approx((4 * weight, weight, 0.0))
 
 
+@pytest.mark.parametrize(("weighting", "of_two", "of_four"), [("log", 0.590616, 0.419060), ("linear", 0.5, 0.25)])
+@pytest.mark.parametrize("kind", ["ladder", "adaptive_layers", "grid", "two_d", "two_d_all_widths"])
+def test_losses_are_weighted_by_their_layers(kind: str, weighting: str, of_two: float, of_four: float) -> None:
+    """ESE's 1 / (1 + ln n), or 1 / n, below the last layer. The KL keeps its weights; another teacher's KL follows."""
+    sizes, common = StepSizes(kind, LADDER), {"reduction": "mean", "seed": 3}
+    plain, plan = build_schedule(sizes, **common), build_schedule(sizes, layer_weighting=weighting, **common)
+    steps = [step for step in range(40) if plain(step).sizes[0].layers in (2, 4)]
+    assert steps
+    for step in steps:
+        factors = [{2: of_two, 4: of_four, 6: 1.0}[size.layers] for size in plain(step).sizes]
+        expected = [weight * factor for weight, factor in zip(plain(step).loss_weights, factors)]
+        assert plan(step).loss_weights == pytest.approx(expected, abs=1e-6)
+        assert (plan(step).sizes, plan(step).kl_weights) == (plain(step).sizes, plain(step).kl_weights)
+    assert build_schedule(sizes, layer_weighting="uniform", **common)(steps[0]) == plain(steps[0])
+    outside = build_schedule(sizes, layer_weighting=weighting, teacher_outside=True, **common)(steps[0])
+    assert outside.kl_weights == outside.loss_weights
+
+
 def test_names_are_the_cups_of_a_ladder_of_six() -> None:
     plan = build_schedule(StepSizes("ladder", STARBUCKS_LADDER), reduction="mean", seed=0)(0)
     assert plan.names == ("demi", "short", "tall", "grande", "venti", "trenta")
@@ -89,8 +107,34 @@ def test_two_dimensional_matryoshka() -> None:
         assert plan.kl_weights == (1.0, 1.0, 0.0, 0.0)
 
 
+@pytest.mark.parametrize("kind", EVERY_DEPTH)
+def test_every_depth(kind: str) -> None:
+    """ESE: every layer, not the ladder's alone, at its smaller widths; 1/(N−1) · 1/(1 + ln n) below the last layer."""
+    widths = (8, 16, 24) if kind == "espresso_full_width" else (8, 16)
+    plan = build_schedule(StepSizes(kind, LADDER), reduction="mean", seed=0, layer_weighting="log")(5)
+    below = [Size(n, d) for n in range(1, 6) for d in widths]
+    assert plan.sizes == (*below, Size(6, 8), Size(6, 16), Size(6, 24))
+    expected = [1 / 5 / (1 + math.log(size.layers)) for size in below] + [1.0] * 3
+    assert plan.loss_weights == pytest.approx(expected)
+    assert plan.kl_weights == pytest.approx([1 / 5] * len(below) + [1.0, 1.0, 0.0])
+    assert plan.names == tuple(map(str, plan.sizes)) and not plan.uncompared
+
+
+def test_depths_are_embedded_whole_where_a_loss_reads_them() -> None:
+    """They come first, so that the full size stays the last, and without weight."""
+    common = {"reduction": "mean", "seed": 0}
+    plain = schedule("ladder")(0)
+    plan = build_schedule(StepSizes("ladder", LADDER), whole_vectors=True, **common)(0)
+    assert plan.sizes == (Size(2, 24), Size(4, 24), *plain.sizes)
+    assert plan.uncompared == 2 and plan.loss_weights[:2] == plan.kl_weights[:2] == (0.0, 0.0)
+    assert plan.compared == plain
+    for kind in ("grid", "mrl", "two_d", "two_d_all_widths", "espresso_full_width"):  # which have all of them
+        sizes = StepSizes(kind, LADDER)
+        assert build_schedule(sizes, whole_vectors=True, **common)(7) == build_schedule(sizes, **common)(7)
+
+
 def test_every_kind_that_a_recipe_can_name_is_of_one_sort() -> None:
-    kinds = [*SEVERAL, *ALONE, *DRAWN]
+    kinds = [*SEVERAL, *ALONE, *DRAWN, *EVERY_DEPTH]
     assert len(kinds) == len(set(kinds)) and set(kinds) == set(get_args(keys_of("objective")["sizes"].annotation))
     assert set(size_schedules._DRAWING) == set(DRAWN)
 
@@ -109,13 +153,15 @@ def planned(kind: str) -> list[tuple[int, int]]:
     return [(size.layers, size.dim) for size in StepSizes(kind, LADDER, ONE).planned]
 
 
-@pytest.mark.parametrize("kind", FIXED)
+@pytest.mark.parametrize("kind", [*FIXED, *EVERY_DEPTH])
 def test_what_is_planned_and_shown_of_fixed_sizes_is_what_is_trained(kind: str) -> None:
     sizes, plan = StepSizes(kind, LADDER, ONE), schedule(kind, size=ONE)(0)
     assert plan.sizes == sizes.fixed == sizes.planned
     assert set(sizes.shown) == set(LADDER) | set(plan.sizes) and list(sizes.shown) == sorted(sizes.shown)
     # Negative control: no other kind of as many sizes would pass.
-    others = [each for each in FIXED if each != kind and StepSizes(each, LADDER, ONE).fixed == plan.sizes]
+    others = [
+        each for each in (*FIXED, *EVERY_DEPTH) if each != kind and StepSizes(each, LADDER, ONE).fixed == plan.sizes
+    ]
     assert not others
 
 

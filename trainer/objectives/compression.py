@@ -1,0 +1,76 @@
+"""ESE's learn-to-compress as a term: narrow sizes learn the principal components of their layer's whole vectors.
+
+The mathematics is in trainer/losses/compression.py. The components are those of the global batch. Each layer's are
+computed by one rank, the ranks taking turns, and sent to the others, so that all ranks have the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.distributed import World, sum_over_ranks
+from trainer.losses.compression import add_compression_gradients, principal_directions
+from trainer.losses.gram import gram_matrix
+from trainer.objectives.backward import Passes
+from trainer.objectives.contrastive_terms import of_all_ranks
+from trainer.objectives.size_schedules import SizePlan
+
+
+@dataclass(frozen=True)
+class Compression:
+    """D(v_n[:k], PCA_k(v_n)) of ESE (arXiv:2402.14776v2) at every size that is narrower than the full one.
+
+    Over queries and passages alike, times the weight of the size's own loss. The plan has each such size's layer at
+    full width, too (`with_whole_vectors`).
+    """
+
+    weight: float
+    temperature: float
+
+    def losses_and_gradients(
+        self, embeddings: list[Tensor], plan: SizePlan, engine: Passes
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        gradients = [torch.zeros_like(each) for each in embeddings[plan.uncompared :]]
+        full, device = plan.sizes[plan.full], embeddings[0].device
+        whole = {size.layers: each for size, each in zip(plan.sizes, embeddings) if size.dim == full.dim}
+        narrow = [n for n, size in enumerate(plan.sizes) if size.dim < full.dim and plan.loss_weights[n]]
+        widest: dict[int, int] = {}
+        for n in narrow:
+            widest[plan.sizes[n].layers] = max(plan.sizes[n].dim, widest.get(plan.sizes[n].layers, 0))
+        directions = _directions({layers: whole[layers] for layers in widest}, widest, engine.world)
+        num_texts = of_all_ranks(len(embeddings[0]), device)
+        losses = {"loss": torch.zeros((), device=device)}
+        for n in narrow:
+            layers, dim = plan.sizes[n].layers, plan.sizes[n].dim
+            value = add_compression_gradients(
+                embeddings[n],
+                whole[layers],
+                gradients[n - plan.uncompared],
+                directions=directions[layers][:, :dim],
+                temperature=self.temperature,
+                weight=self.weight * plan.loss_weights[n],
+                num_texts=num_texts,
+            )
+            losses[f"compression/{plan.names[n]}"] = value
+            losses["loss"] = losses["loss"] + value * plan.loss_weights[n] * self.weight
+        return losses, gradients
+
+
+def _directions(whole: dict[int, Tensor], widest: dict[int, int], world: World) -> dict[int, Tensor]:
+    """Each layer's principal directions, [D, widest k], by layers. whole: this rank's vectors [n, D]."""
+    own: dict[int, Tensor] = {}
+    for turn, (layers, vectors) in enumerate(whole.items()):
+        gram = sum_over_ranks(gram_matrix(vectors), vectors.device)
+        if turn % world.size == world.rank:
+            own[layers] = gram
+    # After all sums, so that ranks decompose at the same time.
+    found = {layers: principal_directions(gram, widest[layers]) for layers, gram in own.items()}
+    return {
+        layers: sum_over_ranks(
+            found[layers] if layers in found else vectors.new_zeros(vectors.shape[1], widest[layers]), vectors.device
+        )
+        for layers, vectors in whole.items()
+    }
