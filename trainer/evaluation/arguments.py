@@ -180,6 +180,23 @@ def add_quantised(added: SubParsers, name: str) -> argparse.ArgumentParser:
     return parser
 
 
+def add_fused(added: SubParsers, name: str) -> argparse.ArgumentParser:
+    parser = added.add_parser(
+        name,
+        help="two sizes' scores added, for every pair of sizes: quality and milliseconds",
+        description="Rank by the sum of two sizes' similarities, for every pair of --sizes, with significance against "
+        "the better of the two alone, and the milliseconds that a query takes.",
+    )
+    _model_options(parser)
+    add = parser.add_argument
+    _task_options(parser)
+    add("--top-k", type=count(least=10), default=100, help="documents searched for (%(default)s)")
+    add("--queries", type=count(), default=100, metavar="N", help="how many are timed (%(default)s)")
+    add("--holm", action="store_true", help="correct p for the number of pairs in a task's table")
+    add("--output", type=Path, metavar="FOLDER", help="write fused.json, fused.md and figures/ here")
+    return parser
+
+
 def add_transfer(added: SubParsers, name: str) -> argparse.ArgumentParser:
     parser = added.add_parser(
         name,
