@@ -54,18 +54,21 @@ from trainer.evaluation.fused import (
 )
 from trainer.evaluation.latency import measure_costs
 from trainer.evaluation.quantised import (
+    RAW_FOLDERS,
+    Raws,
     Row,
     plot_precisions,
     precision_markdown,
     ranges_json,
     retrieval_rows,
     sts_rows,
+    with_fronts,
     with_int8_table,
 )
 from trainer.evaluation.rerank import compare_ways, plot_ways, ways_markdown
 from trainer.evaluation.results.comparison import compare_results
 from trainer.evaluation.results.output import output_folder, write_json, write_text
-from trainer.evaluation.results.raw import RAW_FILE, read_raw
+from trainer.evaluation.results.raw import RAW_FILE, read_raw, write_raw
 from trainer.evaluation.results.report import Record, markdown_table, plot_records, results_markdown
 from trainer.evaluation.results.significance import TestResult, p_text, paired_t_test
 from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
@@ -77,7 +80,7 @@ from trainer.evaluation.tasks.sts import read_sts
 
 _RERANK_FILES = ("rerank.json", "rerank.md", "rerank.png")
 _FUSED_FILES = ("fused.json", "fused.md", "figures")
-_QUANTISED_FILES = ("quantised.json", "quantised.md", "figures")
+_QUANTISED_FILES = ("quantised.json", "quantised.md", "figures", *RAW_FOLDERS.values())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -228,12 +231,13 @@ def _quantised(args: argparse.Namespace) -> int:
     longest = max(settings.query_max_length, settings.passage_max_length)
     rows: list[Row] = []
     ranges = {}
+    raws: Raws = {}
     for task in sts:
         # STS compares vectors by their cosine, whatever similarity the model has. The vectors are scaled to unit length
         # here, so that the ranges of int8 fit them.
         options: dict[str, Any] = {"similarity": "cosine", "max_length": longest, "prompt": settings.query_prompt}
         first, *variant = (partial(_encoding(args, model, tokenizer, sizes), **options) for model in models)
-        rows += sts_rows(first, task, table_variant=variant[0] if variant else None)
+        rows += sts_rows(first, task, table_variant=variant[0] if variant else None, raws=raws)
     for data in beir:
         (queries, documents), *variants = (_both_sides(args, model, tokenizer, settings, sizes) for model in models)
         found, of_task = retrieval_rows(
@@ -244,14 +248,19 @@ def _quantised(args: argparse.Namespace) -> int:
             rescored=args.rescored,
             device=device,
             table_variant=variants[0] if variants else None,
+            raws=raws,
         )
         rows += found
         ranges[data.name] = ranges_json(of_task)
+    rows = with_fronts(rows)
     table = precision_markdown(rows, settings.sizes.name)
     sys.stdout.write(table)
     if output:
         write_text(output / "quantised.md", table)
         plot_precisions(rows, output / "figures")
+        for precision, raw in raws.items():
+            (output / RAW_FOLDERS[precision]).mkdir(parents=True, exist_ok=True)
+            write_raw(raw, output / RAW_FOLDERS[precision] / RAW_FILE)
         content = {"format": 1, "model": str(args.model), "rows": [row.as_json() for row in rows]}
         write_json(output / "quantised.json", content | {"int8_ranges": ranges})
     return 0

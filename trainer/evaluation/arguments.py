@@ -122,7 +122,12 @@ def add_compare(added: SubParsers, name: str) -> argparse.ArgumentParser:
         "over queries, Fisher's z for STS. Marks: † significantly better, ‡ significantly worse (p < 0.05).",
     )
     add = parser.add_argument
-    add("baseline", type=Path, metavar="BASELINE", help="the --output folder of `sizes`")
+    add(
+        "baseline",
+        type=Path,
+        metavar="BASELINE",
+        help="the --output folder of `sizes`, or one precision in that of `quantised`",
+    )
     add("others", type=Path, nargs="+", metavar="OTHER", help="more such folders, of the same tasks")
     add("--holm", action="store_true", help="correct for the number of comparisons in a task's table")
     return parser
@@ -176,7 +181,12 @@ def add_quantised(added: SubParsers, name: str) -> argparse.ArgumentParser:
     _task_options(parser)
     add("--top-k", type=count(), default=DEFAULT_TOP_K, help="documents searched for (%(default)s)")
     add("--rescored", type=count(), default=100, metavar="N", help="found by bits, scored in int8 (%(default)s)")
-    add("--output", type=Path, metavar="FOLDER", help="write quantised.json, quantised.md and figures/ here")
+    add(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="write quantised.json, quantised.md, figures/ and each precision's raw.jsonl.gz here",
+    )
     return parser
 
 
