@@ -6,6 +6,7 @@
     python -m trainer.evaluate latency --model runs/x/model --beir data/scifact
     python -m trainer.evaluate rerank --model runs/x/model --beir data/scifact --output reranked
     python -m trainer.evaluate quantised --model runs/x/model --beir data/scifact
+    python -m trainer.evaluate fused --model runs/x/model --beir data/scifact
     python -m trainer.evaluate score --qrels Q --run R
 
 `sizes` writes `results.json`: {"format": 1, "model", "sizes", "settings", "records"}, where each record is flat:
@@ -42,20 +43,32 @@ from models.sizes import Size
 from trainer.evaluation import arguments
 from trainer.evaluation.arguments import Command
 from trainer.evaluation.encoding.encode import EncodeTexts, embedder_of
+from trainer.evaluation.fused import (
+    corrected,
+    costs_json,
+    fused_markdown,
+    fused_retrieval,
+    fused_sts,
+    measure_pairs,
+    plot_fused,
+)
 from trainer.evaluation.latency import measure_costs
 from trainer.evaluation.quantised import (
+    RAW_FOLDERS,
+    Raws,
     Row,
     plot_precisions,
     precision_markdown,
     ranges_json,
     retrieval_rows,
     sts_rows,
+    with_fronts,
     with_int8_table,
 )
 from trainer.evaluation.rerank import compare_ways, plot_ways, ways_markdown
 from trainer.evaluation.results.comparison import compare_results
 from trainer.evaluation.results.output import output_folder, write_json, write_text
-from trainer.evaluation.results.raw import RAW_FILE, read_raw
+from trainer.evaluation.results.raw import RAW_FILE, read_raw, write_raw
 from trainer.evaluation.results.report import Record, markdown_table, plot_records, results_markdown
 from trainer.evaluation.results.significance import TestResult, p_text, paired_t_test
 from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
@@ -66,7 +79,8 @@ from trainer.evaluation.tasks.retrieval import METRICS, RunScores, load_beir, re
 from trainer.evaluation.tasks.sts import read_sts
 
 _RERANK_FILES = ("rerank.json", "rerank.md", "rerank.png")
-_QUANTISED_FILES = ("quantised.json", "quantised.md", "figures")
+_FUSED_FILES = ("fused.json", "fused.md", "figures")
+_QUANTISED_FILES = ("quantised.json", "quantised.md", "figures", *RAW_FOLDERS.values())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -217,12 +231,13 @@ def _quantised(args: argparse.Namespace) -> int:
     longest = max(settings.query_max_length, settings.passage_max_length)
     rows: list[Row] = []
     ranges = {}
+    raws: Raws = {}
     for task in sts:
         # STS compares vectors by their cosine, whatever similarity the model has. The vectors are scaled to unit length
         # here, so that the ranges of int8 fit them.
         options: dict[str, Any] = {"similarity": "cosine", "max_length": longest, "prompt": settings.query_prompt}
         first, *variant = (partial(_encoding(args, model, tokenizer, sizes), **options) for model in models)
-        rows += sts_rows(first, task, table_variant=variant[0] if variant else None)
+        rows += sts_rows(first, task, table_variant=variant[0] if variant else None, raws=raws)
     for data in beir:
         (queries, documents), *variants = (_both_sides(args, model, tokenizer, settings, sizes) for model in models)
         found, of_task = retrieval_rows(
@@ -233,16 +248,54 @@ def _quantised(args: argparse.Namespace) -> int:
             rescored=args.rescored,
             device=device,
             table_variant=variants[0] if variants else None,
+            raws=raws,
         )
         rows += found
         ranges[data.name] = ranges_json(of_task)
+    rows = with_fronts(rows)
     table = precision_markdown(rows, settings.sizes.name)
     sys.stdout.write(table)
     if output:
         write_text(output / "quantised.md", table)
         plot_precisions(rows, output / "figures")
+        for precision, raw in raws.items():
+            (output / RAW_FOLDERS[precision]).mkdir(parents=True, exist_ok=True)
+            write_raw(raw, output / RAW_FOLDERS[precision] / RAW_FILE)
         content = {"format": 1, "model": str(args.model), "rows": [row.as_json() for row in rows]}
         write_json(output / "quantised.json", content | {"int8_ranges": ranges})
+    return 0
+
+
+def _fused(args: argparse.Namespace) -> int:
+    if not args.sts and not args.beir:
+        raise ConfigError("there is nothing to evaluate on; give --sts FILE or --beir FOLDER")
+    device = choose_device(args.device)
+    output = output_folder(args.output, _FUSED_FILES)
+    sts = [read_sts(path) for path in args.sts]
+    beir = [load_beir(path, split=args.split) for path in args.beir]
+    encoder, tokenizer, settings, sizes = load_subject(args)
+    if len(sizes) < 2:
+        raise ConfigError(f"two sizes' scores are added, and --sizes {args.sizes} names one; name two or more")
+
+    longest = max(settings.query_max_length, settings.passage_max_length)
+    encode_sts = partial(
+        _encoding(args, encoder, tokenizer, sizes), similarity="dot", max_length=longest, prompt=settings.query_prompt
+    )
+    rows = [row for task in sts for row in fused_sts(encode_sts([t for pair in task.pairs for t in pair]), task)]
+    encode_queries, encode_documents = _both_sides(args, encoder, tokenizer, settings, sizes)
+    for data in beir:
+        vectors = encode_queries(data.queries), encode_documents(data.documents)
+        rows += fused_retrieval(*vectors, data, top_k=args.top_k, device=device)
+    rows = corrected(rows) if args.holm else rows
+    timed = beir[0].queries if beir else [text for pair in sts[0].pairs for text in pair]
+    costs = measure_pairs(encoder, tokenizer, sizes, settings, timed[: args.queries], device=device)
+    table = fused_markdown(rows, costs, settings.sizes.name)
+    sys.stdout.write(table)
+    if output:
+        write_text(output / "fused.md", table)
+        plot_fused(rows, output / "figures")
+        content = {"format": 1, "model": str(args.model), "rows": [row.as_json() for row in rows]}
+        write_json(output / "fused.json", content | {"holm": args.holm, "costs": costs_json(costs)})
     return 0
 
 
@@ -349,6 +402,7 @@ _COMMANDS = {
     "latency": Command(_latency, arguments.add_latency),
     "rerank": Command(_rerank, arguments.add_rerank),
     "quantised": Command(_quantised, arguments.add_quantised),
+    "fused": Command(_fused, arguments.add_fused),
     "transfer": Command(_transfer, arguments.add_transfer),
     "mteb": Command(_mteb, arguments.add_mteb),
 }

@@ -122,7 +122,12 @@ def add_compare(added: SubParsers, name: str) -> argparse.ArgumentParser:
         "over queries, Fisher's z for STS. Marks: † significantly better, ‡ significantly worse (p < 0.05).",
     )
     add = parser.add_argument
-    add("baseline", type=Path, metavar="BASELINE", help="the --output folder of `sizes`")
+    add(
+        "baseline",
+        type=Path,
+        metavar="BASELINE",
+        help="the --output folder of `sizes`, or one precision in that of `quantised`",
+    )
     add("others", type=Path, nargs="+", metavar="OTHER", help="more such folders, of the same tasks")
     add("--holm", action="store_true", help="correct for the number of comparisons in a task's table")
     return parser
@@ -176,7 +181,29 @@ def add_quantised(added: SubParsers, name: str) -> argparse.ArgumentParser:
     _task_options(parser)
     add("--top-k", type=count(), default=DEFAULT_TOP_K, help="documents searched for (%(default)s)")
     add("--rescored", type=count(), default=100, metavar="N", help="found by bits, scored in int8 (%(default)s)")
-    add("--output", type=Path, metavar="FOLDER", help="write quantised.json, quantised.md and figures/ here")
+    add(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="write quantised.json, quantised.md, figures/ and each precision's raw.jsonl.gz here",
+    )
+    return parser
+
+
+def add_fused(added: SubParsers, name: str) -> argparse.ArgumentParser:
+    parser = added.add_parser(
+        name,
+        help="two sizes' scores added, for every pair of sizes: quality and milliseconds",
+        description="Rank by the sum of two sizes' similarities, for every pair of --sizes, with significance against "
+        "the better of the two alone, and the milliseconds that a query takes.",
+    )
+    _model_options(parser)
+    add = parser.add_argument
+    _task_options(parser)
+    add("--top-k", type=count(least=10), default=100, help="documents searched for (%(default)s)")
+    add("--queries", type=count(), default=100, metavar="N", help="how many are timed (%(default)s)")
+    add("--holm", action="store_true", help="correct p for the number of pairs in a task's table")
+    add("--output", type=Path, metavar="FOLDER", help="write fused.json, fused.md and figures/ here")
     return parser
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from models.heads import heads_up_to
 from models.settings import EmbeddingSettings
 from models.sizes import Size
 from models.static_embedding import StaticModel, cut_table
+
+Key = TypeVar("Key", bound=Hashable)
 
 BYTES_PER_DIMENSION = 4  # vectors are searched in float32
 
@@ -47,7 +49,6 @@ def cut_encoder(encoder: Encoder, size: Size) -> Encoder:
     return Encoder(backbone, encoder.pooling, heads, pool_prompt=encoder.pool_prompt).eval()
 
 
-@torch.no_grad()
 def measure_costs(
     encoder: Encoder,
     tokenizer: PreTrainedTokenizerBase,
@@ -59,27 +60,59 @@ def measure_costs(
     warm_up: int = 3,
 ) -> dict[Size, Cost]:
     """Size -> cost. The time covers tokenizing, the encoder and the cut."""
-    encoders = {size: cut_encoder(encoder, size).to(device) for size in sizes}
-    left_out = 0 if encoder.pool_prompt else left_out_length(tokenizer, settings.query_prompt)
-    prompts = torch.tensor([left_out], device=device)
-    seconds: dict[Size, list[float]] = {size: [] for size in sizes}
+    passes = {size: TimedPass.of(encoder, (size,), device=device) for size in sizes}
+    milliseconds = time_passes(passes, tokenizer, settings, texts, device=device, warm_up=warm_up)
+    return {
+        size: Cost(
+            milliseconds[size],
+            sum(p.numel() for name, p in each.encoder.backbone.named_parameters() if not name.startswith("pooler.")),
+            BYTES_PER_DIMENSION * size.dim,
+        )
+        for size, each in passes.items()
+    }
+
+
+@dataclass(frozen=True)
+class TimedPass:
+    """One forward pass that gives the vectors of `sizes`, by an encoder cut to what these sizes need."""
+
+    encoder: Encoder
+    sizes: tuple[Size, ...]
+
+    @classmethod
+    def of(cls, encoder: Encoder, sizes: tuple[Size, ...], *, device: torch.device | str) -> TimedPass:
+        whole = Size(max(size.layers for size in sizes), max(size.dim for size in sizes))
+        return cls(cut_encoder(encoder, whole).to(device), sizes)
+
+
+@torch.no_grad()
+def time_passes(
+    passes: Mapping[Key, TimedPass],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: EmbeddingSettings,
+    texts: Sequence[str],
+    *,
+    device: torch.device | str = "cpu",
+    warm_up: int = 3,
+) -> dict[Key, float]:
+    """The median milliseconds of each pass over the texts, one text at a time, with tokenizing and the cuts."""
+    seconds: dict[Key, list[float]] = {key: [] for key in passes}
+    warm_up = min(warm_up, len(texts))
+    left_out = {
+        key: 0 if each.encoder.pool_prompt else left_out_length(tokenizer, settings.query_prompt)
+        for key, each in passes.items()
+    }
+    prompts = {key: torch.tensor([length], device=device) for key, length in left_out.items()}
     for number, text in enumerate([*texts[:warm_up], *texts]):
-        for size, cut in encoders.items():
+        for key, each in passes.items():
             begin = time.perf_counter()
             ids = tokenizer(
                 settings.query_prompt + text, truncation=True, max_length=settings.query_max_length, return_tensors="pt"
             )
-            (vector,) = cut(
-                ids["input_ids"].to(device), ids["attention_mask"].to(device), [size], prompt_lengths=prompts
-            )
-            vector.float().cpu()
+            inputs = ids["input_ids"].to(device), ids["attention_mask"].to(device)
+            vectors = each.encoder(*inputs, list(each.sizes), prompt_lengths=prompts[key])
+            for vector in vectors:
+                vector.float().cpu()
             if number >= warm_up:
-                seconds[size].append(time.perf_counter() - begin)
-    return {
-        size: Cost(
-            float(np.median(seconds[size])) * 1000,
-            sum(p.numel() for name, p in cut.backbone.named_parameters() if not name.startswith("pooler.")),
-            BYTES_PER_DIMENSION * size.dim,
-        )
-        for size, cut in encoders.items()
-    }
+                seconds[key].append(time.perf_counter() - begin)
+    return {key: float(np.median(of_pass)) * 1000 for key, of_pass in seconds.items()}

@@ -107,7 +107,7 @@ def compare_ways(
         ways.append(
             Way(
                 size, None, 0, {}, costs[size].milliseconds,
-                _search_milliseconds(queries[size], documents[size], top_k=top_k, device=device), 0.0,
+                search_milliseconds(queries[size], documents[size], top_k=top_k, device=device), 0.0,
                 documents[size].nbytes / MIB, 0.0,
             )
         )  # fmt: skip
@@ -198,9 +198,7 @@ def _ndcg(per_query: Mapping[str, Mapping[str, float]]) -> list[float]:
     return [values["ndcg_cut_10"] for values in per_query.values()]
 
 
-def _search_milliseconds(
-    queries: np.ndarray, documents: np.ndarray, *, top_k: int, device: torch.device | str
-) -> float:
+def search_milliseconds(queries: np.ndarray, documents: np.ndarray, *, top_k: int, device: torch.device | str) -> float:
     """Median time of one query's exact search: a matrix-vector product and the top k."""
     index = torch.from_numpy(documents).to(device)
     seconds = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,16 +24,21 @@ from trainer.evaluation.quantised import (
     BINARY,
     FLOAT32,
     INT8,
+    RAW_FOLDERS,
     RESCORED,
     TABLE,
     Row,
     embedding_bytes,
+    plot_precisions,
     precision_markdown,
     ranges_json,
     retrieval_rows,
     sts_rows,
+    with_fronts,
     with_int8_table,
 )
+from trainer.evaluation.results.raw import read_raw
+from trainer.evaluation.results.significance import p_text
 from trainer.evaluation.tasks.retrieval import SearchOptions, evaluate_retrieval, in_blocks, retrieval_data
 from trainer.evaluation.tasks.sts import STSTask
 from trainer.exporting.sizes import export_sizes
@@ -194,9 +200,42 @@ def test_sts_rows_and_the_table_of_them() -> None:
 
 def test_bytes_of_an_embedding() -> None:
     size = Size(2, 30)
-    found = [embedding_bytes(size, precision) for precision in (FLOAT32, INT8, BINARY, RESCORED, TABLE)]
-    assert found == [120, 30, 4, 34, 120]
+    precisions = (FLOAT32, INT8, BINARY, RESCORED, TABLE)
+    assert [embedding_bytes(size, precision) for precision in precisions] == [120, 30, 4, 34, 120]
+    bits = [Row("a", "spearman", size, precision, 1, 0.5, None).as_json()["bits"] for precision in precisions]
+    assert bits == [32, 8, 1, 9, 32]
     assert Row("a", "spearman", size, INT8, 30, 0.5, None).as_json()["size"] == "2x30"
+
+
+def test_the_front_is_what_no_other_row_beats(tmp_path: Path) -> None:
+    """Over layers, dimensions and bits, against the definition, pair by pair."""
+    rng = np.random.default_rng(0)
+    rows = [
+        Row(task, "spearman", Size(layers, dim), precision, embedding_bytes(Size(layers, dim), precision), value, None)
+        for task in ("a", "b")
+        for layers in (1, 2, 4)
+        for dim in (8, 32, 128)
+        for precision, kept in ((FLOAT32, 1.0), (INT8, 0.99), (BINARY, 0.9))
+        for value in [float(kept * (layers * dim) ** 0.1 + 0.05 * rng.normal())]
+    ]
+    rows.append(Row("b", "spearman", Size(1, 4), BINARY, 1, float("nan"), None))  # no correlation: not on the front
+    marked = with_fronts(rows)
+    assert [replace(row, on_front=False) for row in marked] == rows
+    for row in marked:
+        beaten = any(
+            other.bytes <= row.bytes
+            and other.value >= row.value
+            and (other.bytes, other.value) != (row.bytes, row.value)
+            for other in marked
+            if other.task == row.task
+        )
+        assert row.on_front == (not beaten and not np.isnan(row.value))
+    assert 0 < sum(row.on_front for row in marked) < len(marked)
+    # A front of both tasks together would be another one.
+    together = with_fronts([replace(row, task="a") for row in rows])
+    assert [row.on_front for row in together] != [row.on_front for row in marked]
+    assert [path.name for path in plot_precisions(marked, tmp_path)] == ["a.png", "b.png"]
+    assert precision_markdown(marked, str).count(" yes |") == sum(row.on_front for row in marked)
 
 
 def test_the_command(
@@ -214,6 +253,23 @@ def test_the_command(
     assert np.array(found["int8_ranges"]["docs"]["1x32"]).shape == (2, 32)
     assert (tmp_path / "out" / "quantised.md").read_text() == capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "out" / "figures").iterdir()) == ["docs.png", "pairs.png"]
+    # Each precision's raw results have its scores, and `compare` tests one against another, query by query.
+    for precision, folder in RAW_FOLDERS.items():
+        raw = read_raw(tmp_path / "out" / folder / "raw.jsonl.gz")
+        for task, method, layers, dim in raw.values:
+            metric = "spearman" if task == "pairs" else "ndcg_cut_10"
+            mean = raw.means((task, method, layers, dim))[metric]
+            assert mean == pytest.approx(value[task, f"{layers}x{dim}", precision], abs=1e-12)
+    capsys.readouterr()
+    assert main(["compare", str(tmp_path / "out" / "float32"), str(tmp_path / "out" / "binary")]) == 0
+    p = next(
+        row["against_float32"]["p"]
+        for row in found["rows"]
+        if (row["task"], row["size"], row["precision"]) == ("docs", "1x8", BINARY)
+    )
+    of_docs = capsys.readouterr().out.split("### docs")[1].splitlines()
+    line = next(each for each in of_docs if "binary" in each and "1x8" in each)
+    assert p_text(p) in line
     # float32 is what `sizes` gives.
     assert main(["sizes", *words[1:], *tasks, "--json", str(tmp_path / "sizes.json")]) == 0
     whole = json.loads((tmp_path / "sizes.json").read_text())["records"]
@@ -221,4 +277,5 @@ def test_the_command(
         if record["metric"] in ("ndcg_cut_10", "spearman"):
             size = f"{record['layers']}x{record['dim']}"
             assert value[record["task"], size, FLOAT32] == pytest.approx(record["value"], abs=1e-6)
+    capsys.readouterr()
     assert main(words) == 2 and "nothing to evaluate on" in capsys.readouterr().err

@@ -190,7 +190,7 @@ def plot_grids(grids: Iterable[Grid], folder: Path) -> list[Path]:
     """One heat map per task and method."""
     written = []
     for grid in grids:
-        figure = _draw_numbers(
+        figure = draw_numbers(
             grid.values,
             rows=[f"{size}".replace("x", "×") for size in grid.sizes],
             columns=[str(depth) for depth in grid.depths],
@@ -261,7 +261,7 @@ def draw_heat_map(values: Mapping[Size, float], *, title: str, label: str, diffe
     grid = np.full((len(layers), len(dims)), np.nan)
     for size, value in values.items():
         grid[layers.index(size.layers), dims.index(size.dim)] = value
-    return _draw_numbers(
+    return draw_numbers(
         grid,
         rows=[str(layer) for layer in layers],
         columns=[str(dim) for dim in dims],
@@ -273,7 +273,7 @@ def draw_heat_map(values: Mapping[Size, float], *, title: str, label: str, diffe
     )
 
 
-def _draw_numbers(
+def draw_numbers(
     grid: np.ndarray,
     *,
     rows: Sequence[str],
