@@ -163,6 +163,8 @@ def _naive_masked(module: Any, batches: Sequence[MaskedBatch], recipe: Recipe, s
             [each[count:] for each in vectors],
             targets=batch.pairs.targets,
             excluded=naive_false_negatives([batch.pairs], batch.pairs.targets),
+            excluded_queries=naive_false_negative_queries([batch.pairs], batch.pairs.targets),
+            passage_query=batch.pairs.passage_query,
             gold=None,
             weights=weights,
             kl_weights=[],
@@ -250,6 +252,9 @@ def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe
         kl_weights=[weight * objective.kl_weight for weight in kl_weights],
         objective=objective,
         passage_query=torch.cat(owners),
+        excluded_queries=(
+            naive_false_negative_queries(batches, torch.cat(targets)) if objective.mask_false_negatives else None
+        ),
         **guided,
     )
 
@@ -334,7 +339,12 @@ def naive_guide(batches: Sequence[PairBatch], recipe: Recipe) -> dict[str, Any]:
         ]
         return torch.stack([embed(text, lengths[side]) for text in texts])
 
-    similarity = all_of("queries") @ all_of("passages").T
+    first, second = all_of("queries"), all_of("passages")
+    seen = [0]
+    for batch in batches:
+        seen.append(seen[-1] + len(batch.passages))
+    targets = torch.cat([batch.targets + before for batch, before in zip(batches, seen)])
+    similarity = blocks_of_negatives(first, second, targets, recipe.objective, lambda q, p: q @ p.T)
     return {"guide": similarity, "guide_temperature": recipe.guide.temperature or settings["temperature"]}
 
 
@@ -355,6 +365,28 @@ def naive_false_negatives(batches: Sequence[PairBatch], targets: Tensor) -> Tens
                 for column, text in enumerate(passages)
             ]
             for query, target in zip(queries, targets.tolist())
+        ]
+    )
+
+
+def naive_false_negative_queries(batches: Sequence[PairBatch], targets: Tensor) -> Tensor:
+    """bool [n, n] over all batches: queries whose text is no negative of a query, or of which its positive is one."""
+    known: dict[int, set[int]] = {}
+    queries, passages = [], []
+    for batch in batches:
+        offsets = batch.known_offsets.tolist()
+        for query, begin, end in zip(batch.query_hashes.tolist(), offsets, offsets[1:]):
+            known.setdefault(query, {query}).update(batch.known_hashes[begin:end].tolist())
+            queries.append(query)
+        passages += batch.passage_hashes.tolist()
+    positives = [passages[target] for target in targets.tolist()]
+    return torch.tensor(
+        [
+            [
+                i != j and (other in known[query] or other == positive or positive in known[other])
+                for j, other in enumerate(queries)
+            ]
+            for i, (query, positive) in enumerate(zip(queries, positives))
         ]
     )
 
@@ -406,10 +438,13 @@ def naive_contrastive_loss(
     guide: Tensor | None = None,
     guide_temperature: float = 1.0,
     passage_query: Tensor | None = None,
+    excluded_queries: Tensor | None = None,
+    query_weights: Tensor | None = None,
 ) -> Tensor:
     """The SRL losses with whole matrices. `queries`, `passages`: K of [n, d_k] and [m, d_k]; the last is the full size.
 
-    excluded: bool [n, m]. guide: the guide's similarities [n, m]. passage_query: int64 [m], each passage's query.
+    excluded: bool [n, m]. guide: the guide's similarities [n, columns]. passage_query: int64 [m], each passage's query.
+    excluded_queries: bool [n, n]. query_weights: [n].
     """
 
     def scores(q: Tensor, p: Tensor) -> Tensor:
@@ -417,16 +452,28 @@ def naive_contrastive_loss(
             q, p = q / q.norm(dim=1, keepdim=True), p / p.norm(dim=1, keepdim=True)
         return q @ p.T / objective.temperature
 
-    matrices = [scores(q, p) for q, p in zip(queries, passages)]
-    hidden = torch.zeros_like(matrices[0], dtype=torch.bool) if excluded is None else excluded
+    matrices = [blocks_of_negatives(q, p, targets, objective, scores) for q, p in zip(queries, passages)]
+    hidden = _hidden_in_blocks(len(targets), len(passages[0]), targets, objective, excluded, excluded_queries)
     if getattr(objective, "filter_false_negatives", False):
         by_guide = getattr(objective, "filter_by", "full") == "guide"
         similarity = guide if by_guide else matrices[-1].detach() * objective.temperature
         assert similarity is not None
         too_near = similarity > similarity.gather(1, targets[:, None]) - objective.false_negative_margin
         hidden = hidden | too_near.scatter(1, targets[:, None], False)
+    weighted_guide = guide
+    if hardness := getattr(objective, "hardness", 0.0):
+        # w = exp(α · sg(s)) before the exponential of a query's own hard negatives.
+        assert passage_query is not None
+        rows = torch.arange(len(targets))[:, None]
+        hard = F.pad(passage_query == rows, (0, matrices[0].shape[1] - len(passage_query)))
+        hard = hard.scatter(1, targets[:, None], False)
+        weighted = [hard * hardness * matrix.detach() * objective.temperature for matrix in matrices]
+        matrices = [matrix + extra for matrix, extra in zip(matrices, weighted)]
+        if guide is not None:
+            weighted_guide = guide + hard * hardness * guide * guide_temperature
     if objective.loss != "cosent":
         matrices = [matrix.masked_fill(hidden, -1e9) for matrix in matrices]
+    of_queries = torch.ones(len(targets), dtype=matrices[0].dtype) if query_weights is None else query_weights
     total = queries[0].new_zeros(())
     for matrix, weight in zip(matrices, weights):
         if objective.loss == "cosent":
@@ -440,18 +487,23 @@ def naive_contrastive_loss(
             ]
             total = total + weight * torch.log(1 + torch.stack(terms).sum())
         else:
-            total = total + weight * F.cross_entropy(matrix, targets)
+            total = total + weight * (of_queries * F.cross_entropy(matrix, targets, reduction="none")).mean()
     for query, weight in zip(queries[:-1], weights):  # small queries against the full size's passages
         if asymmetric := getattr(objective, "asymmetric_weight", 0.0):
-            matrix = scores(query, passages[-1][:, : query.shape[1]]).masked_fill(hidden, -1e9)
-            total = total + weight * asymmetric * F.cross_entropy(matrix, targets)
+            matrix = scores(query, passages[-1][:, : query.shape[1]])
+            if hardness:
+                plain = matrix.detach() * objective.temperature
+                matrix = matrix + hard[:, : matrix.shape[1]] * hardness * plain
+            matrix = matrix.masked_fill(hidden[:, : matrix.shape[1]], -1e9)
+            losses = F.cross_entropy(matrix, targets, reduction="none")
+            total = total + weight * asymmetric * (of_queries * losses).mean()
     if objective.kl == "none":
         return total
     if objective.kl == "margins":
         assert passage_query is not None
         if objective.kl_teacher == "guide":
             assert guide is not None
-            taught = guide / guide_temperature
+            taught = guide[:, : len(passages[0])] / guide_temperature
         else:
             taught = scores(queries[-1], passages[-1])
             taught = taught.detach() if objective.detach_teacher else taught
@@ -460,21 +512,51 @@ def naive_contrastive_loss(
             own = scores(queries[k], passages[k])
             for i, j in pairs:
                 error = (own[i, targets[i]] - own[i, j]) - (taught[i, targets[i]] - taught[i, j])
-                total = total + weight * error**2 / len(pairs)
+                total = total + weight * of_queries[i] * error**2 / len(pairs)
         return total
     for k, weight in enumerate(kl_weights):
         if not weight:
             continue
         if getattr(objective, "kl_teacher", "full") == "guide":
-            assert guide is not None
-            student, teacher, factor = matrices[k], (guide / guide_temperature).masked_fill(hidden, -1e9), 1.0
+            assert weighted_guide is not None
+            taught = (weighted_guide / guide_temperature).masked_fill(hidden, -1e9)
+            student, teacher, factor = matrices[k], taught, 1.0
         elif objective.kl == "scores":
             student, teacher, factor = matrices[k], matrices[-1], 1.0
         else:
+            assert query_weights is None
             student = torch.cat([queries[k], passages[k]]) / objective.kl_temperature
             teacher = torch.cat([queries[-1], passages[-1]])[:, : student.shape[1]] / objective.kl_temperature
             factor = objective.kl_temperature
         target = teacher.detach() if objective.detach_teacher else teacher
-        divergence = F.kl_div(student.log_softmax(1), target.log_softmax(1), reduction="batchmean", log_target=True)
-        total = total + weight * factor * divergence
+        terms = F.kl_div(student.log_softmax(1), target.log_softmax(1), reduction="none", log_target=True).sum(1)
+        if query_weights is not None:
+            terms = terms * query_weights
+        total = total + weight * factor * terms.mean()
     return total
+
+
+def blocks_of_negatives(q: Tensor, p: Tensor, targets: Tensor, objective: Any, scores: Any) -> Tensor:
+    """What shares a query's denominator: [n, m], then the further blocks of `objective.negatives`, side by side."""
+    further = {"query_query": (q, q), "passage_passage": (p[targets], p), "passage_query": (p[targets], q)}
+    names = getattr(objective, "negatives", ["query_passage"])
+    return torch.cat([scores(q, p), *(scores(*pair) for name, pair in further.items() if name in names)], dim=1)
+
+
+def _hidden_in_blocks(
+    num_queries: int,
+    num_passages: int,
+    targets: Tensor,
+    objective: Any,
+    excluded: Tensor | None,
+    excluded_queries: Tensor | None,
+) -> Tensor:
+    """bool [n, columns]: what is left out of each block; of the further ones always a text's own column."""
+    nothing = torch.zeros(num_queries, num_passages, dtype=torch.bool)
+    passages = nothing if excluded is None else excluded
+    itself = torch.eye(num_queries, dtype=torch.bool)
+    queries = itself if excluded_queries is None else excluded_queries | itself
+    positive = nothing.scatter(1, targets[:, None], True)
+    further = {"query_query": queries, "passage_passage": passages | positive, "passage_query": queries}
+    names = getattr(objective, "negatives", ["query_passage"])
+    return torch.cat([passages, *(block for name, block in further.items() if name in names)], dim=1)

@@ -40,12 +40,12 @@ AT_EVERY_STAGE = ("smae", "srl")
 # between steps.
 AT_TWO_STAGES = ("mlm", "direct", "two_d", "one", "enhanced", "spans", "guided", "guided_masked_pairs")
 AT_TWO_STAGES += ("smae_lonely", "srl_lonely", "guided_lonely", "enhanced_lonely", "spans_lonely", "sparse")
-AT_TWO_STAGES += ("adaptive", "distill", "distill_heads", "distill_lonely", "related", "taught")
+AT_TWO_STAGES += ("adaptive", "distill", "distill_heads", "distill_lonely", "related", "taught", "blocks")
 # These use the engine as one of those above does. They differ only in the loss, which is computed from the engine's
 # outputs: whole float32 tensors at every stage.
 AT_ONE_STAGE = ("mrl", "cosent", "coordinates", "weighted", "crowded", "filtered", "margins")
 AT_ONE_STAGE += ("own_margins", "taught_by_guide", "masked_pairs", "symmetric_spans", "symmetric_spans_lonely")
-AT_ONE_STAGE += ("asymmetric", "asymmetric_by_dot", "asymmetric_lonely")
+AT_ONE_STAGE += ("asymmetric", "asymmetric_by_dot", "asymmetric_lonely", "hard", "blocks_lonely", "blocks_guided")
 AT_ONE_STAGE += ("srl_uneven", "smae_uneven", "related_directly", "related_lonely", "similarity", "gram", "order")
 # In `make test`, one a stage.
 LAUNCHED = [("srl", 0), ("smae", 1), ("srl", 2), ("smae", 3)]
@@ -53,7 +53,19 @@ LAUNCHED = [("srl", 0), ("smae", 1), ("srl", 2), ("smae", 3)]
 TWICE = ("smae", "srl")
 ON_RANKS = {
     1: ("smae", "srl", "two_d", "mrl"),
-    4: ("srl", "two_d", "mrl", "smae", "crowded", "srl_uneven", "smae_lonely", "distill", "related", "asymmetric"),
+    4: (
+        "srl",
+        "two_d",
+        "mrl",
+        "smae",
+        "crowded",
+        "srl_uneven",
+        "smae_lonely",
+        "distill",
+        "related",
+        "asymmetric",
+        "blocks",
+    ),
 }
 CONTROLS = {
     "passage gradients stay": "srl",
@@ -63,6 +75,7 @@ CONTROLS = {
     "false negatives of one rank": "crowded",
     "Gram matrices of one rank": "gram",
     "full size's passages stay": "asymmetric",
+    "queries' gradients stay": "blocks",
 }
 BF16 = ("zero0", "zero1", "zero2", "zero3")
 
@@ -191,6 +204,15 @@ def recipes(
     cases["taught"] = pairs(pooling="mean") | {
         "teacher": {"model": str(teacher_folder), "vector_weight": 3.0, "gram_weight": 2.0, "similarity_weight": 0.3}
     }
+    # Some of the ten texts of a batch are each other's false negatives in every block.
+    every = ["query_passage", "query_query", "passage_passage", "passage_query"]
+    filters = {"filter_false_negatives": True, "false_negative_margin": -0.1}
+    cases["blocks"] = pairs(crowded_shards, negatives=every, hardness=5.0, detach_teacher=False, **filters)
+    cases["hard"] = pairs(hardness=5.0, asymmetric_weight=0.5)
+    cases["blocks_guided"] = pairs(crowded_shards, **guide, negatives=every[:2], kl_teacher="guide", hardness=2.0)
+    cases["blocks_guided"] |= {"guide": {"model": str(guide_folder)}}
+    cases["blocks_lonely"] = copy.deepcopy(cases["blocks"])
+    cases["blocks_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
     # Last batches of 11 samples, and of one: the other ranks then have none.
     cases["asymmetric_lonely"] = copy.deepcopy(cases["asymmetric"])
     cases["asymmetric_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
@@ -386,6 +408,9 @@ def test_every_recipe_is_in_the_product(recipes: dict[str, Any]) -> None:
         ("guided_masked_pairs", "masked_pairs"),
         ("spans", "lighter_spans"),
         ("symmetric_spans", "spans"),
+        ("blocks", "filtered"),
+        ("hard", "srl"),
+        ("blocks_guided", "guided"),
         ("related", "distill"),
         ("taught", "srl_without_dropout"),
     ],

@@ -182,6 +182,8 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "objective.kl_temperature": (CONTRASTIVE, COORDINATES, STUDENTS),
     "objective.detach_teacher": (CONTRASTIVE, KL, OWN_TEACHER, STUDENTS),
     "objective.asymmetric_weight": (CONTRASTIVE, NEGATIVES, LAYERS, SMALLER_SIZES),
+    "objective.negatives": (COMPARISONS, NEGATIVES),
+    "objective.hardness": (TUPLES, NEGATIVES, HARD_NEGATIVES),
     "objective.mask_false_negatives": (COMPARISONS, NEGATIVES),
     "objective.filter_false_negatives": (COMPARISONS, NEGATIVES),
     "objective.filter_by": (COMPARISONS, NEGATIVES, FILTER),

@@ -276,6 +276,17 @@ class ObjectiveConfig:
         description="Weight of InfoNCE of every smaller size's queries against the full size's passages, cut to the "
         "size's dimensions; beside the weight of the size's own loss.",
     )
+    negatives: list[Literal["query_passage", "query_query", "passage_passage", "passage_query"]] = Field(
+        default_factory=lambda: ["query_passage"],
+        description="What shares the denominator with a query and its positive: the query with other passages, which "
+        "is always there, or with other queries; the positive with other passages or with other queries.",
+    )
+    hardness: float = Field(
+        default=0.0,
+        ge=0,
+        le=1e3,
+        description="With a above 0, a query's own hard negatives weigh exp(a · similarity) in its denominator.",
+    )
     mask_false_negatives: bool = Field(
         default=True, description="Leave out passages that are known not to be negatives of a query."
     )

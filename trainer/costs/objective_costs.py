@@ -175,40 +175,65 @@ class ComparingCosts(ObjectiveCosts):
 
     def guide_flops(self, guide: Shape, texts: Texts, *, vectors: float) -> float:
         """The guide's forward pass, and its scores as often as the loss computes the student's."""
-        queries = self._queries(texts)
-        scores = self._times_scored(queries, vectors) * 2 * queries * vectors * guide.hidden
+        queries, columns = self._queries(texts), self._columns(vectors)
+        scores = self._times_scored(queries, columns) * 2 * queries * columns * guide.hidden
         return super().guide_flops(guide, texts, vectors=vectors) + scores
 
     def _loss_flops(self, texts: Texts, vectors: float) -> float:
         """Scores, and the gradients of queries and passages, at every size."""
-        queries = self._queries(texts)
-        return (2 + self._times_scored(queries, vectors)) * 2 * queries * vectors * self.widths
+        queries, columns = self._queries(texts), self._columns(vectors)
+        return (2 + self._times_scored(queries, columns)) * 2 * queries * columns * self.widths
+
+    def _columns(self, vectors: float) -> float:
+        """How many scores each query has: one with each of these vectors, or one in each part that reads the vector."""
+        return vectors
 
     def _queries(self, texts: Texts) -> float:
         """How many of these texts are queries, whose scores with all passages an InfoNCE takes."""
         return 0.0
 
-    def _times_scored(self, queries: float, vectors: float) -> int:
+    def _times_scored(self, queries: float, columns: float) -> int:
         """How often scores are computed: once where a row of them fits in memory, else again for the gradients."""
-        return 1 if 4 * 2 * min(128, queries) * vectors <= self.recipe.train.score_memory_mib * _MIB else 2
+        return 1 if 4 * 2 * min(128, queries) * columns <= self.recipe.train.score_memory_mib * _MIB else 2
 
     def _compared_bytes(self, own: float, vectors: float) -> float:
         """Vectors and their gradients, and the largest block of scores. own: the rank's own vectors."""
         return 8 * self.widths * (own + vectors) + self.recipe.train.score_memory_mib * _MIB
 
 
-def _queries(recipe: Recipe, texts: Texts) -> float:
-    """How many of these texts are queries, where each query has a positive and hard negatives."""
-    return texts.count / (2 + recipe.data.num_negatives)
+@dataclass(frozen=True)
+class InfoNCECosts(ComparingCosts):
+    """InfoNCE of queries against the passages of the global batch, and against what else `objective.negatives` names.
 
+    Each query has as many passages as every other.
+    """
 
-def _passages(recipe: Recipe, texts: Texts) -> float:
-    each = 1 + recipe.data.num_negatives
-    return texts.count * each / (1 + each)
+    @property
+    def passages_each(self) -> int:
+        """Passages of a query: a positive and hard negatives."""
+        return 1 + self.recipe.data.num_negatives
+
+    def _queries(self, texts: Texts) -> float:
+        return texts.count / (1 + self.passages_each)
+
+    def vectors(self, texts: Texts) -> float:
+        """The passages, and the queries where a part compares with them."""
+        return self._queries(texts) * (self.passages_each + self._gathers_queries)
+
+    def _columns(self, vectors: float) -> float:
+        queries = vectors / (self.passages_each + self._gathers_queries)
+        return queries * (self.passages_each * self._parts_with("_passage") + self._parts_with("_query"))
+
+    def _parts_with(self, columns: str) -> int:
+        return sum(name.endswith(columns) for name in self.recipe.objective.negatives)
+
+    @property
+    def _gathers_queries(self) -> bool:
+        return self._parts_with("_query") > 0
 
 
 @dataclass(frozen=True)
-class MaskedCosts(ComparingCosts):
+class MaskedCosts(InfoNCECosts):
     """Masked losses: an MLM head, a decoder where the recipe has one, and logits, all of them at each size."""
 
     pretrains: ClassVar[bool] = True
@@ -294,14 +319,18 @@ class MaskedCosts(ComparingCosts):
 
     def vectors(self, texts: Texts) -> float:
         """The pairs' passages: second spans, or both spans where both are queries; or positives and hard negatives."""
-        if self.recipe.pairs == "spans":
-            return texts.count if self._symmetric else texts.count / 2
-        return _passages(self.recipe, texts) if self.caches else 0.0
+        if self._symmetric:
+            return texts.count
+        return super().vectors(texts) if self.caches else 0.0
 
     def _queries(self, texts: Texts) -> float:
-        if self.recipe.pairs == "spans":
-            return self.vectors(texts)
-        return _queries(self.recipe, texts) if self.caches else 0.0
+        if self._symmetric:
+            return texts.count
+        return super()._queries(texts) if self.caches else 0.0
+
+    @property
+    def passages_each(self) -> int:
+        return 1 if self.recipe.pairs == "spans" else super().passages_each
 
     @property
     def _symmetric(self) -> bool:
@@ -309,22 +338,24 @@ class MaskedCosts(ComparingCosts):
 
 
 @dataclass(frozen=True)
-class ContrastiveCosts(ComparingCosts):
-    """Contrastive losses: a rank's queries against the passages of the global batch."""
-
-    def vectors(self, texts: Texts) -> float:
-        """The passages."""
-        return _passages(self.recipe, texts)
+class ContrastiveCosts(InfoNCECosts):
+    """Contrastive losses: a rank's queries against the vectors of the global batch."""
 
     def gathered_bytes(self, vectors: float) -> float:
         if self.recipe.objective.loss != "infonce":
             return 0.0
-        return super().gathered_bytes(vectors) + 4.0 * vectors * self._asymmetric_widths
+        return super().gathered_bytes(vectors) + 4.0 * self._passages(vectors) * self._asymmetric_widths
 
     def _loss_flops(self, texts: Texts, vectors: float) -> float:
         if self.recipe.objective.loss == "cosent":
             return 0.0
-        return super()._loss_flops(texts, vectors) * (1 + self._asymmetric_widths / self.widths)
+        queries, passages = self._queries(texts), self._passages(vectors)
+        asymmetric = (2 + self._times_scored(queries, passages)) * 2 * queries * passages * self._asymmetric_widths
+        return super()._loss_flops(texts, vectors) + asymmetric
+
+    def _passages(self, vectors: float) -> float:
+        """How many of the gathered vectors are passages'."""
+        return vectors * self.passages_each / (self.passages_each + self._gathers_queries)
 
     @property
     def _asymmetric_widths(self) -> int:
@@ -332,10 +363,7 @@ class ContrastiveCosts(ComparingCosts):
         return self.widths - self.sizes[-1].dim if self.recipe.objective.asymmetric_weight else 0
 
     def loss_bytes(self, texts: Texts, *, vectors: float) -> float:
-        return super().loss_bytes(texts, vectors=vectors) + 8 * self._asymmetric_widths * vectors
-
-    def _queries(self, texts: Texts) -> float:
-        return _queries(self.recipe, texts)
+        return super().loss_bytes(texts, vectors=vectors) + 8 * self._asymmetric_widths * self._passages(vectors)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from data.collate import PairBatch
 from trainer.config.read_keys import is_read
 from trainer.config.schema import Recipe
-from trainer.losses.tile_settings import MarginFilter, ScoreTeacher
+from trainer.losses.tile_settings import PASSAGES_ALONE, MarginFilter, ScoreTeacher
 from trainer.losses.unit_vectors import normalize_, unnormalized_gradient_
 from trainer.objectives.backward import Passes
 from trainer.objectives.contrastive_terms import Compared, CoordinateKL, CoSENT, GuideVectors, Margins, Taught, Term
@@ -107,7 +107,8 @@ def contrastive_loss(
     else:
         terms.append(_infonce(recipe))
     if is_read(recipe, "objective.asymmetric_weight") and chosen.asymmetric_weight:
-        terms.append(Asymmetric(chosen.asymmetric_weight, _infonce(recipe), chosen.similarity == "cosine"))
+        plain = _infonce(recipe, parts=PASSAGES_ALONE)
+        terms.append(Asymmetric(chosen.asymmetric_weight, plain, chosen.similarity == "cosine"))
     if kl == "margins":
         terms.append(Margins(chosen.kl_weight, chosen.temperature, teacher))
     return ContrastiveLoss(
@@ -125,8 +126,11 @@ def pair_loss(recipe: Recipe, *, guide: Guide | None = None) -> ContrastiveLoss:
     return ContrastiveLoss(cosine, (_infonce(recipe),), guide=guide if recipe.guide_filters else None)
 
 
-def _infonce(recipe: Recipe) -> InfoNCE:
+def _infonce(recipe: Recipe, *, parts: tuple[str, ...] = ()) -> InfoNCE:
+    """parts: in place of the recipe's own `objective.negatives`."""
     chosen = recipe.objective
     filters = chosen.filter_false_negatives and is_read(recipe, "objective.filter_false_negatives")
     margin = MarginFilter(chosen.false_negative_margin, chosen.filter_by) if filters else None
-    return InfoNCE(chosen.temperature, Negatives(chosen.mask_false_negatives, margin), recipe.train.score_memory_mib)
+    negatives = Negatives(chosen.mask_false_negatives, margin, parts or tuple(chosen.negatives))
+    hardness = chosen.hardness if is_read(recipe, "objective.hardness") else 0.0
+    return InfoNCE(chosen.temperature, negatives, recipe.train.score_memory_mib, hardness=hardness)

@@ -219,6 +219,18 @@ def test_combinations(values: Values, masked_values: Values, refusal: Callable[.
     assert "guide.model = '/nowhere/guide'" in refusal(changed(filtered, "guide.model", "/nowhere/guide"))
     filtered = changed(changed(values, "objective.filter_false_negatives", True), "objective.asymmetric_weight", 1.0)
     assert "objective.asymmetric_weight" in refusal(filtered)
+    without = refusal(changed(values, "objective.negatives", ["query_query"]))
+    assert "objective.negatives" in without and '"query_passage"' in without
+    assert "nothing twice" in refusal(changed(values, "objective.negatives", ["query_passage", "query_passage"]))
+    assert "query_passage" in refusal(changed(values, "objective.negatives", ["passages"]))
+    spans = changed(changed(masked_values, "objective.pairs", "spans"), "objective.symmetric_spans", True)
+    both = changed(spans, "objective.negatives", ["query_passage", "query_query"])
+    assert "objective.symmetric_spans" in refusal(both, task="masked")
+    graded = changed(cosent, "data.num_negatives", 0)
+    assert "objective.hardness" in refusal(changed(graded, "objective.hardness", 5.0))
+    assert "objective.negatives" in refusal(changed(graded, "objective.negatives", ["query_passage", "query_query"]))
+    alone = changed(values, "data.num_negatives", 0)
+    assert "data.num_negatives above 0" in refusal(changed(alone, "objective.hardness", 5.0))
     twice = changed(changed(values, "data.weights", [1.0]), "data.mixture_temperature", 2.0)
     sentence = refusal(twice)
     assert "data.mixture_temperature = 2.0" in sentence and "data.weights" in sentence

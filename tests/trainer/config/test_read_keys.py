@@ -112,6 +112,8 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [["objective.kl=none"], [*GUIDE, "objective.kl_teacher=guide"], ["objective.sizes=full"], MASKED],
     ),
     "objective.asymmetric_weight": ("0.5", [], [MASKED, COSENT, ["objective.sizes=full"], ONE_SIZE]),
+    "objective.negatives": ('["query_passage", "query_query"]', SPANS, [MASKED, COSENT]),
+    "objective.hardness": ("5.0", ["data.num_negatives=2"], [[], SPANS]),
     "objective.mask_false_negatives": ("false", [], [MASKED, COSENT]),
     "objective.filter_false_negatives": ("true", [], [MASKED, COSENT]),
     "objective.filter_by": ("full", FILTERS, [[], MASKED, SPANS]),
