@@ -125,6 +125,7 @@ class PairBatch:
     known_hashes: torch.Tensor  # int64 [t]: hashes of all known positives of each query, drawn or not
     known_offsets: torch.Tensor  # int64 [n + 1]: where each query's known positives start
     sample_ids: torch.Tensor  # int64 [n]
+    weights: torch.Tensor | None = None  # float32 [n], of the queries' losses; None where the shards have none
 
     @property
     def num_samples(self) -> int:
@@ -295,6 +296,7 @@ class PairCollator:
     num_negatives: int
     seed: int
     graded: bool = False  # every pair has a score
+    weighted: bool = False  # some of the sources have weights; the samples of the others have the weight 1
     query_prompts: Sequence[np.ndarray] = ()  # ids, one prompt a source; empty: none
     passage_prompts: Sequence[np.ndarray] = ()
     query_prompt_lengths: Sequence[int] = ()  # one a source, of these prompts and of those in the shards; empty: none
@@ -336,6 +338,7 @@ class PairCollator:
             known_hashes=torch.from_numpy(text_hashes(known)),
             known_offsets=torch.from_numpy(_offsets([len(item.positives) for item in drawn])),
             sample_ids=_sample_ids(samples),
+            weights=torch.tensor([sample.payload.weight for sample in samples]) if self.weighted else None,
         )
 
     def drawn_texts(self, samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:

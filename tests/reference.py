@@ -165,6 +165,7 @@ def _naive_masked(module: Any, batches: Sequence[MaskedBatch], recipe: Recipe, s
             excluded=naive_false_negatives([batch.pairs], batch.pairs.targets),
             excluded_queries=naive_false_negative_queries([batch.pairs], batch.pairs.targets),
             passage_query=batch.pairs.passage_query,
+            query_weights=batch.pairs.weights,
             gold=None,
             weights=weights,
             kl_weights=[],
@@ -252,6 +253,7 @@ def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe
         kl_weights=[weight * objective.kl_weight for weight in kl_weights],
         objective=objective,
         passage_query=torch.cat(owners),
+        query_weights=torch.cat([batch.weights for batch in batches]) if batches[0].weights is not None else None,
         excluded_queries=(
             naive_false_negative_queries(batches, torch.cat(targets)) if objective.mask_false_negatives else None
         ),
@@ -524,16 +526,21 @@ def naive_contrastive_loss(
         elif objective.kl == "scores":
             student, teacher, factor = matrices[k], matrices[-1], 1.0
         else:
-            assert query_weights is None
             student = torch.cat([queries[k], passages[k]]) / objective.kl_temperature
             teacher = torch.cat([queries[-1], passages[-1]])[:, : student.shape[1]] / objective.kl_temperature
             factor = objective.kl_temperature
         target = teacher.detach() if objective.detach_teacher else teacher
         terms = F.kl_div(student.log_softmax(1), target.log_softmax(1), reduction="none", log_target=True).sum(1)
         if query_weights is not None:
-            terms = terms * query_weights
+            terms = terms * (of_queries if len(terms) == len(of_queries) else _of_texts(of_queries, passage_query))
         total = total + weight * factor * terms.mean()
     return total
+
+
+def _of_texts(of_queries: Tensor, passage_query: Tensor | None) -> Tensor:
+    """The weights of queries, and then of their passages."""
+    assert passage_query is not None
+    return torch.cat([of_queries, of_queries[passage_query]])
 
 
 def blocks_of_negatives(q: Tensor, p: Tensor, targets: Tensor, objective: Any, scores: Any) -> Tensor:

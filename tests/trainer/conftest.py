@@ -63,6 +63,19 @@ def crowded_shards(tmp_path_factory, docstrings, tiny_tokenizer) -> Path:
 
 
 @pytest.fixture(scope="session")
+def weighted_shards(tmp_path_factory, docstrings, tiny_tokenizer) -> Path:
+    """Queries with weights of their losses, and a hard negative each."""
+    folder = tmp_path_factory.mktemp("weighted")
+    pairs = _pairs(docstrings)[:60]
+    with SplitWriter(folder, 0, kind="tuples", weighted=True, vocabulary_size=len(tiny_tokenizer)) as writer:
+        for index, (query, body) in enumerate(pairs):
+            passages = [_ids(tiny_tokenizer, text) for text in (body, pairs[(index + 7) % 60][1])]
+            writer.add_tuple(_ids(tiny_tokenizer, query), passages, weight=(0.0, 0.25, 1.0, 3.5)[index % 4])
+    finish_folder(folder, 1, tokenizer=tiny_tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def graded_shards(tmp_path_factory, docstrings, tiny_tokenizer) -> Path:
     """Pairs with a grade: 5 for a docstring's own body, 0 for the next one's."""
     folder = tmp_path_factory.mktemp("graded")

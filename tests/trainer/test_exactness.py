@@ -46,6 +46,7 @@ AT_TWO_STAGES += ("adaptive", "distill", "distill_heads", "distill_lonely", "rel
 AT_ONE_STAGE = ("mrl", "cosent", "coordinates", "weighted", "crowded", "filtered", "margins")
 AT_ONE_STAGE += ("own_margins", "taught_by_guide", "masked_pairs", "symmetric_spans", "symmetric_spans_lonely")
 AT_ONE_STAGE += ("asymmetric", "asymmetric_by_dot", "asymmetric_lonely", "hard", "blocks_lonely", "blocks_guided")
+AT_ONE_STAGE += ("by_weight", "coordinates_by_weight", "margins_by_weight")
 AT_ONE_STAGE += ("srl_uneven", "smae_uneven", "related_directly", "related_lonely", "similarity", "gram", "order")
 # In `make test`, one a stage.
 LAUNCHED = [("srl", 0), ("smae", 1), ("srl", 2), ("smae", 3)]
@@ -122,6 +123,7 @@ def recipes(
     tuple_shards: Path,
     graded_shards: Path,
     crowded_shards: Path,
+    weighted_shards: Path,
     backbone: Path,
     guide_folder: Path,
     static_guide_folder: Path,
@@ -211,6 +213,9 @@ def recipes(
     cases["hard"] = pairs(hardness=5.0, asymmetric_weight=0.5)
     cases["blocks_guided"] = pairs(crowded_shards, **guide, negatives=every[:2], kl_teacher="guide", hardness=2.0)
     cases["blocks_guided"] |= {"guide": {"model": str(guide_folder)}}
+    cases["by_weight"] = pairs(weighted_shards, detach_teacher=False, asymmetric_weight=0.5)
+    cases["coordinates_by_weight"] = pairs(weighted_shards, kl="coordinates", kl_temperature=0.3, kl_weight=20.0)
+    cases["margins_by_weight"] = pairs(weighted_shards, kl="margins", similarity="dot", temperature=8.0)
     cases["blocks_lonely"] = copy.deepcopy(cases["blocks"])
     cases["blocks_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
     # Last batches of 11 samples, and of one: the other ranks then have none.

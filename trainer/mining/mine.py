@@ -210,6 +210,8 @@ def _mine_block(
             "positive_scores": _rounded(own_scores),
             "mined_scores": _rounded(chosen.scores[number][found]),
         }
+        if (weight := passages.weight(row)) is not None:
+            line["weight"] = weight
         lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     found = chosen.ids >= 0
     with part.with_suffix(".npz").open("wb") as file:

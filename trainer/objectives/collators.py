@@ -60,6 +60,7 @@ def pair_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> PairCollato
         num_negatives=recipe.data.num_negatives,
         seed=recipe.run.seed,
         graded=sources[0].graded,
+        weighted=any(source.weighted for source in sources),
         query_prompts=_prompt_ids("query_prompts", query_prompts, sources),
         passage_prompts=_prompt_ids("passage_prompts", passage_prompts, sources),
         query_prompt_lengths=_prompt_lengths(of_queries, sources),

@@ -48,7 +48,7 @@ class ContrastiveLoss:
         divergence: dict[str, Tensor] = {}
         before: list[Tensor] = []  # gradients for the vectors as the model gave them
         if self.coordinates is not None:
-            divergence, before = self.coordinates.losses_and_gradients(embeddings, plan)
+            divergence, before = self.coordinates.losses_and_gradients(embeddings, batch, plan)
         lengths = [normalize_(each) for each in embeddings] if self.cosine else []
         gradients = [torch.zeros_like(each) for each in embeddings]
         given = Compared(embeddings, gradients, batch, plan, engine, self._guide_vectors(batch, engine))
@@ -60,11 +60,13 @@ class ContrastiveLoss:
             gradient += extra
         return _sum([*losses, divergence, taught]), gradients
 
-    @property
-    def is_prefix_infonce(self) -> bool:
-        """Whether `prefix_infonce_` can compute the loss of sizes that are prefixes of one vector."""
+    def is_prefix_infonce(self, batch: PairBatch) -> bool:
+        """Whether `prefix_infonce_` can compute the loss of sizes that are prefixes of one vector.
+
+        All ranks answer alike: whether a batch has weights depends on the shards, not on its texts.
+        """
         (first, *others) = self.terms
-        alone = not others and self.taught is None and self.coordinates is None
+        alone = not others and self.taught is None and self.coordinates is None and batch.weights is None
         return alone and isinstance(first, InfoNCE) and first.is_nested
 
     def prefix_infonce_(self, vectors: Tensor, batch: PairBatch, plan: SizePlan, engine: Passes) -> dict[str, Tensor]:

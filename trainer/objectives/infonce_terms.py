@@ -191,6 +191,7 @@ class InfoNCE:
                 self.hardness,
             ),
             hard=places.hard_pairs(given.batch, device) if self.hardness else None,
+            weights=None if given.batch.weights is None else given.batch.weights.to(device),
             **self._of_the_global_batch(given, places, device),
         )
         columns.send_back()
@@ -200,7 +201,7 @@ class InfoNCE:
 
     @property
     def is_nested(self) -> bool:
-        """Whether sizes that are prefixes of one vector can share their products.
+        """Whether sizes that are prefixes of one vector can share their products, if no query has a weight of its own.
 
         No size teaches or filters, no negative has a weight, and queries are compared with passages alone.
         """
