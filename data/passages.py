@@ -46,8 +46,8 @@ class Passages:
             self._known_offsets: np.ndarray = tables["known_offsets"]  # int64 [groups + 1]
             self._known: np.ndarray = tables["known"]  # int64, rising within a group
             self._same: np.ndarray = tables["same"]  # int64 [groups]: the passage that equals the query, or -1
-            # float64 [rows]: the rows' weights, where the input has any
-            self._weights: np.ndarray | None = tables.get("weights")
+            # float64 [rows]: the rows' weights; empty where the input has none
+            self._weights: np.ndarray = tables.get("weights", np.empty(0))
         self._queries = (folder / QUERIES).open("rb")
         self._passages = (folder / PASSAGES).open("rb")
 
@@ -75,7 +75,7 @@ class Passages:
 
     def weight(self, row: int) -> float | None:
         """The weight of the row's loss; None where the input has no weights."""
-        return None if self._weights is None else float(self._weights[row])
+        return float(self._weights[row]) if len(self._weights) else None
 
     def negatives(self, row: int) -> np.ndarray:
         """The row's negatives in the input."""
@@ -156,7 +156,7 @@ def build(
         offsets=np.frombuffer(offsets, np.int64),
         mention_offsets=np.frombuffer(mention_offsets, np.int64),
         num_positives=np.frombuffer(num_positives, np.int64),
-        weights=np.frombuffer(weights, np.float64) if any(each.weighted for each in input_splits) else None,
+        weights=np.frombuffer(weights, np.float64) if any(each.weighted for each in input_splits) else np.empty(0),
     )
 
 
@@ -169,7 +169,7 @@ def _write_tables(
     offsets: np.ndarray,
     mention_offsets: np.ndarray,
     num_positives: np.ndarray,
-    weights: np.ndarray | None,
+    weights: np.ndarray,
 ) -> None:
     """Number the distinct passages by first mention, and gather each query's known positives."""
     distinct, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
@@ -203,7 +203,7 @@ def _write_tables(
         known_offsets=known_offsets,
         known=pairs[:, 1],
         same=same,
-        **({} if weights is None else {"weights": weights}),
+        weights=weights,
     )
     for name in (path.with_name(QUERIES), path.with_name(PASSAGES), temporary):
         sync(name)

@@ -191,11 +191,11 @@ class Lengths:
 
 
 def texts_of(recipe: Recipe, samples: float, lengths: Lengths) -> Texts:
-    """The texts of that many samples: documents, two spans each, or queries with their positive and hard negatives."""
+    """The texts of that many samples: documents, two spans each, or queries with their positives and hard negatives."""
 
     if recipe.reads_documents:
         return Texts.alike(samples * (2 if recipe.pairs == "spans" else 1), lengths.document)
-    passages = samples * (1 + recipe.data.num_negatives)
+    passages = samples * (recipe.data.num_positives + recipe.data.num_negatives)
     return Texts.alike(samples, lengths.query) + Texts.alike(passages, lengths.passage)
 
 

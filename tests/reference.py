@@ -166,6 +166,7 @@ def _naive_masked(module: Any, batches: Sequence[MaskedBatch], recipe: Recipe, s
             excluded_queries=naive_false_negative_queries([batch.pairs], batch.pairs.targets),
             passage_query=batch.pairs.passage_query,
             query_weights=batch.pairs.weights,
+            owners=naive_owners([batch.pairs]),
             gold=None,
             weights=weights,
             kl_weights=[],
@@ -254,6 +255,7 @@ def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe
         objective=objective,
         passage_query=torch.cat(owners),
         query_weights=torch.cat([batch.weights for batch in batches]) if batches[0].weights is not None else None,
+        owners=naive_owners(batches),
         excluded_queries=(
             naive_false_negative_queries(batches, torch.cat(targets)) if objective.mask_false_negatives else None
         ),
@@ -346,12 +348,23 @@ def naive_guide(batches: Sequence[PairBatch], recipe: Recipe) -> dict[str, Any]:
     for batch in batches:
         seen.append(seen[-1] + len(batch.passages))
     targets = torch.cat([batch.targets + before for batch, before in zip(batches, seen)])
-    similarity = blocks_of_negatives(first, second, targets, recipe.objective, lambda q, p: q @ p.T)
+    owners = naive_owners(batches)
+    similarity = blocks_of_negatives(first, second, targets, owners, recipe.objective, lambda q, p: q @ p.T)
     return {"guide": similarity, "guide_temperature": recipe.guide.temperature or settings["temperature"]}
 
 
+def naive_owners(batches: Sequence[PairBatch]) -> Tensor:
+    """int64 [r] over all batches: the query of each target."""
+    found, seen = [], 0
+    for batch in batches:
+        own = torch.arange(len(batch.queries)) if batch.target_query is None else batch.target_query
+        found.append(own + seen)
+        seen += len(batch.queries)
+    return torch.cat(found)
+
+
 def naive_false_negatives(batches: Sequence[PairBatch], targets: Tensor) -> Tensor:
-    """bool [n, m] over all batches: the passages that equal a query's text or a known positive, so no negatives."""
+    """bool [r, m] over all batches: the passages that equal a query's text or a known positive, so no negatives."""
     known: dict[int, set[int]] = {}
     queries, passages = [], []
     for batch in batches:
@@ -366,13 +379,13 @@ def naive_false_negatives(batches: Sequence[PairBatch], targets: Tensor) -> Tens
                 column != target and (text in known[query] or text == passages[target])
                 for column, text in enumerate(passages)
             ]
-            for query, target in zip(queries, targets.tolist())
+            for query, target in zip([queries[owner] for owner in naive_owners(batches)], targets.tolist())
         ]
     )
 
 
 def naive_false_negative_queries(batches: Sequence[PairBatch], targets: Tensor) -> Tensor:
-    """bool [n, n] over all batches: queries whose text is no negative of a query, or of which its positive is one."""
+    """bool [r, n] over all batches: queries whose text is no negative of a query, or of which its positive is one."""
     known: dict[int, set[int]] = {}
     queries, passages = [], []
     for batch in batches:
@@ -385,10 +398,10 @@ def naive_false_negative_queries(batches: Sequence[PairBatch], targets: Tensor) 
     return torch.tensor(
         [
             [
-                i != j and (other in known[query] or other == positive or positive in known[other])
+                i != j and (other in known[queries[i]] or other == positive or positive in known[other])
                 for j, other in enumerate(queries)
             ]
-            for i, (query, positive) in enumerate(zip(queries, positives))
+            for i, positive in zip(naive_owners(batches).tolist(), positives)
         ]
     )
 
@@ -442,20 +455,25 @@ def naive_contrastive_loss(
     passage_query: Tensor | None = None,
     excluded_queries: Tensor | None = None,
     query_weights: Tensor | None = None,
+    owners: Tensor | None = None,
 ) -> Tensor:
     """The SRL losses with whole matrices. `queries`, `passages`: K of [n, d_k] and [m, d_k]; the last is the full size.
 
     excluded: bool [n, m]. guide: the guide's similarities [n, columns]. passage_query: int64 [m], each passage's query.
-    excluded_queries: bool [n, n]. query_weights: [n].
+    excluded_queries: bool [n, n]. query_weights: [n]. owners: int64 [r], the query of each of r targets where a query
+    has several: a row for each, of which the query's loss is the mean. `excluded`, `excluded_queries` and `guide` have
+    a row for each target, too.
     """
+    count = len(queries[0])
+    owners = torch.arange(count) if owners is None else owners
 
     def scores(q: Tensor, p: Tensor) -> Tensor:
         if objective.similarity == "cosine":
             q, p = q / q.norm(dim=1, keepdim=True), p / p.norm(dim=1, keepdim=True)
         return q @ p.T / objective.temperature
 
-    matrices = [blocks_of_negatives(q, p, targets, objective, scores) for q, p in zip(queries, passages)]
-    hidden = _hidden_in_blocks(len(targets), len(passages[0]), targets, objective, excluded, excluded_queries)
+    matrices = [blocks_of_negatives(q, p, targets, owners, objective, scores) for q, p in zip(queries, passages)]
+    hidden = _hidden_in_blocks(owners, len(passages[0]), targets, objective, excluded, excluded_queries)
     if getattr(objective, "filter_false_negatives", False):
         by_guide = getattr(objective, "filter_by", "full") == "guide"
         similarity = guide if by_guide else matrices[-1].detach() * objective.temperature
@@ -466,16 +484,21 @@ def naive_contrastive_loss(
     if hardness := getattr(objective, "hardness", 0.0):
         # w = exp(α · sg(s)) before the exponential of a query's own hard negatives.
         assert passage_query is not None
-        rows = torch.arange(len(targets))[:, None]
-        hard = F.pad(passage_query == rows, (0, matrices[0].shape[1] - len(passage_query)))
-        hard = hard.scatter(1, targets[:, None], False)
+        hard = passage_query == owners[:, None]
+        hard[:, targets] = False
+        hard = F.pad(hard, (0, matrices[0].shape[1] - len(passage_query)))
         weighted = [hard * hardness * matrix.detach() * objective.temperature for matrix in matrices]
         matrices = [matrix + extra for matrix, extra in zip(matrices, weighted)]
         if guide is not None:
             weighted_guide = guide + hard * hardness * guide * guide_temperature
     if objective.loss != "cosent":
         matrices = [matrix.masked_fill(hidden, -1e9) for matrix in matrices]
-    of_queries = torch.ones(len(targets), dtype=matrices[0].dtype) if query_weights is None else query_weights
+    of_queries = torch.ones(count, dtype=matrices[0].dtype) if query_weights is None else query_weights
+    shares = of_queries[owners] / owners.bincount()[owners]  # of each row
+
+    def mean(terms: Tensor) -> Tensor:
+        return (shares * terms).sum() / count
+
     total = queries[0].new_zeros(())
     for matrix, weight in zip(matrices, weights):
         if objective.loss == "cosent":
@@ -489,16 +512,16 @@ def naive_contrastive_loss(
             ]
             total = total + weight * torch.log(1 + torch.stack(terms).sum())
         else:
-            total = total + weight * (of_queries * F.cross_entropy(matrix, targets, reduction="none")).mean()
+            total = total + weight * mean(F.cross_entropy(matrix, targets, reduction="none"))
     for query, weight in zip(queries[:-1], weights):  # small queries against the full size's passages
         if asymmetric := getattr(objective, "asymmetric_weight", 0.0):
-            matrix = scores(query, passages[-1][:, : query.shape[1]])
+            matrix = scores(query[owners], passages[-1][:, : query.shape[1]])
             if hardness:
                 plain = matrix.detach() * objective.temperature
                 matrix = matrix + hard[:, : matrix.shape[1]] * hardness * plain
             matrix = matrix.masked_fill(hidden[:, : matrix.shape[1]], -1e9)
             losses = F.cross_entropy(matrix, targets, reduction="none")
-            total = total + weight * asymmetric * (of_queries * losses).mean()
+            total = total + weight * asymmetric * mean(losses)
     if objective.kl == "none":
         return total
     if objective.kl == "margins":
@@ -531,37 +554,42 @@ def naive_contrastive_loss(
             factor = objective.kl_temperature
         target = teacher.detach() if objective.detach_teacher else teacher
         terms = F.kl_div(student.log_softmax(1), target.log_softmax(1), reduction="none", log_target=True).sum(1)
-        if query_weights is not None:
-            terms = terms * (of_queries if len(terms) == len(of_queries) else _of_texts(of_queries, passage_query))
-        total = total + weight * factor * terms.mean()
+        if len(terms) == len(shares):
+            total = total + weight * factor * mean(terms)
+        else:
+            total = total + weight * factor * (_of_texts(of_queries, passage_query, len(terms)) * terms).mean()
     return total
 
 
-def _of_texts(of_queries: Tensor, passage_query: Tensor | None) -> Tensor:
+def _of_texts(of_queries: Tensor, passage_query: Tensor | None, count: int) -> Tensor:
     """The weights of queries, and then of their passages."""
-    assert passage_query is not None
+    if passage_query is None:
+        return torch.ones(count, dtype=of_queries.dtype)
     return torch.cat([of_queries, of_queries[passage_query]])
 
 
-def blocks_of_negatives(q: Tensor, p: Tensor, targets: Tensor, objective: Any, scores: Any) -> Tensor:
-    """What shares a query's denominator: [n, m], then the further blocks of `objective.negatives`, side by side."""
-    further = {"query_query": (q, q), "passage_passage": (p[targets], p), "passage_query": (p[targets], q)}
+def blocks_of_negatives(q: Tensor, p: Tensor, targets: Tensor, owners: Tensor, objective: Any, scores: Any) -> Tensor:
+    """What shares a row's denominator: [r, m], then the further blocks of `objective.negatives`, side by side."""
+    further = {"query_query": (q[owners], q), "passage_passage": (p[targets], p), "passage_query": (p[targets], q)}
     names = getattr(objective, "negatives", ["query_passage"])
-    return torch.cat([scores(q, p), *(scores(*pair) for name, pair in further.items() if name in names)], dim=1)
+    return torch.cat([scores(q[owners], p), *(scores(*pair) for name, pair in further.items() if name in names)], dim=1)
 
 
 def _hidden_in_blocks(
-    num_queries: int,
+    owners: Tensor,
     num_passages: int,
     targets: Tensor,
     objective: Any,
     excluded: Tensor | None,
     excluded_queries: Tensor | None,
 ) -> Tensor:
-    """bool [n, columns]: what is left out of each block; of the further ones always a text's own column."""
-    nothing = torch.zeros(num_queries, num_passages, dtype=torch.bool)
-    passages = nothing if excluded is None else excluded
-    itself = torch.eye(num_queries, dtype=torch.bool)
+    """bool [r, columns]: what is left out of each block; always a query's other positives, and a text's own column."""
+    nothing = torch.zeros(len(owners), num_passages, dtype=torch.bool)
+    same_query = (owners[:, None] == owners) & ~torch.eye(len(owners), dtype=torch.bool)
+    passages = nothing.clone() if excluded is None else excluded.clone()
+    for row, other in same_query.nonzero().tolist():
+        passages[row, targets[other]] = True
+    itself = owners[:, None] == torch.arange(int(owners.max()) + 1)
     queries = itself if excluded_queries is None else excluded_queries | itself
     positive = nothing.scatter(1, targets[:, None], True)
     further = {"query_query": queries, "passage_passage": passages | positive, "passage_query": queries}

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -73,7 +73,7 @@ def prepare_shards(arguments: argparse.Namespace) -> None:
         plan = _plan_documents if kind == "documents" else _plan_tuples
         input_splits = plan(arguments, output)
         inputs = Inputs(output, input_splits, processes=arguments.processes)
-        preparation = {
+        preparation: dict[str, Any] = {
             "kind": kind,
             "options": options,
             "tokenizer": fingerprint,

@@ -47,6 +47,7 @@ AT_ONE_STAGE = ("mrl", "cosent", "coordinates", "weighted", "crowded", "filtered
 AT_ONE_STAGE += ("own_margins", "taught_by_guide", "masked_pairs", "symmetric_spans", "symmetric_spans_lonely")
 AT_ONE_STAGE += ("asymmetric", "asymmetric_by_dot", "asymmetric_lonely", "hard", "blocks_lonely", "blocks_guided")
 AT_ONE_STAGE += ("by_weight", "coordinates_by_weight", "margins_by_weight")
+AT_ONE_STAGE += ("positives", "positives_blocks", "positives_lonely")
 AT_ONE_STAGE += ("srl_uneven", "smae_uneven", "related_directly", "related_lonely", "similarity", "gram", "order")
 # In `make test`, one a stage.
 LAUNCHED = [("srl", 0), ("smae", 1), ("srl", 2), ("smae", 3)]
@@ -66,6 +67,7 @@ ON_RANKS = {
         "related",
         "asymmetric",
         "blocks",
+        "positives",
     ),
 }
 CONTROLS = {
@@ -216,6 +218,13 @@ def recipes(
     cases["by_weight"] = pairs(weighted_shards, detach_teacher=False, asymmetric_weight=0.5)
     cases["coordinates_by_weight"] = pairs(weighted_shards, kl="coordinates", kl_temperature=0.3, kl_weight=20.0)
     cases["margins_by_weight"] = pairs(weighted_shards, kl="margins", similarity="dot", temperature=8.0)
+    # One or two positives a query, of which all count, with weights; in the crowded shards all have two.
+    cases["positives"] = pairs(weighted_shards, detach_teacher=False, hardness=3.0, asymmetric_weight=0.5)
+    cases["positives_blocks"] = pairs(crowded_shards, negatives=every, mask_false_negatives=False, **filters)
+    for name in ("positives", "positives_blocks"):
+        cases[name]["data"] |= {"num_positives": 3}
+    cases["positives_lonely"] = copy.deepcopy(cases["positives_blocks"])
+    cases["positives_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
     cases["blocks_lonely"] = copy.deepcopy(cases["blocks"])
     cases["blocks_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
     # Last batches of 11 samples, and of one: the other ranks then have none.
@@ -415,6 +424,7 @@ def test_every_recipe_is_in_the_product(recipes: dict[str, Any]) -> None:
         ("symmetric_spans", "spans"),
         ("blocks", "filtered"),
         ("hard", "srl"),
+        ("positives", "by_weight"),
         ("blocks_guided", "guided"),
         ("related", "distill"),
         ("taught", "srl_without_dropout"),

@@ -146,6 +146,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "data.passage_max_length": (TUPLES,),
     "data.query_prompts": (CONTRASTIVE,),
     "data.passage_prompts": (EMBEDS,),
+    "data.num_positives": (TUPLES, NEGATIVES),
     "data.num_negatives": (TUPLES, NEGATIVES),
     "data.negatives_from": (TUPLES, NEGATIVES, HARD_NEGATIVES),
     "data.num_workers": ALWAYS,

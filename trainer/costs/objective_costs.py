@@ -175,21 +175,21 @@ class ComparingCosts(ObjectiveCosts):
 
     def guide_flops(self, guide: Shape, texts: Texts, *, vectors: float) -> float:
         """The guide's forward pass, and its scores as often as the loss computes the student's."""
-        queries, columns = self._queries(texts), self._columns(vectors)
+        queries, columns = self._rows(texts), self._columns(vectors)
         scores = self._times_scored(queries, columns) * 2 * queries * columns * guide.hidden
         return super().guide_flops(guide, texts, vectors=vectors) + scores
 
     def _loss_flops(self, texts: Texts, vectors: float) -> float:
         """Scores, and the gradients of queries and passages, at every size."""
-        queries, columns = self._queries(texts), self._columns(vectors)
+        queries, columns = self._rows(texts), self._columns(vectors)
         return (2 + self._times_scored(queries, columns)) * 2 * queries * columns * self.widths
 
     def _columns(self, vectors: float) -> float:
         """How many scores each query has: one with each of these vectors, or one in each part that reads the vector."""
         return vectors
 
-    def _queries(self, texts: Texts) -> float:
-        """How many of these texts are queries, whose scores with all passages an InfoNCE takes."""
+    def _rows(self, texts: Texts) -> float:
+        """How many rows of scores an InfoNCE takes of these texts' queries."""
         return 0.0
 
     def _times_scored(self, queries: float, columns: float) -> int:
@@ -210,11 +210,24 @@ class InfoNCECosts(ComparingCosts):
 
     @property
     def passages_each(self) -> int:
-        """Passages of a query: a positive and hard negatives."""
-        return 1 + self.recipe.data.num_negatives
+        """Passages of a query: positives and hard negatives, as many as the recipe allows."""
+        return self.recipe.data.num_positives + self.recipe.data.num_negatives
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of scores of a query: one for each positive."""
+        return self.recipe.data.num_positives
 
     def _queries(self, texts: Texts) -> float:
+        """How many of these texts are queries."""
         return texts.count / (1 + self.passages_each)
+
+    def _rows(self, texts: Texts) -> float:
+        return self._queries(texts) * self.rows_each
+
+    def loss_bytes(self, texts: Texts, *, vectors: float) -> float:
+        copies = 8 * self.widths * self._rows(texts) if self.rows_each > 1 else 0.0  # of queries, and their gradients
+        return super().loss_bytes(texts, vectors=vectors) + copies
 
     def vectors(self, texts: Texts) -> float:
         """The passages, and the queries where a part compares with them."""
@@ -333,6 +346,10 @@ class MaskedCosts(InfoNCECosts):
         return 1 if self.recipe.pairs == "spans" else super().passages_each
 
     @property
+    def rows_each(self) -> int:
+        return 1 if self.recipe.pairs == "spans" else super().rows_each
+
+    @property
     def _symmetric(self) -> bool:
         return self.recipe.pairs == "spans" and self.recipe.objective.symmetric_spans
 
@@ -349,7 +366,7 @@ class ContrastiveCosts(InfoNCECosts):
     def _loss_flops(self, texts: Texts, vectors: float) -> float:
         if self.recipe.objective.loss == "cosent":
             return 0.0
-        queries, passages = self._queries(texts), self._passages(vectors)
+        queries, passages = self._rows(texts), self._passages(vectors)
         asymmetric = (2 + self._times_scored(queries, passages)) * 2 * queries * passages * self._asymmetric_widths
         return super()._loss_flops(texts, vectors) + asymmetric
 

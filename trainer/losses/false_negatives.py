@@ -85,23 +85,23 @@ def _partners(texts: Tensor, columns: Tensor, known: Tensor, partners: Tensor) -
     """
     # First drop the known pairs with a side that is absent here, and repeated pairs, which would multiply below.
     values, column_values = texts.unique(), columns.unique()
-    pair, at_value = _equal_pairs(known, values)
-    among, at_column = _equal_pairs(partners[pair], column_values)
+    pair, at_value = equal_pairs(known, values)
+    among, at_column = equal_pairs(partners[pair], column_values)
     found = (at_value[among] * len(column_values) + at_column).unique()
-    row, place = _equal_pairs(texts, values[found // max(1, len(column_values))])
+    row, place = equal_pairs(texts, values[found // max(1, len(column_values))])
     return row, column_values[found[place] % len(column_values)]
 
 
 def _found(rows: Tensor, texts: Tensor, columns: Tensor, itself: Tensor) -> Tensor:
     """The columns with the text that a row does not want, besides its own column `itself`, as sorted pairs [e, 2]."""
-    which, column = _equal_pairs(texts, columns)
+    which, column = equal_pairs(texts, columns)
     row = rows[which]
     others = column != itself[row]
     pairs = (row[others] * len(columns) + column[others]).unique()
     return torch.stack([pairs // len(columns), pairs % len(columns)], dim=1)
 
 
-def _equal_pairs(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def equal_pairs(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """All (a, b) with left[a] == right[b], ordered by a."""
     values, order = right.sort()
     first = torch.searchsorted(values, left)

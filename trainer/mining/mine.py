@@ -203,7 +203,7 @@ def _mine_block(
             negatives = passages.passages(dict.fromkeys(passages.negatives(row).tolist())) + negatives
         own = passages.positives(row)
         own_scores = known_scores[first[number] + np.searchsorted(known[number], own)]
-        line = {
+        line: dict[str, Any] = {
             "query": queries[number],
             "positives": passages.passages(own),
             "negatives": negatives,

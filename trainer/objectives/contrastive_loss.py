@@ -63,10 +63,12 @@ class ContrastiveLoss:
     def is_prefix_infonce(self, batch: PairBatch) -> bool:
         """Whether `prefix_infonce_` can compute the loss of sizes that are prefixes of one vector.
 
-        All ranks answer alike: whether a batch has weights depends on the shards, not on its texts.
+        All ranks answer alike: whether a batch has weights depends on the shards, and whether several positives count
+        depends on the recipe.
         """
         (first, *others) = self.terms
-        alone = not others and self.taught is None and self.coordinates is None and batch.weights is None
+        plain = batch.weights is None and batch.target_query is None
+        alone = not others and self.taught is None and self.coordinates is None and plain
         return alone and isinstance(first, InfoNCE) and first.is_nested
 
     def prefix_infonce_(self, vectors: Tensor, batch: PairBatch, plan: SizePlan, engine: Passes) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from data.collate import PairBatch
 from trainer.distributed import gather_counts, gather_rows, scatter_gradients
-from trainer.losses.false_negatives import columns_left_out, false_negative_queries, false_negatives
+from trainer.losses.false_negatives import columns_left_out, equal_pairs, false_negative_queries, false_negatives
 from trainer.losses.infonce import add_contrastive_gradients
 from trainer.losses.prefix_infonce import PrefixSettings, prefix_contrastive_
 from trainer.losses.tile_settings import (
@@ -28,6 +28,48 @@ from trainer.objectives.contrastive_terms import Compared, named, of_all_ranks
 
 
 @dataclass(frozen=True)
+class Rows:
+    """The rows of a rank's scores: one for each of its queries, or one for each of their positives where several count.
+
+    owners: int64 [r], each row's query, rising. targets: int64 [r], each row's positive among the rank's passages.
+    """
+
+    owners: Tensor
+    targets: Tensor
+    several: bool
+
+    @classmethod
+    def of(cls, batch: PairBatch, device: torch.device) -> Rows:
+        several = batch.target_query is not None
+        owners = torch.arange(len(batch.queries)) if batch.target_query is None else batch.target_query
+        return cls(owners.to(device), batch.targets.to(device), several)
+
+    def spread(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """Each row's query, from vectors of the queries. Where no query has several rows, they are the given ones."""
+        return [each[self.owners] for each in vectors] if self.several else list(vectors)
+
+    def gather_(self, gradients: Sequence[Tensor], of_rows: Sequence[Tensor]) -> None:
+        """Add the gradients of `spread` vectors to those of the queries."""
+        if self.several:
+            for gradient, row in zip(gradients, of_rows):
+                gradient.index_add_(0, self.owners, row)
+
+    def weights(self, of_queries: Tensor | None) -> Tensor | None:
+        """Of the rows' losses, float32 [r]: the positives of a query share its weight. None where all are 1."""
+        if not self.several:
+            return None if of_queries is None else of_queries.to(self.owners.device)
+        shares = self.owners.bincount()[self.owners].float().reciprocal()
+        return shares if of_queries is None else shares * of_queries.to(self.owners.device)[self.owners]
+
+    def siblings(self) -> Tensor:
+        """Pairs of a row and a row of another positive of the same query, int64 [s, 2]."""
+        if not self.several:
+            return self.owners.new_zeros(0, 2)
+        pairs = torch.stack(equal_pairs(self.owners, self.owners), dim=1)
+        return pairs[pairs[:, 0] != pairs[:, 1]]
+
+
+@dataclass(frozen=True)
 class Places:
     """Where a rank's texts are in the global batch.
 
@@ -38,20 +80,20 @@ class Places:
     passages: list[int]
     queries: list[int]
 
-    def targets(self, batch: PairBatch, device: torch.device) -> Tensor:
-        return batch.targets.to(device) + sum(self.passages[: self.rank])
+    def targets(self, rows: Rows) -> Tensor:
+        return rows.targets + sum(self.passages[: self.rank])
 
-    def own(self, batch: PairBatch, device: torch.device) -> Tensor:
-        """The places of this rank's queries."""
-        return torch.arange(len(batch.queries), device=device) + sum(self.queries[: self.rank])
+    def own(self, rows: Rows) -> Tensor:
+        """The places of the rows' queries."""
+        return rows.owners + sum(self.queries[: self.rank])
 
-    def hard_pairs(self, batch: PairBatch, device: torch.device) -> Tensor:
-        """Pairs of a query of this rank and the place of one of its own hard negatives, int64 [h, 2]."""
-        negative = torch.ones(len(batch.passages), dtype=torch.bool)
-        negative[batch.targets] = False
-        row = negative.nonzero()[:, 0]
-        pairs = torch.stack([batch.passage_query[row], row + sum(self.passages[: self.rank])], dim=1)
-        return pairs.to(device)
+    def hard_pairs(self, batch: PairBatch, rows: Rows) -> Tensor:
+        """Pairs of a row and the place of one of its query's own hard negatives, int64 [h, 2]."""
+        negative = torch.ones(len(batch.passages), dtype=torch.bool, device=rows.targets.device)
+        negative[rows.targets] = False
+        place = negative.nonzero()[:, 0]
+        row, found = equal_pairs(rows.owners, batch.passage_query.to(place.device)[place])
+        return torch.stack([row, place[found] + sum(self.passages[: self.rank])], dim=1)
 
 
 @dataclass(frozen=True)
@@ -71,24 +113,30 @@ class Negatives:
         """Whether queries are columns, so that all ranks' queries are gathered."""
         return any(part.with_queries for part in parts_of(self.parts))
 
-    def left_out(self, batch: PairBatch, places: Places, device: torch.device) -> Tensor | None:
-        """Pairs of a query of this rank and a column that is no negative of it, by text hashes: int64 [e, 2]."""
-        plain = self.parts == PASSAGES_ALONE
-        if plain and not self.masks_known:
+    def left_out(self, batch: PairBatch, places: Places, rows: Rows) -> Tensor | None:
+        """Pairs of a row and a column that is no negative of it, int64 [e, 2].
+
+        They are found by text, and besides a query's other positives are none.
+        """
+        plain, device = self.parts == PASSAGES_ALONE, rows.owners.device
+        if plain and not self.masks_known and not rows.several:
             return None
-        targets, own = places.targets(batch, device), places.own(batch, device)
+        targets, own = places.targets(rows), places.own(rows)
         passages = queries = targets.new_zeros(0, 2)
         if self.masks_known:
             owners = batch.query_hashes.repeat_interleave(batch.known_offsets.diff())
             known = torch.stack([owners, batch.known_hashes], dim=1).to(device)
             known = gather_rows(known, gather_counts(len(known), device)).T.contiguous()  # [2, t]
             passage_hashes = gather_rows(batch.passage_hashes.to(device), places.passages)
-            query_hashes = batch.query_hashes.to(device)
+            query_hashes = batch.query_hashes.to(device)[rows.owners]
             passages = false_negatives(query_hashes, targets, passage_hashes, known[0], known[1])
             if self.read_queries:
-                all_hashes = gather_rows(query_hashes, places.queries)
+                all_hashes = gather_rows(batch.query_hashes.to(device), places.queries)
                 positives = passage_hashes[targets]
                 queries = false_negative_queries(query_hashes, positives, own, all_hashes, known[0], known[1])
+        if rows.several:
+            row, sibling = rows.siblings().T
+            passages = torch.cat([passages, torch.stack([row, targets[sibling]], dim=1)])
         if plain:
             return passages
         return columns_left_out(
@@ -130,8 +178,9 @@ class Everyone:
 class InfoNCE:
     """InfoNCE at every size and, with a `kl_weight`, KL(teacher || size) of the scores (Starbucks §3.1, eq. 4 and 5).
 
-    Both are one term because they share the same tiles of scores (trainer/losses/infonce.py). hardness: α of the
-    weights of a query's own hard negatives.
+    Both are one term because they share the same tiles of scores (trainer/losses/infonce.py). Where several positives
+    of a query count, each has a row of its own, which leaves out the others and weighs as little as they are many.
+    hardness: α of the weights of a query's own hard negatives.
     """
 
     temperature: float
@@ -170,14 +219,16 @@ class InfoNCE:
         queries and of the passages are added; the latter are sums over all ranks' queries.
         """
         count, device = len(given.batch.queries), queries[0].device
-        places = self._places(given, device)
+        places, rows = self._places(given, device), Rows.of(given.batch, device)
+        of_rows = rows.spread(queries)
+        row_gradients = [torch.zeros_like(each) for each in of_rows] if rows.several else gradients[0]
         columns = Everyone(passages, gradients[1], places.passages)
         queried = Everyone(queries, gradients[0], places.queries) if self.negatives.read_queries else None
         found = add_contrastive_gradients(
-            queries,
+            of_rows,
             columns.vectors,
             all_queries=[] if queried is None else queried.vectors,
-            gradients=[*gradients[0], *columns.gradients, *([] if queried is None else queried.gradients)],
+            gradients=[*row_gradients, *columns.gradients, *([] if queried is None else queried.gradients)],
             settings=TileSettings(
                 weights,
                 kl_weights,
@@ -190,10 +241,11 @@ class InfoNCE:
                 self.negatives.parts,
                 self.hardness,
             ),
-            hard=places.hard_pairs(given.batch, device) if self.hardness else None,
-            weights=None if given.batch.weights is None else given.batch.weights.to(device),
-            **self._of_the_global_batch(given, places, device),
+            hard=places.hard_pairs(given.batch, rows) if self.hardness else None,
+            weights=rows.weights(given.batch.weights),
+            **self._of_the_global_batch(given, places, rows),
         )
+        rows.gather_(gradients[0], row_gradients)
         columns.send_back()
         if queried is not None:
             queried.send_back()
@@ -201,7 +253,7 @@ class InfoNCE:
 
     @property
     def is_nested(self) -> bool:
-        """Whether sizes that are prefixes of one vector can share their products, if no query has a weight of its own.
+        """Whether sizes that are prefixes of one vector can share products, if each query has one row, unweighted.
 
         No size teaches or filters, no negative has a weight, and queries are compared with passages alone.
         """
@@ -219,7 +271,7 @@ class InfoNCE:
             vectors[:count],
             passages,
             gradient,
-            **self._of_the_global_batch(given, places, device),
+            **self._of_the_global_batch(given, places, Rows.of(given.batch, device)),
             settings=PrefixSettings(
                 tuple(size.dim for size in plan.sizes),
                 plan.loss_weights,
@@ -238,15 +290,15 @@ class InfoNCE:
         queries = gather_counts(len(given.batch.queries), device) if self.negatives.read_queries else []
         return Places(given.engine.world.rank, passages, queries)
 
-    def _of_the_global_batch(self, given: Compared, places: Places, device: torch.device) -> dict[str, Any]:
+    def _of_the_global_batch(self, given: Compared, places: Places, rows: Rows) -> dict[str, Any]:
         """The arguments about all ranks' texts, for both ways."""
-        excluded, guide = self.negatives.left_out(given.batch, places, device), given.guide
+        excluded, guide = self.negatives.left_out(given.batch, places, rows), given.guide
         assert guide is not None or self.negatives.filter is None or self.negatives.filter.by != GUIDE
         vectors = None
         if guide is not None:
-            vectors = [guide.queries, gather_rows(guide.passages, places.passages)]
+            vectors = [*rows.spread([guide.queries]), gather_rows(guide.passages, places.passages)]
             vectors += [gather_rows(guide.queries, places.queries)] if self.negatives.read_queries else []
-        return {"targets": places.targets(given.batch, device), "excluded": excluded, "guide": vectors}
+        return {"targets": places.targets(rows), "excluded": excluded, "guide": vectors}
 
 
 @dataclass(frozen=True)

@@ -229,6 +229,8 @@ def test_combinations(values: Values, masked_values: Values, refusal: Callable[.
     graded = changed(cosent, "data.num_negatives", 0)
     assert "objective.hardness" in refusal(changed(graded, "objective.hardness", 5.0))
     assert "objective.negatives" in refusal(changed(graded, "objective.negatives", ["query_passage", "query_query"]))
+    margins = changed(values, "objective.kl", "margins")
+    assert "data.num_positives = 2" in refusal(changed(margins, "data.num_positives", 2))
     alone = changed(values, "data.num_negatives", 0)
     assert "data.num_negatives above 0" in refusal(changed(alone, "objective.hardness", 5.0))
     twice = changed(changed(values, "data.weights", [1.0]), "data.mixture_temperature", 2.0)

@@ -56,6 +56,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     "data.passage_max_length": ("16", [], [MASKED, SPANS]),
     "data.query_prompts": ('["query: "]', [], [MASKED, [*MASKED, "objective.pairs=tuples"]]),
     "data.passage_prompts": ('["text: "]', DISTILL, [MASKED]),
+    "data.num_positives": ("2", [], [MASKED, SPANS, COSENT]),
     "data.num_negatives": ("3", [], [MASKED, SPANS, COSENT]),
     "data.negatives_from": ("[0.5]", ["data.num_negatives=2"], [[], MASKED]),
     "data.cache_dir": ("cache", [], [["data.verify=size"]]),

@@ -113,3 +113,16 @@ def test_what_further_negatives_cost(negatives: list[str], gathered: int, column
     added = costs.computed_flops(SHAPE, TEXTS, vectors=vectors) - alone
     assert added == pytest.approx(3 * 2 * 2 * columns * width)
     assert costs.loss_bytes(TEXTS, vectors=vectors) == 8 * width * (TEXTS.count + gathered) + 2**20
+
+
+def test_what_several_positives_cost() -> None:
+    """Ten texts are two queries with two positives and two negatives each: four rows, eight columns, two copies."""
+    values = {"objective": {"name": "contrastive"}, "data": {"num_negatives": 2, "num_positives": 2}}
+    recipe = recipe_of(recipe_values("shards", train={"score_memory_mib": 1.0}, **values))
+    costs, width = costs_of(recipe), 16 + 32 + 48
+    vectors = costs.vectors(TEXTS)
+    assert vectors == 8
+    alone = ObjectiveCosts(recipe).computed_flops(SHAPE, TEXTS, vectors=vectors)
+    added = costs.computed_flops(SHAPE, TEXTS, vectors=vectors) - alone
+    assert added == pytest.approx(3 * 2 * 4 * 8 * width)
+    assert costs.loss_bytes(TEXTS, vectors=vectors) == 8 * width * (10 + 8 + 4) + 2**20
