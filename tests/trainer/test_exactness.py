@@ -47,7 +47,7 @@ AT_ONE_STAGE = ("mrl", "cosent", "coordinates", "weighted", "crowded", "filtered
 AT_ONE_STAGE += ("own_margins", "taught_by_guide", "masked_pairs", "symmetric_spans", "symmetric_spans_lonely")
 AT_ONE_STAGE += ("asymmetric", "asymmetric_by_dot", "asymmetric_lonely", "hard", "blocks_lonely", "blocks_guided")
 AT_ONE_STAGE += ("by_weight", "coordinates_by_weight", "margins_by_weight")
-AT_ONE_STAGE += ("positives", "positives_blocks", "positives_lonely")
+AT_ONE_STAGE += ("positives", "positives_blocks", "positives_lonely", "blocks_directly")
 AT_ONE_STAGE += ("srl_uneven", "smae_uneven", "related_directly", "related_lonely", "similarity", "gram", "order")
 # In `make test`, one a stage.
 LAUNCHED = [("srl", 0), ("smae", 1), ("srl", 2), ("smae", 3)]
@@ -225,6 +225,8 @@ def recipes(
         cases[name]["data"] |= {"num_positives": 3}
     cases["positives_lonely"] = copy.deepcopy(cases["positives_blocks"])
     cases["positives_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
+    cases["blocks_directly"] = copy.deepcopy(cases["blocks"])
+    cases["blocks_directly"]["objective"]["backward"] = "direct"
     cases["blocks_lonely"] = copy.deepcopy(cases["blocks"])
     cases["blocks_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
     # Last batches of 11 samples, and of one: the other ranks then have none.
@@ -487,6 +489,11 @@ def test_how_it_is_computed_changes_nothing(
 def test_cached_equals_direct_with_dropout(two_ranks: Results) -> None:
     cached, direct = two_ranks["one_chunk_dropout-float32_zero1"], two_ranks["direct_dropout-float32_zero1"]
     assert_equal(cached, direct)
+
+
+@pytest.mark.needs("blocks-float32_zero2", "blocks_directly-float32_zero1")
+def test_cached_equals_direct_with_every_block(two_ranks: Results) -> None:
+    assert_equal(two_ranks["blocks-float32_zero2"], two_ranks["blocks_directly-float32_zero1"])
 
 
 @pytest.mark.parametrize(("control", "name"), CONTROLS.items())

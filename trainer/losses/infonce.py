@@ -28,6 +28,7 @@ teacher, and every size is then its student. A guide has no loss of its own and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -42,11 +43,30 @@ from trainer.losses.tiles import (
     Block,
     Pairs,
     Side,
+    Sides,
     Tile,
     Tiling,
     blocks_of,
     choose_tiling,
 )
+
+
+@dataclass(frozen=True)
+class Further:
+    """What only some losses read of a batch.
+
+    all_queries: where `TileSettings.negatives` has parts with queries as columns, those, K of [N, d_k]; they may be the
+    tensors of the queries themselves. hard: int64 [h, 2], pairs of a query and one of its own hard negatives, for
+    `TileSettings.hardness` above 0. weights: [n], what each query's losses are multiplied by; means still divide by the
+    number of queries.
+    """
+
+    all_queries: Sequence[Tensor] = ()
+    hard: Tensor | None = None
+    weights: Tensor | None = None
+
+
+NOTHING_FURTHER = Further()
 
 
 def add_contrastive_gradients(
@@ -57,10 +77,8 @@ def add_contrastive_gradients(
     targets: Tensor,
     excluded: Tensor | None,
     gradients: Sequence[Tensor | None],
-    all_queries: Sequence[Tensor] = (),
-    hard: Tensor | None = None,
-    weights: Tensor | None = None,
     guide: Sequence[Tensor] | None = None,
+    further: Further = NOTHING_FURTHER,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Σ_k w_k · InfoNCE_k + v_k · KL(teacher || k), means over `settings.num_queries` queries, and its gradients.
@@ -72,17 +90,16 @@ def add_contrastive_gradients(
     vectors [n, g] and [m, g] of another model, without gradient. settings: the weights w and v, the temperature, the
     filter, the teacher and the memory for scores (trainer/losses/tile_settings.py). dtype: of the scores.
 
-    Where `settings.negatives` has parts with queries as columns, `all_queries` are those: K of [N, d_k], followed by
-    their K gradients in `gradients` and by a guide's [N, g] in `guide`. The tensors may be those of `queries`. Columns
-    are numbered through all parts; the query itself and the positive itself are to be among the excluded ones. hard:
-    int64 [h, 2], pairs of a query and one of its own hard negatives, read where `settings.hardness` is above 0.
-    weights: [n], what each query's losses are multiplied by; the means still divide by `settings.num_queries`.
+    Where queries are columns (`further.all_queries`), their K gradients follow in `gradients`, and a guide's vectors
+    [N, g] of them in `guide`. Columns are numbered through all parts (tile_settings.PARTS); the query itself and the
+    positive itself are to be among the excluded ones.
 
     The filter leaves out, at every size, each query's columns whose similarity exceeds the positive's minus the
     margin; no gradient flows through this choice. Where a guide teaches, all K sizes learn from it.
-    Returns (loss, InfoNCE of each size [K], KL of each size [K]); the latter two are unweighted.
+    Returns (loss, InfoNCE of each size [K], KL of each size [K]); the latter two without w and v.
     """
     num_queries, num_passages, num_sizes = queries[0].shape[0], passages[0].shape[0], len(queries)
+    all_queries, weights = further.all_queries, further.weights
     sides = _sides([queries, passages, *([all_queries] if all_queries else [])], gradients, guide)
     assert guide is not None or not settings.needs_guide
     parts = settings.parts
@@ -100,7 +117,7 @@ def add_contrastive_gradients(
     )
     blocks = blocks_of(parts, num_passages=num_passages, num_queries=num_others, width=tiling.passages)
     left_out = _pairs_by_block(excluded, tiling, blocks, num_queries)
-    near = _pairs_by_block(hard if settings.hardness else None, tiling, blocks, num_queries)
+    near = _pairs_by_block(further.hard if settings.hardness else None, tiling, blocks, num_queries)
     pairs = [Pairs(*each) for each in zip(left_out, near)]
     width = num_columns if tiling.keeps_rows else tiling.passages
     workspace = torch.empty(settings.matrices, tiling.queries * width, dtype=dtype, device=targets.device)
@@ -110,14 +127,12 @@ def add_contrastive_gradients(
     for number, start in enumerate(range(0, num_queries, tiling.queries)):
         part = slice(start, min(start + tiling.queries, num_queries))
         positives = _rows_of(sides[1], targets[part], dtype) if any(each.of_positives for each in parts) else None
+        rows = Side(
+            [each[part].to(dtype) for each in sides[0].vectors],
+            [None if each is None else each[part] for each in sides[0].gradients],
+        )
         tile = Tile(
-            Side(
-                [each[part].to(dtype) for each in sides[0].vectors],
-                [None if each is None else each[part] for each in sides[0].gradients],
-            ),
-            positives,
-            sides[1],
-            sides[2] if all_queries else None,
+            Sides(rows, positives, sides[1], sides[2] if all_queries else None),
             targets[part],
             blocks,
             pairs[number * len(blocks) : (number + 1) * len(blocks)],
@@ -128,32 +143,9 @@ def add_contrastive_gradients(
             keeps_rows=tiling.keeps_rows,
         )
         if tiling.keeps_rows:
-            for block in range(len(blocks) if settings.filters_apart else 0):
-                tile.filter_block(block)
-            for size in order:
-                for block in range(len(blocks)):
-                    tile.exponentials(size, block)
-                tile.sum_up(size)
-                for block in range(len(blocks) if size != settings.teacher else 0):
-                    tile.add_gradients(size, block)
-            for block in range(len(blocks)):
-                tile.add_gradients(settings.teacher, block)
+            _sweep_once(tile, order)
         else:
-            for block in range(len(blocks)):
-                if settings.filters_apart:
-                    tile.filter_block(block)
-                for size in order:
-                    tile.exponentials(size, block)
-            for size in order:
-                tile.sum_up(size)
-            for block in range(len(blocks) if any(each is not None for each in gradients) else 0):
-                if settings.filters_apart:
-                    tile.filter_block(block)
-                for size in order:
-                    tile.exponentials(size, block, again=True)
-                    if size != settings.teacher:
-                        tile.add_gradients(size, block)
-                tile.add_gradients(settings.teacher, block)
+            _sweep_twice(tile, order, adds=any(each is not None for each in gradients))
         if positives is not None:
             _give_back(positives, sides[1], targets[part])
         for total, found in zip(totals, tile.losses()):
@@ -161,6 +153,41 @@ def add_contrastive_gradients(
     nce, divergence = totals[:, :num_sizes] * (NATS_A_BIT / settings.num_queries)
     of_sizes = torch.tensor([settings.loss_weights, settings.kl_weights], dtype=nce.dtype, device=nce.device)
     return (of_sizes[0] * nce + of_sizes[1] * divergence).sum(), nce, divergence
+
+
+def _sweep_once(tile: Tile, order: Sequence[int]) -> None:
+    """Losses and gradients of a tile that keeps its exponentials. order: the teacher, then its students."""
+    settings, blocks = tile.settings, range(len(tile.blocks))
+    for block in blocks if settings.filters_apart else ():
+        tile.filter_block(block)
+    for size in order:
+        for block in blocks:
+            tile.exponentials(size, block)
+        tile.sum_up(size)
+        for block in blocks if size != settings.teacher else ():
+            tile.add_gradients(size, block)
+    for block in blocks:
+        tile.add_gradients(settings.teacher, block)
+
+
+def _sweep_twice(tile: Tile, order: Sequence[int], *, adds: bool) -> None:
+    """The same, where exponentials are computed again for the gradients. adds: whether any gradient is wanted."""
+    settings, blocks = tile.settings, range(len(tile.blocks))
+    for block in blocks:
+        if settings.filters_apart:
+            tile.filter_block(block)
+        for size in order:
+            tile.exponentials(size, block)
+    for size in order:
+        tile.sum_up(size)
+    for block in blocks if adds else ():
+        if settings.filters_apart:
+            tile.filter_block(block)
+        for size in order:
+            tile.exponentials(size, block, again=True)
+            if size != settings.teacher:
+                tile.add_gradients(size, block)
+        tile.add_gradients(settings.teacher, block)
 
 
 def _sides(

@@ -77,6 +77,25 @@ class Side(NamedTuple):
     gradients: Sequence[Tensor | None]
 
 
+class Sides(NamedTuple):
+    """What a tile multiplies: its queries, and their positives row by row, with all passages and all queries.
+
+    Positives and all queries are None where no part reads them.
+    """
+
+    queries: Side
+    positives: Side | None
+    passages: Side
+    all_queries: Side | None
+
+    def of(self, part: Part) -> tuple[Side, Side]:
+        """The part's rows and columns."""
+        rows = self.positives if part.of_positives else self.queries
+        columns = self.all_queries if part.with_queries else self.passages
+        assert rows is not None and columns is not None
+        return rows, columns
+
+
 @dataclass(frozen=True)
 class Block:
     """Columns of one part. start: where they are among a row's columns. inside: which vectors of the part they are."""
@@ -120,17 +139,13 @@ class Pairs:
 class Tile:
     """One tile of queries against all columns: a block's exponentials, the rows' sums, then a block's gradients.
 
-    queries: this tile's. positives: theirs, row by row, where a part needs them. passages, all_queries: the columns.
     targets: int64 [rows], each query's positive among the passages. pairs: one a block. weights: [rows], of each
     query's losses; None where all are 1.
     """
 
     def __init__(
         self,
-        queries: Side,
-        positives: Side | None,
-        passages: Side,
-        all_queries: Side | None,
+        sides: Sides,
         targets: Tensor,
         blocks: list[Block],
         pairs: list[Pairs],
@@ -141,18 +156,18 @@ class Tile:
         scratch: Tensor,
         keeps_rows: bool,
     ) -> None:
-        self.queries, self.positives, self.passages, self.all_queries = queries, positives, passages, all_queries
+        self.sides = sides
         self.targets, self.blocks, self.pairs, self.settings = targets, blocks, pairs, settings
         self.weights, self.workspace, self.scratch, self.keeps_rows = weights, workspace, scratch, keeps_rows
-        rows, sizes = len(targets), len(queries.vectors)
+        rows, sizes = len(targets), len(sides.queries.vectors)
         # For each size, block and row, in bits: m = max s, Σ 2^(s − m), Σ 2^(s_T − m_T) (s − m), and the logarithm of
         # 2^m / Z, the factor that turns the block's exponentials into shares of the row.
         self.peak, self.mass, self.cross, self.log_factor = workspace.new_zeros(STATISTICS, sizes, len(blocks), rows)
         self.positive, self.lse, self.nce, self.divergence = workspace.new_zeros(4, sizes, rows)
         if settings.filter is not None:
             filter_size = settings.filter_size
-            nearest = passages.vectors[filter_size][targets].to(workspace.dtype)
-            similarity = (queries.vectors[filter_size] * nearest).sum(1, keepdim=True)
+            nearest = sides.passages.vectors[filter_size][targets].to(workspace.dtype)
+            similarity = (sides.queries.vectors[filter_size] * nearest).sum(1, keepdim=True)
             self.ceiling = (similarity - settings.filter.margin) / (settings.temperature_of(filter_size) * NATS_A_BIT)
 
     def losses(self) -> tuple[Tensor, Tensor]:
@@ -209,7 +224,7 @@ class Tile:
 
     def add_gradients(self, size: int, block: int) -> None:
         """Compute d loss / d s of a block in the size's slot, and add the gradients of its rows and columns."""
-        rows, columns, inside = *self._sides_of(block), self.blocks[block].inside
+        (rows, columns), inside = self.sides.of(self.blocks[block].part), self.blocks[block].inside
         row_grad, column_grad = rows.gradients[size], columns.gradients[size]
         if row_grad is None and column_grad is None:
             return
@@ -266,19 +281,11 @@ class Tile:
         return scores
 
     def _products(self, size: int, block: int) -> Tensor:
-        rows, columns = self._sides_of(block)
+        rows, columns = self.sides.of(self.blocks[block].part)
         vectors = columns.vectors[size][self.blocks[block].inside].to(self.workspace.dtype)
         scores = self.scratch[: len(self.targets) * len(vectors)].view(len(self.targets), len(vectors))
         scale = 1.0 / (self.settings.temperature_of(size) * NATS_A_BIT)
         return torch.addmm(scores, rows.vectors[size], vectors.t(), beta=0, alpha=scale, out=scores)
-
-    def _sides_of(self, block: int) -> tuple[Side, Side]:
-        """Whose rows and whose columns a block multiplies."""
-        part = self.blocks[block].part
-        rows = self.positives if part.of_positives else self.queries
-        columns = self.all_queries if part.with_queries else self.passages
-        assert rows is not None and columns is not None
-        return rows, columns
 
     def _find_penalty(self, scores: Tensor, block: int) -> None:
         """Compute what a block's scores get added at every size: EXCLUDED_SCORE where the filter leaves one out."""

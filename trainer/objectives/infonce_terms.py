@@ -12,7 +12,7 @@ from torch import Tensor
 from data.collate import PairBatch
 from trainer.distributed import gather_counts, gather_rows, scatter_gradients
 from trainer.losses.false_negatives import columns_left_out, equal_pairs, false_negative_queries, false_negatives
-from trainer.losses.infonce import add_contrastive_gradients
+from trainer.losses.infonce import Further, add_contrastive_gradients
 from trainer.losses.prefix_infonce import PrefixSettings, prefix_contrastive_
 from trainer.losses.tile_settings import (
     GUIDE,
@@ -227,7 +227,6 @@ class InfoNCE:
         found = add_contrastive_gradients(
             of_rows,
             columns.vectors,
-            all_queries=[] if queried is None else queried.vectors,
             gradients=[*row_gradients, *columns.gradients, *([] if queried is None else queried.gradients)],
             settings=TileSettings(
                 weights,
@@ -241,8 +240,11 @@ class InfoNCE:
                 self.negatives.parts,
                 self.hardness,
             ),
-            hard=places.hard_pairs(given.batch, rows) if self.hardness else None,
-            weights=rows.weights(given.batch.weights),
+            further=Further(
+                [] if queried is None else queried.vectors,
+                places.hard_pairs(given.batch, rows) if self.hardness else None,
+                rows.weights(given.batch.weights),
+            ),
             **self._of_the_global_batch(given, places, rows),
         )
         rows.gather_(gradients[0], row_gradients)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.losses.infonce import add_contrastive_gradients
+from trainer.losses.infonce import Further, add_contrastive_gradients
 from trainer.losses.tile_settings import FULL, PASSAGES_ALONE, MarginFilter, ScoreTeacher, TileSettings
 
 
@@ -51,8 +51,8 @@ def multi_size_contrastive(
         tuple(negatives),
         hardness,
     )
-    known = {"targets": targets, "excluded": excluded, "guide": guide, "hard": hard, "weights": weights}
-    return _MultiSizeContrastive.apply(known, settings, *queries, *passages, *all_queries)
+    known = {"targets": targets, "excluded": excluded, "guide": guide}
+    return _MultiSizeContrastive.apply(known, (hard, weights), settings, *queries, *passages, *all_queries)
 
 
 class _MultiSizeContrastive(torch.autograd.Function):
@@ -60,6 +60,7 @@ class _MultiSizeContrastive(torch.autograd.Function):
     def forward(
         ctx: Any,
         known: dict[str, Any],
+        further: tuple[Tensor | None, Tensor | None],
         settings: TileSettings,
         *vectors: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,13 +70,13 @@ class _MultiSizeContrastive(torch.autograd.Function):
         dtype = torch.float32 if half else vectors[0].dtype
         gradients = [
             torch.zeros_like(each, dtype=dtype) if wanted else None
-            for each, wanted in zip(vectors, ctx.needs_input_grad[2:])
+            for each, wanted in zip(vectors, ctx.needs_input_grad[3:])
         ]
         loss, nce, divergence = add_contrastive_gradients(
             *sides[:2],
             settings=settings,
             gradients=gradients,
-            all_queries=sides[2] if sides[2:] else (),
+            further=Further(sides[2] if sides[2:] else (), *further),
             dtype=dtype,
             **known,
         )
@@ -89,4 +90,4 @@ class _MultiSizeContrastive(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         # Scaled where they lie and given away: a copy would double what the passages' gradients take.
         gradients, ctx.gradients = ctx.gradients, None
-        return None, None, *(None if each is None else each.mul_(grads[0]) for each in gradients)
+        return None, None, None, *(None if each is None else each.mul_(grads[0]) for each in gradients)
