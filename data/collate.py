@@ -114,11 +114,14 @@ class MaskedBatch:
 
 @dataclass(frozen=True)
 class PairBatch:
-    """n queries and their m passages in the order: query 0's positive, query 0's negatives, query 1's positive, ..."""
+    """n queries and their m passages in the order: query 0's positive, query 0's negatives, query 1's positive, ...
+
+    Where several positives of a query count, they all stand first, and `target_query` says whose they are.
+    """
 
     queries: Texts  # n
     passages: Texts  # m
-    targets: torch.Tensor  # int64 [n]: the row of each query's positive in `passages`
+    targets: torch.Tensor  # int64 [n], or [r]: the row of each positive in `passages`, query by query
     passage_query: torch.Tensor  # int64 [m]: which query a passage belongs to
     scores: torch.Tensor | None  # float32 [n], graded pairs only
     query_hashes: torch.Tensor  # int64 [n], equal for equal texts
@@ -126,6 +129,8 @@ class PairBatch:
     known_hashes: torch.Tensor  # int64 [t]: hashes of all known positives of each query, drawn or not
     known_offsets: torch.Tensor  # int64 [n + 1]: where each query's known positives start
     sample_ids: torch.Tensor  # int64 [n]
+    weights: torch.Tensor | None = None  # float32 [n], of the queries' losses; None where the shards have none
+    target_query: torch.Tensor | None = None  # int64 [r]: the query of each target; None where each has one
 
     @property
     def num_samples(self) -> int:
@@ -278,7 +283,8 @@ class _Drawn(NamedTuple):
     """The texts of one training example that its batch holds, cut to the lengths that the model reads."""
 
     query: np.ndarray
-    passages: list[np.ndarray]  # the drawn positive, then the drawn negatives
+    passages: list[np.ndarray]  # the drawn positives, then the drawn negatives
+    num_targets: int  # drawn positives
     positives: list[np.ndarray]  # all known positives, drawn or not
 
 
@@ -286,7 +292,8 @@ class _Drawn(NamedTuple):
 class PairCollator:
     """Training examples (query, positives, negatives) to a PairBatch.
 
-    One positive and up to `num_negatives` negatives are drawn for each query; queries may have different numbers.
+    One positive, or up to `num_positives` of them, and up to `num_negatives` negatives are drawn for each query; the
+    numbers of queries may differ.
     """
 
     vocabulary: Vocabulary
@@ -296,6 +303,8 @@ class PairCollator:
     num_negatives: int
     seed: int
     graded: bool = False  # every pair has a score
+    num_positives: int = 1
+    weighted: bool = False  # some of the sources have weights; the samples of the others have the weight 1
     query_prompts: Sequence[np.ndarray] = ()  # ids, one prompt a source; empty: none
     passage_prompts: Sequence[np.ndarray] = ()
     query_prompt_lengths: Sequence[int] = ()  # one a source, of these prompts and of those in the shards; empty: none
@@ -310,6 +319,8 @@ class PairCollator:
             _check_length(f"{side}_max_length", length, self.vocabulary, prompts, lengths)
         if self.num_negatives < 0:
             raise DataError(f"num_negatives is {self.num_negatives}; give 0 or more")
+        if self.num_positives < 1:
+            raise DataError(f"num_positives is {self.num_positives}; give 1 or more")
         assert len(self.negatives_from) in (0, self.num_negatives)
 
     def __call__(self, samples: Sequence[Sample]) -> PairBatch:
@@ -319,6 +330,7 @@ class PairCollator:
         known = [text for item in drawn for text in item.positives]
         passages_per_query = np.asarray([len(item.passages) for item in drawn], dtype=np.int64)
         passage_query = np.repeat(np.arange(len(samples)), passages_per_query)
+        targets, target_query = self._targets(np.cumsum(passages_per_query) - passages_per_query, drawn)
         sources = [sample.source for sample in samples]
         return PairBatch(
             queries=with_prompts(queries, sources, self.query_prompts, self.vocabulary, self.query_prompt_lengths),
@@ -329,7 +341,8 @@ class PairCollator:
                 self.vocabulary,
                 self.passage_prompt_lengths,
             ),
-            targets=torch.from_numpy(np.cumsum(passages_per_query) - passages_per_query),
+            targets=targets,
+            target_query=target_query,
             passage_query=torch.from_numpy(passage_query),
             scores=_scores([sample.payload for sample in samples], graded=self.graded),
             query_hashes=torch.from_numpy(text_hashes(queries)),
@@ -337,7 +350,17 @@ class PairCollator:
             known_hashes=torch.from_numpy(text_hashes(known)),
             known_offsets=torch.from_numpy(_offsets([len(item.positives) for item in drawn])),
             sample_ids=_sample_ids(samples),
+            weights=torch.tensor([sample.payload.weight for sample in samples]) if self.weighted else None,
         )
+
+    def _targets(self, starts: np.ndarray, drawn: Sequence[_Drawn]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The places of the drawn positives, and whose they are. starts: int64 [n], each query's first passage."""
+        if self.num_positives == 1:
+            return torch.from_numpy(starts), None
+        counts = np.asarray([item.num_targets for item in drawn], dtype=np.int64)
+        owners = np.repeat(np.arange(len(drawn)), counts)
+        within = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
+        return torch.from_numpy(starts[owners] + within), torch.from_numpy(owners)
 
     def drawn_texts(self, samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
         """Hashes of all texts that each sample adds to its batch: (int64 [t], offsets int64 [n + 1]).
@@ -362,32 +385,37 @@ class PairCollator:
         tuples: list[Tuple] = [sample.payload for sample in samples]
         num_positives = np.asarray([item.num_positives for item in tuples], dtype=np.int64)
         num_passages = np.asarray([len(item.passages) for item in tuples], dtype=np.int64)
-        bits = draws(purpose_keys(keys, Purpose.POSITIVE), np.zeros(len(samples), dtype=np.uint64))
-        choices = integers(bits, num_positives).tolist()
-        negatives = self._draw_negatives(keys, num_passages - num_positives, at_most)
+        if self.num_positives == 1:
+            bits = draws(purpose_keys(keys, Purpose.POSITIVE), np.zeros(len(samples), dtype=np.uint64))
+            choices = [[choice] for choice in integers(bits, num_positives).tolist()]
+        else:
+            wanted = np.full(len(samples), self.num_positives)
+            choices = _draw_some(purpose_keys(keys, Purpose.POSITIVE), num_positives, wanted)
+        negatives = _draw_some(purpose_keys(keys, Purpose.NEGATIVES), num_passages - num_positives, at_most)
         drawn, frame_length = [], self.vocabulary.frame_length
-        for sample, item, choice, chosen in zip(samples, tuples, choices, negatives):
+        for sample, item, chosen_positives, chosen in zip(samples, tuples, choices, negatives):
             query_room = self.query_max_length - frame_length - _prompt_length(self.query_prompts, sample.source)
             room = self.passage_max_length - frame_length - _prompt_length(self.passage_prompts, sample.source)
             positives = [text[:room] for text in item.passages[: item.num_positives]]
             others = [item.passages[item.num_positives + index][:room] for index in chosen]
-            drawn.append(_Drawn(item.query[:query_room], [positives[choice], *others], positives))
+            targets = [positives[number] for number in chosen_positives]
+            drawn.append(_Drawn(item.query[:query_room], [*targets, *others], len(targets), positives))
         return drawn
 
-    def _draw_negatives(self, keys: np.ndarray, num_available: np.ndarray, at_most: np.ndarray) -> list[list[int]]:
-        """The numbers of each query's drawn negatives, without replacement: those with the smallest random words.
 
-        A smaller draw is therefore a subset of a larger one; `drawn_texts` relies on this.
-        """
-        streams = purpose_keys(keys, Purpose.NEGATIVES)
-        chosen = []
-        for index, (available, wanted) in enumerate(zip(num_available.tolist(), at_most.tolist())):
-            if available <= wanted:
-                chosen.append(list(range(available)))
-            else:
-                order = np.argsort(draws(streams[index : index + 1], np.arange(available)), kind="stable")
-                chosen.append(order[:wanted].tolist())
-        return chosen
+def _draw_some(keys: np.ndarray, num_available: np.ndarray, at_most: np.ndarray) -> list[list[int]]:
+    """The numbers of each query's drawn passages, without replacement: those with the smallest random words.
+
+    A smaller draw is therefore a subset of a larger one; `drawn_texts` relies on this. keys: uint64 [n], of the draw.
+    """
+    chosen = []
+    for index, (available, wanted) in enumerate(zip(num_available.tolist(), at_most.tolist())):
+        if available <= wanted:
+            chosen.append(list(range(available)))
+        else:
+            order = np.argsort(draws(keys[index : index + 1], np.arange(available)), kind="stable")
+            chosen.append(order[:wanted].tolist())
+    return chosen
 
 
 @dataclass(frozen=True, eq=False)
@@ -438,7 +466,8 @@ class MaskedPairCollator:
         texts = concatenate(pairs.queries, passages)
         keys = _keys(samples, self.masked.seed)  # [n]
         owners = pairs.passage_query
-        numbers = torch.arange(1, len(passages) + 1) - pairs.targets[owners]  # a query's passages are 1, 2, ...
+        firsts = torch.searchsorted(owners, torch.arange(len(keys)))  # each query's first passage
+        numbers = torch.arange(1, len(passages) + 1) - firsts[owners]  # a query's passages are 1, 2, ...
         text_keys = np.concatenate(
             [_text_keys(keys, np.zeros(len(keys))), _text_keys(keys[owners.numpy()], numbers.numpy())]
         )

@@ -46,6 +46,8 @@ class Passages:
             self._known_offsets: np.ndarray = tables["known_offsets"]  # int64 [groups + 1]
             self._known: np.ndarray = tables["known"]  # int64, rising within a group
             self._same: np.ndarray = tables["same"]  # int64 [groups]: the passage that equals the query, or -1
+            # float64 [rows]: the rows' weights; empty where the input has none
+            self._weights: np.ndarray = tables.get("weights", np.empty(0))
         self._queries = (folder / QUERIES).open("rb")
         self._passages = (folder / PASSAGES).open("rb")
 
@@ -70,6 +72,10 @@ class Passages:
     def positives(self, row: int) -> np.ndarray:
         start = int(self._mention_offsets[row])
         return self._mentions[start : start + int(self._num_positives[row])]
+
+    def weight(self, row: int) -> float | None:
+        """The weight of the row's loss; None where the input has no weights."""
+        return float(self._weights[row]) if len(self._weights) else None
 
     def negatives(self, row: int) -> np.ndarray:
         """The row's negatives in the input."""
@@ -104,7 +110,7 @@ def build(
     """
     query_keys, query_offsets = array("Q"), array("q", [0])
     keys, offsets = array("Q"), array("q", [0])
-    mention_offsets, num_positives = array("q", [0]), array("q")
+    mention_offsets, num_positives, weights = array("q", [0]), array("q"), array("d")
     with (folder / QUERIES).open("wb") as queries, (folder / PASSAGES).open("wb") as passages:
 
         def mention(text: str) -> None:
@@ -126,6 +132,7 @@ def build(
                 for text in (*row["positives"], *row["negatives"]):
                     mention(text)
                 num_positives.append(len(row["positives"]))
+                weights.append(row.get("weight", 1.0))
                 mention_offsets.append(len(keys))
                 if number % _RECORDS_PER_REPORT == 0:
                     report(counter.bytes_read - seen)
@@ -149,6 +156,7 @@ def build(
         offsets=np.frombuffer(offsets, np.int64),
         mention_offsets=np.frombuffer(mention_offsets, np.int64),
         num_positives=np.frombuffer(num_positives, np.int64),
+        weights=np.frombuffer(weights, np.float64) if any(each.weighted for each in input_splits) else np.empty(0),
     )
 
 
@@ -161,6 +169,7 @@ def _write_tables(
     offsets: np.ndarray,
     mention_offsets: np.ndarray,
     num_positives: np.ndarray,
+    weights: np.ndarray,
 ) -> None:
     """Number the distinct passages by first mention, and gather each query's known positives."""
     distinct, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
@@ -194,6 +203,7 @@ def _write_tables(
         known_offsets=known_offsets,
         known=pairs[:, 1],
         same=same,
+        weights=weights,
     )
     for name in (path.with_name(QUERIES), path.with_name(PASSAGES), temporary):
         sync(name)

@@ -247,6 +247,11 @@ def _column_options(parser: argparse.ArgumentParser) -> None:
         "--score-column", metavar="NAME", help="makes graded pairs (default, if no column is named: score, if present)"
     )
     parser.add_argument(
+        "--weight-column",
+        metavar="NAME",
+        help="multiplies a query's loss; an empty one means 1 (default, if no column is named: weight, if present)",
+    )
+    parser.add_argument(
         "--columns",
         metavar="NAME,NAME,...",
         type=lambda text: text.split(","),

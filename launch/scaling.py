@@ -197,13 +197,13 @@ class Lengths:
 
 
 def texts_of(recipe: Recipe, samples: float, lengths: Lengths) -> Texts:
-    """The texts of that many samples: documents, two spans each, or queries with their positive and hard negatives."""
+    """The texts of that many samples: documents, two spans each, or queries with their positives and hard negatives."""
 
     if recipe.reads_documents:
         count = samples * (2 if recipe.pairs == "spans" else 1)
         return Texts.alike(count, lengths.document, special=lengths.special)
     queries = Texts.alike(samples, lengths.query, special=lengths.special)
-    passages = samples * (1 + recipe.data.num_negatives)
+    passages = samples * (recipe.data.num_positives + recipe.data.num_negatives)
     return queries + Texts.alike(passages, lengths.passage, special=lengths.special)
 
 

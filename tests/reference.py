@@ -184,6 +184,10 @@ def _naive_masked(module: Any, batches: Sequence[MaskedBatch], recipe: Recipe, s
             [each[count:] for each in vectors],
             targets=batch.pairs.targets,
             excluded=naive_false_negatives([batch.pairs], batch.pairs.targets),
+            excluded_queries=naive_false_negative_queries([batch.pairs], batch.pairs.targets),
+            passage_query=batch.pairs.passage_query,
+            query_weights=batch.pairs.weights,
+            owners=naive_owners([batch.pairs]),
             gold=None,
             weights=weights,
             kl_weights=[],
@@ -282,6 +286,11 @@ def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe
         kl_weights=[weight * objective.kl_weight for weight in kl_weights],
         objective=objective,
         passage_query=torch.cat(owners),
+        query_weights=torch.cat([batch.weights for batch in batches]) if batches[0].weights is not None else None,
+        owners=naive_owners(batches),
+        excluded_queries=(
+            naive_false_negative_queries(batches, torch.cat(targets)) if objective.mask_false_negatives else None
+        ),
         **guided,
     )
 
@@ -366,12 +375,28 @@ def naive_guide(batches: Sequence[PairBatch], recipe: Recipe) -> dict[str, Any]:
         ]
         return torch.stack([embed(text, lengths[side]) for text in texts])
 
-    similarity = all_of("queries") @ all_of("passages").T
+    first, second = all_of("queries"), all_of("passages")
+    seen = [0]
+    for batch in batches:
+        seen.append(seen[-1] + len(batch.passages))
+    targets = torch.cat([batch.targets + before for batch, before in zip(batches, seen)])
+    owners = naive_owners(batches)
+    similarity = blocks_of_negatives(first, second, targets, owners, recipe.objective, lambda q, p: q @ p.T)
     return {"guide": similarity, "guide_temperature": recipe.guide.temperature or settings["temperature"]}
 
 
+def naive_owners(batches: Sequence[PairBatch]) -> Tensor:
+    """int64 [r] over all batches: the query of each target."""
+    found, seen = [], 0
+    for batch in batches:
+        own = torch.arange(len(batch.queries)) if batch.target_query is None else batch.target_query
+        found.append(own + seen)
+        seen += len(batch.queries)
+    return torch.cat(found)
+
+
 def naive_false_negatives(batches: Sequence[PairBatch], targets: Tensor) -> Tensor:
-    """bool [n, m] over all batches: the passages that equal a query's text or a known positive, so no negatives."""
+    """bool [r, m] over all batches: the passages that equal a query's text or a known positive, so no negatives."""
     known: dict[int, set[int]] = {}
     queries, passages = [], []
     for batch in batches:
@@ -386,7 +411,29 @@ def naive_false_negatives(batches: Sequence[PairBatch], targets: Tensor) -> Tens
                 column != target and (text in known[query] or text == passages[target])
                 for column, text in enumerate(passages)
             ]
-            for query, target in zip(queries, targets.tolist())
+            for query, target in zip([queries[owner] for owner in naive_owners(batches)], targets.tolist())
+        ]
+    )
+
+
+def naive_false_negative_queries(batches: Sequence[PairBatch], targets: Tensor) -> Tensor:
+    """bool [r, n] over all batches: queries whose text is no negative of a query, or of which its positive is one."""
+    known: dict[int, set[int]] = {}
+    queries, passages = [], []
+    for batch in batches:
+        offsets = batch.known_offsets.tolist()
+        for query, begin, end in zip(batch.query_hashes.tolist(), offsets, offsets[1:]):
+            known.setdefault(query, {query}).update(batch.known_hashes[begin:end].tolist())
+            queries.append(query)
+        passages += batch.passage_hashes.tolist()
+    positives = [passages[target] for target in targets.tolist()]
+    return torch.tensor(
+        [
+            [
+                i != j and (other in known[queries[i]] or other == positive or positive in known[other])
+                for j, other in enumerate(queries)
+            ]
+            for i, positive in zip(naive_owners(batches).tolist(), positives)
         ]
     )
 
@@ -473,27 +520,52 @@ def naive_contrastive_loss(
     guide: Tensor | None = None,
     guide_temperature: float = 1.0,
     passage_query: Tensor | None = None,
+    excluded_queries: Tensor | None = None,
+    query_weights: Tensor | None = None,
+    owners: Tensor | None = None,
 ) -> Tensor:
     """The SRL losses with whole matrices. `queries`, `passages`: K of [n, d_k] and [m, d_k]; the last is the full size.
 
-    excluded: bool [n, m]. guide: the guide's similarities [n, m]. passage_query: int64 [m], each passage's query.
+    excluded: bool [n, m]. guide: the guide's similarities [n, columns]. passage_query: int64 [m], each passage's query.
+    excluded_queries: bool [n, n]. query_weights: [n]. owners: int64 [r], the query of each of r targets where a query
+    has several: a row for each, of which the query's loss is the mean. `excluded`, `excluded_queries` and `guide` have
+    a row for each target, too.
     """
+    count = len(queries[0])
+    owners = torch.arange(count) if owners is None else owners
 
     def scores(q: Tensor, p: Tensor) -> Tensor:
         if objective.similarity == "cosine":
             q, p = q / q.norm(dim=1, keepdim=True), p / p.norm(dim=1, keepdim=True)
         return q @ p.T / objective.temperature
 
-    matrices = [scores(q, p) for q, p in zip(queries, passages)]
-    hidden = torch.zeros_like(matrices[0], dtype=torch.bool) if excluded is None else excluded
+    matrices = [blocks_of_negatives(q, p, targets, owners, objective, scores) for q, p in zip(queries, passages)]
+    hidden = _hidden_in_blocks(owners, len(passages[0]), targets, objective, excluded, excluded_queries)
     if getattr(objective, "filter_false_negatives", False):
         by_guide = getattr(objective, "filter_by", "full") == "guide"
         similarity = guide if by_guide else matrices[-1].detach() * objective.temperature
         assert similarity is not None
         too_near = similarity > similarity.gather(1, targets[:, None]) - objective.false_negative_margin
         hidden = hidden | too_near.scatter(1, targets[:, None], False)
+    weighted_guide = guide
+    if hardness := getattr(objective, "hardness", 0.0):
+        # w = exp(α · sg(s)) before the exponential of a query's own hard negatives.
+        assert passage_query is not None
+        hard = passage_query == owners[:, None]
+        hard[:, targets] = False
+        hard = F.pad(hard, (0, matrices[0].shape[1] - len(passage_query)))
+        weighted = [hard * hardness * matrix.detach() * objective.temperature for matrix in matrices]
+        matrices = [matrix + extra for matrix, extra in zip(matrices, weighted)]
+        if guide is not None:
+            weighted_guide = guide + hard * hardness * guide * guide_temperature
     if objective.loss != "cosent":
         matrices = [matrix.masked_fill(hidden, -1e9) for matrix in matrices]
+    of_queries = torch.ones(count, dtype=matrices[0].dtype) if query_weights is None else query_weights
+    shares = of_queries[owners] / owners.bincount()[owners]  # of each row
+
+    def mean(terms: Tensor) -> Tensor:
+        return (shares * terms).sum() / count
+
     total = queries[0].new_zeros(())
     for matrix, weight in zip(matrices, weights):
         if objective.loss == "cosent":
@@ -507,11 +579,16 @@ def naive_contrastive_loss(
             ]
             total = total + weight * torch.log(1 + torch.stack(terms).sum())
         else:
-            total = total + weight * F.cross_entropy(matrix, targets)
+            total = total + weight * mean(F.cross_entropy(matrix, targets, reduction="none"))
     for query, weight in zip(queries[:-1], weights):  # small queries against the full size's passages
         if asymmetric := getattr(objective, "asymmetric_weight", 0.0):
-            matrix = scores(query, passages[-1][:, : query.shape[1]]).masked_fill(hidden, -1e9)
-            total = total + weight * asymmetric * F.cross_entropy(matrix, targets)
+            matrix = scores(query[owners], passages[-1][:, : query.shape[1]])
+            if hardness:
+                plain = matrix.detach() * objective.temperature
+                matrix = matrix + hard[:, : matrix.shape[1]] * hardness * plain
+            matrix = matrix.masked_fill(hidden[:, : matrix.shape[1]], -1e9)
+            losses = F.cross_entropy(matrix, targets, reduction="none")
+            total = total + weight * asymmetric * mean(losses)
     for query, passage, weight in zip(queries, passages, weights):
         if spread := getattr(objective, "spread_weight", 0.0):
             total = total + weight * spread * (naive_spread(query) + naive_spread(passage[targets]))
@@ -521,7 +598,7 @@ def naive_contrastive_loss(
         assert passage_query is not None
         if objective.kl_teacher == "guide":
             assert guide is not None
-            taught = guide / guide_temperature
+            taught = guide[:, : len(passages[0])] / guide_temperature
         else:
             taught = scores(queries[-1], passages[-1])
             taught = taught.detach() if objective.detach_teacher else taught
@@ -530,14 +607,15 @@ def naive_contrastive_loss(
             own = scores(queries[k], passages[k])
             for i, j in pairs:
                 error = (own[i, targets[i]] - own[i, j]) - (taught[i, targets[i]] - taught[i, j])
-                total = total + weight * error**2 / len(pairs)
+                total = total + weight * of_queries[i] * error**2 / len(pairs)
         return total
     for k, weight in enumerate(kl_weights):
         if not weight:
             continue
         if getattr(objective, "kl_teacher", "full") == "guide":
-            assert guide is not None
-            student, teacher, factor = matrices[k], (guide / guide_temperature).masked_fill(hidden, -1e9), 1.0
+            assert weighted_guide is not None
+            taught = (weighted_guide / guide_temperature).masked_fill(hidden, -1e9)
+            student, teacher, factor = matrices[k], taught, 1.0
         elif objective.kl == "scores":
             student, teacher, factor = matrices[k], matrices[-1], 1.0
         else:
@@ -545,6 +623,45 @@ def naive_contrastive_loss(
             teacher = torch.cat([queries[-1], passages[-1]])[:, : student.shape[1]] / objective.kl_temperature
             factor = objective.kl_temperature
         target = teacher.detach() if objective.detach_teacher else teacher
-        divergence = F.kl_div(student.log_softmax(1), target.log_softmax(1), reduction="batchmean", log_target=True)
-        total = total + weight * factor * divergence
+        terms = F.kl_div(student.log_softmax(1), target.log_softmax(1), reduction="none", log_target=True).sum(1)
+        if len(terms) == len(shares):
+            total = total + weight * factor * mean(terms)
+        else:
+            total = total + weight * factor * (_of_texts(of_queries, passage_query, len(terms)) * terms).mean()
     return total
+
+
+def _of_texts(of_queries: Tensor, passage_query: Tensor | None, count: int) -> Tensor:
+    """The weights of queries, and then of their passages."""
+    if passage_query is None:
+        return torch.ones(count, dtype=of_queries.dtype)
+    return torch.cat([of_queries, of_queries[passage_query]])
+
+
+def blocks_of_negatives(q: Tensor, p: Tensor, targets: Tensor, owners: Tensor, objective: Any, scores: Any) -> Tensor:
+    """What shares a row's denominator: [r, m], then the further blocks of `objective.negatives`, side by side."""
+    further = {"query_query": (q[owners], q), "passage_passage": (p[targets], p), "passage_query": (p[targets], q)}
+    names = getattr(objective, "negatives", ["query_passage"])
+    return torch.cat([scores(q[owners], p), *(scores(*pair) for name, pair in further.items() if name in names)], dim=1)
+
+
+def _hidden_in_blocks(
+    owners: Tensor,
+    num_passages: int,
+    targets: Tensor,
+    objective: Any,
+    excluded: Tensor | None,
+    excluded_queries: Tensor | None,
+) -> Tensor:
+    """bool [r, columns]: what is left out of each block; always a query's other positives, and a text's own column."""
+    nothing = torch.zeros(len(owners), num_passages, dtype=torch.bool)
+    same_query = (owners[:, None] == owners) & ~torch.eye(len(owners), dtype=torch.bool)
+    passages = nothing.clone() if excluded is None else excluded.clone()
+    for row, other in same_query.nonzero().tolist():
+        passages[row, targets[other]] = True
+    itself = owners[:, None] == torch.arange(int(owners.max()) + 1)
+    queries = itself if excluded_queries is None else excluded_queries | itself
+    positive = nothing.scatter(1, targets[:, None], True)
+    further = {"query_query": queries, "passage_passage": passages | positive, "passage_query": queries}
+    names = getattr(objective, "negatives", ["query_passage"])
+    return torch.cat([passages, *(block for name, block in further.items() if name in names)], dim=1)

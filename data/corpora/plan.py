@@ -38,6 +38,7 @@ from data.corpora.rows import hub_dataset, open_parquet, require_columns, rows_o
 from data.corpora.splits import (
     NEGATIVE_NAME,
     SCORE_NAMES,
+    WEIGHT_NAME,
     Document,
     DocumentLayout,
     IdLayout,
@@ -393,7 +394,8 @@ def _tuple_layout(
     source: Path | str, present: Sequence[str], wanted: TupleLayout, *, by_row: bool = False
 ) -> TupleLayout:
     """The columns that were asked for, or else the columns with a usual name."""
-    asked = [name for name in (wanted.query, *wanted.positives, *wanted.negatives, wanted.score) if name]
+    named = (wanted.query, *wanted.positives, *wanted.negatives, wanted.score, wanted.weight)
+    asked = [name for name in named if name]
     require_columns(source, present, asked)
     query = wanted.query or next((name for name in _QUERY_NAMES if name in present and name not in asked), None)
     positives = (
@@ -408,19 +410,25 @@ def _tuple_layout(
         )
     # If the user names any column, only the named columns are read.
     negatives = wanted.negatives
-    score = wanted.score
+    score, weight = wanted.score, wanted.weight
     if not asked:
         negatives = tuple(name for name in present if NEGATIVE_NAME.fullmatch(name))
         score = None if negatives else next((name for name in SCORE_NAMES if name in present), None)
+        weight = WEIGHT_NAME if WEIGHT_NAME in present else None
     if score and (negatives or len(positives) > 1):
         raise DataError(f"{source}: graded pairs are one query, one passage and a score, without negatives")
-    return TupleLayout(query, positives, negatives, score, by_row=by_row and not asked)
+    if score and weight:
+        raise DataError(
+            f"{source}: graded pairs have no weights of their own; rename the column {weight!r}, or name the columns "
+            "to read with --score-column and the like"
+        )
+    return TupleLayout(query, positives, negatives, score, weight, by_row=by_row and not asked)
 
 
 def _say_unread(path: Path | str, present: Sequence[str], layout: TupleLayout, said: set[tuple[str, ...]]) -> None:
     """Warn about columns with usual names that are not read because another column serves; once for all files."""
-    read = (layout.query, *layout.positives, *layout.negatives, layout.score)
-    customary = dict.fromkeys((*_QUERY_NAMES, *_POSITIVE_NAMES, *SCORE_NAMES))
+    read = (layout.query, *layout.positives, *layout.negatives, layout.score, layout.weight)
+    customary = dict.fromkeys((*_QUERY_NAMES, *_POSITIVE_NAMES, *SCORE_NAMES, WEIGHT_NAME))
     unread = tuple(name for name in customary if name in present and name not in read)
     if unread and unread not in said:
         said.add(unread)

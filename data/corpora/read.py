@@ -14,6 +14,7 @@ from data.corpora.rows import require_columns, rows_of, split_lines
 from data.corpora.splits import (
     NEGATIVE_NAME,
     SCORE_NAMES,
+    WEIGHT_NAME,
     Document,
     DocumentLayout,
     IdLayout,
@@ -110,7 +111,10 @@ def _tuple(input_split: InputSplit, position: int, row: Mapping[str, Any], layou
         _refuse_empty(input_split, position, ", ".join(negative_columns))
         negatives = [text for text in negatives if text.strip()]
     score = _score(input_split, position, row.get(layout.score)) if layout.score else None
-    return {"query": query[0], "positives": positives, "negatives": negatives, "score": score}
+    record: TupleRecord = {"query": query[0], "positives": positives, "negatives": negatives, "score": score}
+    if layout.weight:
+        record["weight"] = _weight(input_split, position, row.get(layout.weight))
+    return record
 
 
 def _negative_columns(
@@ -129,6 +133,11 @@ def _negative_columns(
         raise DataError(
             f"{place(input_split, position)} has a score, and the first row none; give every row one, or name the "
             "columns to read with --query-column and the like"
+        )
+    if not layout.weight and row.get(WEIGHT_NAME) is not None:
+        raise DataError(
+            f"{place(input_split, position)} has a weight, and the first row none; give the first row one, or name "
+            "the columns to read with --query-column and the like"
         )
     return [*layout.negatives, *further]
 
@@ -153,6 +162,16 @@ def _score(input_split: InputSplit, position: int, value: Any) -> float:
     if not math.isfinite(score):
         raise DataError(f"{place(input_split, position)}: score {value!r} is not a finite number")
     return score
+
+
+def _weight(input_split: InputSplit, position: int, value: Any) -> float:
+    """A row's weight; one without has the weight 1."""
+    if value is None or value == "":
+        return 1.0
+    weight = number_of(value)
+    if not (math.isfinite(weight) and weight >= 0):
+        raise DataError(f"{place(input_split, position)}: weight {value!r} is not a finite number of at least 0")
+    return weight
 
 
 def _refuse_empty(input_split: InputSplit, position: int, column: str) -> None:

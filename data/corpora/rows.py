@@ -110,7 +110,7 @@ def _parquet_rows(input_split: InputSplit, counter: ByteCounter) -> Iterator[tup
     wanted = (
         [layout.text_column]
         if isinstance(layout, DocumentLayout)
-        else [layout.query, *layout.positives, *layout.negatives, *([layout.score] if layout.score else [])]
+        else [layout.query, *layout.positives, *layout.negatives, *filter(None, (layout.score, layout.weight))]
         if isinstance(layout, TupleLayout)
         else None
     )

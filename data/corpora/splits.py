@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from data.inputs import FileKind
 from data.lines import LONGEST_LINE, is_compressed
@@ -13,6 +13,7 @@ from data.remote import is_remote
 
 NEGATIVE_NAME = re.compile(r"(hard_?)?neg(ative)?s?(_passages)?(_?\d+)?|contradicted")
 SCORE_NAMES = ("score",)
+WEIGHT_NAME = "weight"
 
 
 class Document(TypedDict):
@@ -24,6 +25,7 @@ class TupleRecord(TypedDict):
     positives: list[str]
     negatives: list[str]
     score: float | None
+    weight: NotRequired[float]  # of its loss; absent means 1
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class DocumentLayout:
 
 @dataclass(frozen=True)
 class TupleLayout:
-    """The columns of the query, positives, negatives and score.
+    """The columns of the query, positives, negatives, score and weight.
 
     A column may hold one text, a list, or {"title", "text"} passages.
     """
@@ -45,6 +47,7 @@ class TupleLayout:
     positives: tuple[str, ...]
     negatives: tuple[str, ...] = ()
     score: str | None = None
+    weight: str | None = None
     by_row: bool = False  # columns were found by name, and rows may differ: one may have negatives that others lack
 
 
@@ -85,6 +88,10 @@ class InputSplit:
     @property
     def graded(self) -> bool:
         return isinstance(self.layout, TupleLayout) and self.layout.score is not None
+
+    @property
+    def weighted(self) -> bool:
+        return isinstance(self.layout, TupleLayout) and self.layout.weight is not None
 
 
 def place(input_split: InputSplit, position: int) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -66,12 +66,14 @@ def prepare_shards(arguments: argparse.Namespace) -> None:
             tokenizer = _with_token(tokenizer, arguments.append_token, scratch / "tokenizer")
             # Without it there is no such option, so that folders of earlier versions can be finished.
             options["append_token"] = arguments.append_token
+        if getattr(arguments, "weight_column", None):
+            options["weight_column"] = arguments.weight_column
         fingerprint = tokenizer_fingerprint(tokenizer)
         size = vocabulary_of(tokenizer).size
         plan = _plan_documents if kind == "documents" else _plan_tuples
         input_splits = plan(arguments, output)
         inputs = Inputs(output, input_splits, processes=arguments.processes)
-        preparation = {
+        preparation: dict[str, Any] = {
             "kind": kind,
             "options": options,
             "tokenizer": fingerprint,
@@ -79,6 +81,9 @@ def prepare_shards(arguments: argparse.Namespace) -> None:
             "skipped_rows": _skipped(input_splits),
             "units": [each.source + (f" first {each.limit}" if each.limit else "") for each in input_splits],
         }
+        weighted = any(each.weighted for each in input_splits)
+        if weighted:
+            preparation["weights"] = True
         settings = {"preparation": settle(output, preparation)}
         inputs.remember()
         unfinished = [
@@ -104,6 +109,7 @@ def prepare_shards(arguments: argparse.Namespace) -> None:
                 tokenizer_file=str(tokenizer_file),
                 vocabulary_size=size,
                 graded=input_splits[number].graded,
+                weighted=weighted,
                 settings=settings,
                 seed=arguments.seed,
                 shard_bytes=arguments.shard_megabytes * 2**20,
@@ -178,6 +184,7 @@ def _plan_tuples(arguments: argparse.Namespace, output: Path) -> list[InputSplit
             tuple(arguments.positive_column),
             tuple(arguments.negative_column),
             arguments.score_column,
+            arguments.weight_column,
         ),
         tuple(arguments.columns),
         negatives_file=arguments.negatives,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -40,6 +40,7 @@ class Job:
     seed: int
     shard_bytes: int
     chunk_samples: int
+    weighted: bool = False
     query_prompt: str = ""
     passage_prompt: str = ""
 
@@ -69,7 +70,7 @@ def write_split(job: Job, report: Report) -> None:
     """Read, tokenize, shuffle and write one input split."""
     encode = _encoder(job.tokenizer_file, job.vocabulary_size)
     counter = ByteCounter()
-    block: list[tuple[list[np.ndarray], int, float | None]] = []  # texts, number of positives, score
+    block: list[_Encoded] = []
     block_tokens = num_blocks = bytes_reported = 0
     with SplitWriter(
         job.output,
@@ -77,6 +78,7 @@ def write_split(job: Job, report: Report) -> None:
         kind=job.kind,
         vocabulary_size=job.vocabulary_size,
         graded=job.graded,
+        weighted=job.weighted,
         source=job.input_split.source,
         settings=job.settings,
         shard_bytes=job.shard_bytes,
@@ -90,7 +92,7 @@ def write_split(job: Job, report: Report) -> None:
                 found = [next(ids) for _ in sample.texts]
                 kept = _without_empty(job, sample, found)
                 if kept is not None:
-                    block.append((*kept, sample.score))
+                    block.append(_Encoded(*kept, sample.score, sample.weight))
                     batch_samples += 1
                     batch_tokens += sum(map(len, kept[0]))
             block_tokens += batch_tokens
@@ -109,6 +111,16 @@ class _Sample:
     num_positives: int
     score: float | None
     position: int
+    weight: float = 1.0
+
+
+class _Encoded(NamedTuple):
+    """A sample's ids: of a document, or of a query and its passages."""
+
+    texts: list[np.ndarray]
+    num_positives: int
+    score: float | None
+    weight: float
 
 
 def _batches(job: Job, counter: ByteCounter) -> Iterator[list[_Sample]]:
@@ -121,7 +133,8 @@ def _batches(job: Job, counter: ByteCounter) -> Iterator[list[_Sample]]:
             row = cast(TupleRecord, record)
             passages = [job.passage_prompt + text for text in (*row["positives"], *row["negatives"])]
             query = job.query_prompt + row["query"]
-            sample = _Sample([query, *passages], len(row["positives"]), row["score"], position)
+            weight = row.get("weight", 1.0)
+            sample = _Sample([query, *passages], len(row["positives"]), row["score"], position, weight)
         batch.append(sample)
         num_texts += len(sample.texts)
         characters += sum(map(len, sample.texts))
@@ -149,13 +162,11 @@ def _without_empty(job: Job, sample: _Sample, ids: list[np.ndarray]) -> tuple[li
     return ([ids[0], *positives, *negatives], len(positives)) if positives else None
 
 
-def _write_block(
-    job: Job, writer: SplitWriter, block: list[tuple[list[np.ndarray], int, float | None]], number: int
-) -> None:
+def _write_block(job: Job, writer: SplitWriter, block: list[_Encoded], number: int) -> None:
     key = sample_keys(job.seed, epochs=np.array([number]), sources=np.array([job.number]), samples=np.array([0]))
     for index in np.argsort(draws(key, np.arange(len(block))), kind="stable").tolist():
-        texts, num_positives, score = block[index]
+        texts, num_positives, score, weight = block[index]
         if job.kind == "documents":
             writer.add_document(texts[0])
         else:
-            writer.add_tuple(texts[0], texts[1:], num_positives=num_positives, score=score)
+            writer.add_tuple(texts[0], texts[1:], num_positives=num_positives, score=score, weight=weight)

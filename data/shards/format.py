@@ -13,7 +13,8 @@ A folder is read from a local disk, or from a remote store through a cache (data
 Kind "documents" has the columns tok and off. Kind "tuples", training examples of a query with its positives and
 negatives, has q.tok, q.off (queries), d.tok, d.off (all passages of
 all queries, concatenated), grp (uint32 [samples + 1]: each query's range of passages), pos (uint16 [samples]: how many
-of a query's passages are positives; they come first) and, for graded pairs only, score (float32 [samples]).
+of a query's passages are positives; they come first) and, for graded pairs only, score (float32 [samples]). Where the
+input gave training examples weights of their own, there is weight (float32 [samples]).
 
 Why this format: every shard is a valid WebDataset tar of .npy members (no pickle; dtype and shape are in the member).
 Many samples share a member, because the tar and npy headers would more than double a document of a few hundred bytes.
@@ -49,6 +50,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 COLUMNS = {"documents": ("tok", "off"), "tuples": ("q.tok", "q.off", "d.tok", "d.off", "grp", "pos")}
 GRADED_COLUMNS = (*COLUMNS["tuples"], "score")
+WEIGHTED_COLUMNS = (*COLUMNS["tuples"], "weight")
 CHUNK_SAMPLES = 1024
 RESTORE = "restore the file, or delete it and run the same prepare command again"
 Kind = Literal["documents", "tuples"]
@@ -67,6 +69,7 @@ class Tuple(NamedTuple):
     passages: list[np.ndarray]
     num_positives: int
     score: float | None
+    weight: float = 1.0  # of its loss
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,7 @@ def read_manifest(folder: str | Path) -> Manifest:
         frame=found.frame,
         prompts=found.prompts,
     )
-    columns = (COLUMNS[manifest.kind], *([GRADED_COLUMNS] if manifest.kind == "tuples" else []))
+    columns = (COLUMNS[manifest.kind], *([GRADED_COLUMNS, WEIGHTED_COLUMNS] if manifest.kind == "tuples" else []))
     if manifest.columns not in columns:
         raise DataError(f"{path} has kind {manifest.kind!r} with unknown columns; make the shards again")
     if not manifest.shards:

@@ -112,6 +112,11 @@ class ShardFolder:
         return "score" in self.manifest.columns
 
     @property
+    def weighted(self) -> bool:
+        """Whether its training examples have weights of their own; else all have the weight 1."""
+        return "weight" in self.manifest.columns
+
+    @property
     def num_samples(self) -> int:
         return int(self._chunk_starts[-1])
 
@@ -261,7 +266,8 @@ class ShardFolder:
             ends = columns["d.off"][first : last + 1].tolist()
             passages = [tokens[start:end] for start, end in pairwise(ends)]
             score = float(columns["score"][row]) if "score" in columns else None
-            samples.append(Tuple(query, passages, int(columns["pos"][row]), score))
+            weight = float(columns["weight"][row]) if "weight" in columns else 1.0
+            samples.append(Tuple(query, passages, int(columns["pos"][row]), score, weight))
         return samples
 
     def samples(self, indices: Sequence[int] | np.ndarray) -> list[Any]:
@@ -420,7 +426,7 @@ class _OpenShard:
     def _dtypes(self, column: str) -> tuple[np.dtype, ...]:
         if column.endswith("tok"):
             return (token_dtype(self.vocabulary_size),)
-        return (np.dtype({"pos": "<u2", "score": "<f4"}.get(column, "<u4")),)
+        return (np.dtype({"pos": "<u2", "score": "<f4", "weight": "<f4"}.get(column, "<u4")),)
 
     def _check(self, chunk: Chunk, views: dict[str, np.ndarray]) -> None:
         sound = True
@@ -442,6 +448,8 @@ class _OpenShard:
             sound = sound and bool((views["pos"] >= 1).all() and (views["pos"] <= np.diff(views["grp"])).all())
         if "score" in views:
             sound = sound and bool(np.isfinite(views["score"]).all())
+        if "weight" in views:
+            sound = sound and bool((np.isfinite(views["weight"]) & (views["weight"] >= 0)).all())
         if not sound:
             raise self._damaged(f"chunk {chunk.key} has offsets that do not fit its tokens")
 

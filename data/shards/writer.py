@@ -30,6 +30,7 @@ from data.shards.format import (
     GRADED_COLUMNS,
     MANIFEST,
     NO_PROMPTS,
+    WEIGHTED_COLUMNS,
     Chunk,
     CompletionMarker,
     Kind,
@@ -82,6 +83,7 @@ class SplitWriter:
         kind: Kind,
         vocabulary_size: int,
         graded: bool = False,
+        weighted: bool = False,
         source: str = "",
         settings: Mapping[str, Any] | None = None,
         shard_bytes: int = SHARD_BYTES,
@@ -91,6 +93,8 @@ class SplitWriter:
             raise DataError(f"kind {kind!r} of shards is unknown; use one of {', '.join(COLUMNS)}")
         if graded and kind != "tuples":
             raise DataError("only shards of kind tuples can be graded; drop the scores or write tuples")
+        if weighted and (graded or kind != "tuples"):
+            raise DataError("only shards of kind tuples without scores can have weights; drop the weights")
         if shard_bytes < RECORDSIZE or chunk_samples < 1:
             raise DataError(
                 f"shards of {shard_bytes} bytes with chunks of {chunk_samples} samples are too small; "
@@ -99,7 +103,7 @@ class SplitWriter:
         self.folder = Path(folder)
         self.number = split
         self.kind = kind
-        self.columns = GRADED_COLUMNS if graded else COLUMNS[kind]
+        self.columns = GRADED_COLUMNS if graded else WEIGHTED_COLUMNS if weighted else COLUMNS[kind]
         self.vocabulary_size = vocabulary_size
         self.source = source
         self.settings = _plain(settings)
@@ -117,6 +121,7 @@ class SplitWriter:
         self._group_sizes: list[int] = []
         self._positives: list[int] = []
         self._scores: list[float] = []
+        self._weights: list[float] = []
         self._pending_tokens = 0
         try:
             (self.folder / "units").mkdir(parents=True, exist_ok=True)
@@ -142,8 +147,12 @@ class SplitWriter:
         *,
         num_positives: int = 1,
         score: float | None = None,
+        weight: float = 1.0,
     ) -> None:
-        """Append a training example: a query and its passages, positives first; all ids, without special tokens."""
+        """Append a training example: a query and its passages, positives first; all ids, without special tokens.
+
+        score: of a graded pair. weight: what its loss is multiplied by in training.
+        """
         if self.kind != "tuples":
             raise DataError(f"shards of kind {self.kind} in {self.folder} take documents, not tuples")
         if not 1 <= num_positives <= min(len(passages), MAX_POSITIVES):
@@ -155,6 +164,10 @@ class SplitWriter:
             raise DataError(f"{self._here()} {'lacks a' if score is None else 'has a'} score unlike the other samples")
         if score is not None and not isfinite(score):
             raise DataError(f"{self._here()} has the score {score}; give a finite number or drop it")
+        if not (isfinite(weight) and weight >= 0):
+            raise DataError(f"{self._here()} has the weight {weight}; give a finite number of at least 0")
+        if weight != 1 and "weight" not in self.columns:
+            raise DataError(f"{self._here()} has a weight, and these shards have none; write them as weighted")
         ids = self._ids(query, "query")
         passage_ids = [self._ids(passage, "passage") for passage in passages]
         self._texts.append(ids)
@@ -163,6 +176,7 @@ class SplitWriter:
         self._positives.append(num_positives)
         if score is not None:
             self._scores.append(score)
+        self._weights.append(weight)
         self._end_sample(len(ids) + sum(map(len, passage_ids)))
 
     def close(self) -> CompletionMarker:
@@ -230,6 +244,8 @@ class SplitWriter:
             columns["pos"] = np.asarray(self._positives, dtype="<u2")
             if "score" in self.columns:
                 columns["score"] = np.asarray(self._scores, dtype="<f4")
+            if "weight" in self.columns:
+                columns["weight"] = np.asarray(self._weights, dtype="<f4")
         payloads = {column: npy_bytes(columns[column]) for column in self.columns}
 
         size = sum(_TarFile.size_of(payload) for payload in payloads.values())
@@ -244,7 +260,8 @@ class SplitWriter:
         self._num_chunks += 1
         self._shard_tokens += self._pending_tokens
         self._pending_tokens = 0
-        for pending in (self._texts, self._passages, self._group_sizes, self._positives, self._scores):
+        numbers = (self._group_sizes, self._positives, self._scores, self._weights)
+        for pending in (self._texts, self._passages, *numbers):
             pending.clear()
 
     def _concatenated(self, texts: list[np.ndarray]) -> np.ndarray:

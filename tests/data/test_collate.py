@@ -231,6 +231,35 @@ def test_pairs_stand_positive_first_then_negatives(vocabulary: Vocabulary) -> No
     assert batch.num_tokens == len(batch.queries.tokens) + len(batch.passages.tokens)
 
 
+def test_several_positives_stand_before_the_negatives(vocabulary: Vocabulary) -> None:
+    shapes = [(1, 3), (2, 0), (5, 1), (3, 9)]
+    settings = {"query_max_length": 5, "passage_max_length": 4, "num_negatives": 2, "seed": 3}
+    collate = PairCollator(vocabulary, **settings, num_positives=3)  # type: ignore[arg-type]
+    batch = collate(tuples(shapes))
+    assert batch.passage_query.tolist() == [0] * 3 + [1] * 2 + [2] * 4 + [3] * 5
+    assert batch.target_query is not None and batch.target_query.tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert batch.targets.tolist() == [0, 3, 4, 5, 6, 7, 9, 10, 11]
+    passages, _ = pad_texts(batch.passages, torch.arange(len(batch.passages)), pad_id=0)
+    assert passages[:, 1].tolist() == [100 + query for query in batch.passage_query.tolist()]
+    number = passages[:, 2] - 10
+    for query, (positives, negatives) in enumerate(shapes):
+        mine = number[batch.passage_query == query].tolist()
+        count = min(3, positives)
+        assert len(set(mine)) == len(mine) == count + min(2, negatives)
+        assert all(other < positives for other in mine[:count]) and all(other >= positives for other in mine[count:])
+    # The negatives are those that are drawn beside one positive; which positives, changes from epoch to epoch.
+    one = PairCollator(vocabulary, **settings)(tuples(shapes))  # type: ignore[arg-type]
+    assert one.target_query is None
+    drawn = [hashes[batch.passage_query == 3][3:].tolist() for hashes in (batch.passage_hashes,)]
+    assert drawn == [one.passage_hashes[one.passage_query == 3][1:].tolist()]
+    sets = {tuple(collate(tuples(shapes, epoch=epoch)).passage_hashes[5:8].tolist()) for epoch in range(20)}
+    assert len({frozenset(each) for each in sets}) > 3
+    hashes, offsets = collate.drawn_texts(tuples(shapes))
+    assert hashes[offsets[2] : offsets[3]].tolist() == [int(batch.query_hashes[2]), *batch.passage_hashes[5:9].tolist()]
+    with pytest.raises(DataError, match="num_positives is 0"):
+        PairCollator(vocabulary, **settings, num_positives=0)  # type: ignore[arg-type]
+
+
 def test_positives_and_negatives_are_drawn_uniformly(vocabulary: Vocabulary) -> None:
     collate = PairCollator(vocabulary, query_max_length=8, passage_max_length=8, num_negatives=2, seed=3)
     batch = collate(tuples([(3, 5)] * 300) + tuples([(3, 5)] * 300, epoch=1) + tuples([(3, 5)] * 300, epoch=2))
@@ -345,6 +374,8 @@ def test_no_samples_make_an_empty_batch(vocabulary: Vocabulary) -> None:
     for score in (None, 1.0):
         collate = PairCollator(vocabulary, **settings, **prompts, graded=score is not None)  # type: ignore[arg-type]
         assert_empty_like(collate([]), collate(tuples([(1, 2)], score=score)))
+    several = PairCollator(vocabulary, **settings, num_positives=2, weighted=True)  # type: ignore[arg-type]
+    assert_empty_like(several([]), several(tuples([(3, 2)])))
     hashes, offsets = collate.drawn_texts([])
     assert len(hashes) == 0 and offsets.tolist() == [0] and hashes.dtype == offsets.dtype == np.int64
     for ratio in (0.5, None):

@@ -252,6 +252,26 @@ def test_columns_by_name(tmp_path: Path) -> None:
     assert tuples_of(bare, columns=["query", "positive", "negative", "unused"])[0] == ("a", ["b"], ["c"], None)
 
 
+def test_rows_have_weights(tmp_path: Path) -> None:
+    """A row without one has the weight 1; a column named among others is read like them."""
+    rows = [{"query": "a", "positive": "p", "weight": 0}, {"query": "b", "positive": "p"}]
+    rows += [{"query": "c", "positive": "p", "weight": None}, {"query": "d", "positive": "p", "weight": 2.5}]
+    found = read_tuples([str(write_jsonl(tmp_path / "a.jsonl", rows))])
+    assert [record.get("weight") for record in found] == [0.0, 1.0, 1.0, 2.5]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = read_tuples([str(tmp_path / "a.parquet")])
+    assert [record.get("weight") for record in found] == [0.0, 1.0, 1.0, 2.5]
+    table = write_tsv(
+        tmp_path / "b.tsv", [("query", "positive", "weight", "w"), ("a", "p", "3", "4"), ("b", "p", "3", "")]
+    )
+    for column, expected in (("", [3.0, 3.0]), ("w", [4.0, 1.0])):
+        wanted = TupleLayout("", (), weight=column or None)
+        found = read_tuples([str(table)], tuples=TupleOptions(wanted=wanted))
+        assert [record.get("weight") for record in found] == expected
+    plain = write_jsonl(tmp_path / "c.jsonl", [{"query": "a", "positive": "p"}])
+    assert [record.get("weight") for record in read_tuples([str(plain)])] == [None]
+
+
 def test_bad_tuples_are_named_with_file_and_line(tmp_path: Path) -> None:
     def case(name: str, rows: Iterable[Sequence[object]], sentence: str, **options: Any) -> None:
         refused(sentence, tuples_of, write_tsv(tmp_path / name, rows), **options)
@@ -267,6 +287,18 @@ def test_bad_tuples_are_named_with_file_and_line(tmp_path: Path) -> None:
     case("i.tsv", [("query", "positive"), ("q", "b")], "format 'csv' is unknown", format="csv")
     case("j.tsv", [("query", "positive"), ("q", "b")], "no MS MARCO or BEIR folder", negatives_file="x.jsonl")
     graded = {"query_column": "q", "positive_columns": ["p"], "negative_columns": ["n"], "score_column": "s"}
+    case(
+        "w.tsv",
+        [("query", "positive", "weight"), ("q", "b", "-1")],
+        r"w.tsv:2: weight '-1' is not a finite .* at least 0",
+    )
+    case("x.tsv", [("query", "positive", "weight"), ("q", "b", "much")], r"x.tsv:2: weight 'much' is not a finite")
+    both = [("query", "positive", "score", "weight"), ("q", "b", "1", "2")]
+    case("y.tsv", both, "graded pairs have no weights of their own; rename the column 'weight'")
+    later = write_jsonl(
+        tmp_path / "z.jsonl", [{"query": "a", "positive": "p"}, {"query": "a", "positive": "p", "weight": 2}]
+    )
+    refused("z.jsonl:2 has a weight, and the first row none", tuples_of, later)
     case("k.tsv", [("q", "p", "n", "s"), ("a", "b", "c", "1")], "graded pairs are one query", **graded)
     refused("graded pairs into a folder", tuples_of, tmp_path / "e.tsv", tmp_path / "h.tsv")
     path = write_jsonl(tmp_path / "l.jsonl", [{"query": ["a", "b"], "positive": "p"}])

@@ -79,6 +79,14 @@ def test_a_whole_folder_against_a_plain_reading(tmp_path: Path, docstrings: list
     assert any(len(got.excluded(number)) > len(got.known(number)) for number in range(300))
 
 
+def test_weights_of_rows_are_kept(tmp_path: Path, collection: Passages) -> None:
+    (tmp_path / "w.jsonl").write_text("".join(json.dumps(r | {"weight": n / 2}) + "\n" for n, r in enumerate(ROWS)))
+    (tmp_path / "weighted").mkdir()
+    build(tmp_path / "weighted", plan_tuples([str(tmp_path / "w.jsonl")]))
+    assert [Passages(tmp_path / "weighted").weight(row) for row in range(3)] == [0.0, 0.5, 1.0]
+    assert collection.weight(0) is None
+
+
 def test_what_cannot_be_mined_is_refused(tmp_path: Path) -> None:
     graded = tmp_path / "graded.jsonl"
     graded.write_text('{"query": "a", "positive": "b", "score": 1.0}\n')

@@ -133,6 +133,31 @@ def test_graded_pairs_carry_scores(tmp_path, tiny_tokenizer, texts):
     assert [sample.score for sample in opened.tuples(range(40))] == [index / 8 for index in range(40)]
 
 
+def test_examples_carry_weights(tmp_path, tiny_tokenizer, texts):
+    with SplitWriter(tmp_path, 0, kind="tuples", weighted=True, vocabulary_size=2000, **OPTIONS) as writer:
+        for index in range(40):
+            weight = {} if index % 3 else {"weight": index / 8}
+            writer.add_tuple(texts[index], [texts[index + 1]], **weight)
+        for weight in (-0.5, float("nan"), float("inf")):
+            with pytest.raises(DataError, match="finite number of at least 0"):
+                writer.add_tuple(texts[0], [texts[1]], weight=weight)
+    finish_folder(tmp_path, 1, tokenizer=tiny_tokenizer)
+    opened = ShardFolder(tmp_path)
+    assert opened.weighted and not opened.graded
+    expected = [1.0 if index % 3 else index / 8 for index in range(40)]
+    assert [sample.weight for sample in opened.tuples(range(40))] == expected
+    with SplitWriter(tmp_path / "plain", 0, kind="tuples", vocabulary_size=2000) as plain:
+        plain.add_tuple(texts[0], [texts[1]])
+        with pytest.raises(DataError, match="has a weight, and these shards have none"):
+            plain.add_tuple(texts[0], [texts[1]], weight=0.5)
+    finish_folder(tmp_path / "plain", 1, tokenizer=tiny_tokenizer)
+    opened = ShardFolder(tmp_path / "plain")
+    assert not opened.weighted and opened.tuple(0).weight == 1.0
+    for wrong in ({"kind": "documents"}, {"kind": "tuples", "graded": True}):
+        with pytest.raises(DataError, match="without scores can have weights"):
+            SplitWriter(tmp_path / "wrong", 0, weighted=True, vocabulary_size=2000, **wrong)
+
+
 def test_ids_are_as_narrow_as_the_vocabulary_allows(tmp_path, tiny_tokenizer):
     assert token_dtype(2**16) == np.uint16
     assert token_dtype(2**16 + 1) == np.uint32

@@ -48,6 +48,7 @@ def batch_of(folder: ShardFolder, *, num_negatives: int) -> PairBatch:
         num_negatives=num_negatives,
         seed=5,
         graded=folder.graded,
+        weighted=folder.weighted,
     )
     return next(Stream([folder], collate=collate, seed=5, global_batch_size=folder.num_samples))
 
@@ -152,3 +153,21 @@ def test_graded_pairs(tiny_tokenizer_path, tiny_tokenizer, tmp_path):
     # Negative control: the check notices scores that stand with the wrong pair.
     with pytest.raises(AssertionError):
         check(batch, [{**r, "score": r["score"] + 0.25} for r in rows], tiny_tokenizer, most=3)
+
+
+def test_weights_stand_with_their_queries(tiny_tokenizer_path, tiny_tokenizer, tmp_path):
+    """One file has weights, the other none; the samples are shuffled on their way."""
+    rows = [row(phrase(i, i + 1), [phrase(i, 3)]) for i in range(12)]
+    keys = ("query", "positives")
+    for name, begin in (("a", 0), ("b", 6)):
+        lines = [{key: r[key] for key in keys} for r in rows[begin : begin + 6]]
+        lines = [line | ({"weight": i / 4} if name == "a" else {}) for i, line in enumerate(lines)]
+        (tmp_path / "both").mkdir(exist_ok=True)
+        (tmp_path / "both" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    folder = prepared(tmp_path / "both", tiny_tokenizer_path, "--processes", "1")
+    assert folder.weighted and len(folder) == 12
+    batch = batch_of(folder, num_negatives=0)
+    assert batch.weights is not None and batch.weights.dtype == torch.float32
+    expected = {read(tiny_tokenizer, [r["query"]])[0]: i / 4 if i < 6 else 1.0 for i, r in enumerate(rows)}
+    assert [expected[query] for query in seen(batch.queries)] == batch.weights.tolist()
+    assert batch_of(prepared(tmp_path / "both" / "b.jsonl", tiny_tokenizer_path), num_negatives=0).weights is None

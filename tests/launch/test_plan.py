@@ -33,7 +33,7 @@ from tests.trainer.support import MODEL, recipe_of, recipe_values
 from trainer import build
 from trainer.config.load import load_recipe
 from trainer.config.schema import Recipe
-from trainer.costs.objective_costs import costs_of
+from trainer.costs.objective_costs import ObjectiveCosts, costs_of
 from trainer.costs.parameters import embedding_parameters, encoder_parameters
 from trainer.costs.shapes import Shape
 from trainer.distributed import World
@@ -146,6 +146,33 @@ def test_products_are_those_computed(
     # At this shape, what is repeated makes up for what is skipped in two of the cases.
     if (name, bool(changes)) not in (("enhanced", False), ("frozen", True)):
         assert not 0.97 < computed / model_flops < 1.03 + padding
+
+
+@pytest.mark.parametrize("num_positives", [1, 2])
+@pytest.mark.parametrize("further", [[], ["query_query"], ["passage_passage", "passage_query"]])
+def test_products_of_the_loss_are_those_computed(further: list[str], num_positives: int, crowded_shards: Path) -> None:
+    """Of the loss alone, on any vectors: a step's own are too few to be seen beside the encoder's."""
+    values = wider_values(crowded_shards, "contrastive")
+    values["objective"] |= {"negatives": ["query_passage", *further], "hardness": 5.0}
+    values["data"] |= {"query_max_length": 8, "passage_max_length": 8, "num_negatives": 1}
+    recipe = recipe_of(values | {"data": values["data"] | {"num_positives": num_positives}})
+    sources = build.open_shards(recipe)
+    objective = build.build_objective(recipe, build.build_model(recipe, sources))
+    stream = build.open_stream(recipe, sources, rank=0, world_size=1)
+    batch = next(stream)
+    stream.close()
+    texts, costs, step = _texts_of(batch), costs_of(recipe), objective.schedule(0)
+    vectors = costs.vectors(texts)
+    reads_queries = any(name.endswith("_query") for name in further)
+    assert vectors == len(batch.passages) + reads_queries * len(batch.queries)
+    embeddings = [torch.randn(texts.count, size.dim) for size in step.sizes]
+    alone = PlainEngine(torch.nn.Identity(), World(0, 0, 1, torch.device("cpu")))
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _in_place_product}) as counter:
+        objective.loss.loss_and_gradients(embeddings, batch, step, alone)
+    shape = planned_model(recipe, sources[0].vocabulary.size).shape
+    without = ObjectiveCosts(recipe).computed_flops(shape, texts, vectors=vectors)
+    predicted = costs.computed_flops(shape, texts, vectors=vectors) - without
+    assert counter.get_total_flops() == pytest.approx(predicted, rel=1e-6)
 
 
 def _in_place_product(

@@ -63,6 +63,21 @@ def crowded_shards(tmp_path_factory, docstrings, tiny_tokenizer) -> Path:
 
 
 @pytest.fixture(scope="session")
+def weighted_shards(tmp_path_factory, docstrings, tiny_tokenizer) -> Path:
+    """Queries with weights of their losses, one or two positives and a hard negative each."""
+    folder = tmp_path_factory.mktemp("weighted")
+    pairs = _pairs(docstrings)[:60]
+    with SplitWriter(folder, 0, kind="tuples", weighted=True, vocabulary_size=len(tiny_tokenizer)) as writer:
+        for index, (query, body) in enumerate(pairs):
+            count = 1 + index % 2
+            texts = [*(body, pairs[(index + 11) % 60][1])[:count], pairs[(index + 7) % 60][1]]
+            passages, weight = [_ids(tiny_tokenizer, text) for text in texts], (0.0, 0.25, 1.0, 3.5)[index // 2 % 4]
+            writer.add_tuple(_ids(tiny_tokenizer, query), passages, num_positives=count, weight=weight)
+    finish_folder(folder, 1, tokenizer=tiny_tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def graded_shards(tmp_path_factory, docstrings, tiny_tokenizer) -> Path:
     """Pairs with a grade: 5 for a docstring's own body, 0 for the next one's."""
     folder = tmp_path_factory.mktemp("graded")

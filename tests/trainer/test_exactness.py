@@ -41,11 +41,14 @@ AT_EVERY_STAGE = ("smae", "srl")
 AT_TWO_STAGES = ("mlm", "direct", "two_d", "one", "enhanced", "spans", "guided", "guided_masked_pairs")
 AT_TWO_STAGES += ("smae_lonely", "srl_lonely", "guided_lonely", "enhanced_lonely", "spans_lonely", "sparse")
 AT_TWO_STAGES += ("espresso", "adaptive", "distill", "distill_heads", "distill_lonely", "related", "taught", "left_out")
+AT_TWO_STAGES += ("blocks",)
 # These use the engine as one of those above does. They differ only in the loss, which is computed from the engine's
 # outputs: whole float32 tensors at every stage.
 AT_ONE_STAGE = ("mrl", "cosent", "coordinates", "weighted", "crowded", "filtered", "margins")
 AT_ONE_STAGE += ("own_margins", "taught_by_guide", "masked_pairs", "symmetric_spans", "symmetric_spans_lonely")
-AT_ONE_STAGE += ("asymmetric", "asymmetric_by_dot", "asymmetric_lonely")
+AT_ONE_STAGE += ("asymmetric", "asymmetric_by_dot", "asymmetric_lonely", "hard", "blocks_lonely", "blocks_guided")
+AT_ONE_STAGE += ("by_weight", "coordinates_by_weight", "margins_by_weight")
+AT_ONE_STAGE += ("positives", "positives_blocks", "positives_lonely", "blocks_directly", "spread_positives")
 AT_ONE_STAGE += ("espresso_full_width", "espresso_lonely", "compressed_directly", "compressed_two_d")
 AT_ONE_STAGE += ("by_log_of_layers", "two_d_by_layers", "smae_by_log_of_layers")
 AT_ONE_STAGE += ("spread", "spread_by_dot", "spread_lonely", "spread_masked_pairs", "spread_graded")
@@ -59,7 +62,7 @@ ON_RANKS = {
     1: ("smae", "srl", "two_d", "mrl"),
     4: (
         *("srl", "two_d", "mrl", "smae", "crowded", "srl_uneven", "smae_lonely", "distill", "related", "asymmetric"),
-        *("spread", "espresso"),
+        *("spread", "espresso", "blocks", "positives"),
     ),
 }
 CONTROLS = {
@@ -72,6 +75,7 @@ CONTROLS = {
     "texts spread on one rank": "spread",
     "components of one rank": "espresso",
     "full size's passages stay": "asymmetric",
+    "queries' gradients stay": "blocks",
 }
 BF16 = ("zero0", "zero1", "zero2", "zero3")
 
@@ -118,6 +122,7 @@ def recipes(
     tuple_shards: Path,
     graded_shards: Path,
     crowded_shards: Path,
+    weighted_shards: Path,
     backbone: Path,
     guide_folder: Path,
     static_guide_folder: Path,
@@ -222,6 +227,29 @@ def recipes(
     cases["left_out"]["data"]["query_prompts"] = ["a title: "]
     cases["left_out_lonely"] = copy.deepcopy(cases["left_out"])
     cases["left_out_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
+    # Some of the ten texts of a batch are each other's false negatives in every block.
+    every = ["query_passage", "query_query", "passage_passage", "passage_query"]
+    filters = {"filter_false_negatives": True, "false_negative_margin": -0.1}
+    cases["blocks"] = pairs(crowded_shards, negatives=every, hardness=5.0, detach_teacher=False, **filters)
+    cases["hard"] = pairs(hardness=5.0, asymmetric_weight=0.5)
+    cases["blocks_guided"] = pairs(crowded_shards, **guide, negatives=every[:2], kl_teacher="guide", hardness=2.0)
+    cases["blocks_guided"] |= {"guide": {"model": str(guide_folder)}}
+    cases["by_weight"] = pairs(weighted_shards, detach_teacher=False, asymmetric_weight=0.5)
+    cases["coordinates_by_weight"] = pairs(weighted_shards, kl="coordinates", kl_temperature=0.3, kl_weight=20.0)
+    cases["margins_by_weight"] = pairs(weighted_shards, kl="margins", similarity="dot", temperature=8.0)
+    # One or two positives a query, of which all count, with weights; in the crowded shards all have two.
+    cases["positives"] = pairs(weighted_shards, detach_teacher=False, hardness=3.0, asymmetric_weight=0.5)
+    cases["positives_blocks"] = pairs(crowded_shards, negatives=every, mask_false_negatives=False, **filters)
+    for name in ("positives", "positives_blocks"):
+        cases[name]["data"] |= {"num_positives": 3}
+    cases["spread_positives"] = pairs(crowded_shards, spread_weight=2.0)
+    cases["spread_positives"]["data"] |= {"num_positives": 2}
+    cases["positives_lonely"] = copy.deepcopy(cases["positives_blocks"])
+    cases["positives_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
+    cases["blocks_directly"] = copy.deepcopy(cases["blocks"])
+    cases["blocks_directly"]["objective"]["backward"] = "direct"
+    cases["blocks_lonely"] = copy.deepcopy(cases["blocks"])
+    cases["blocks_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
     # Last batches of 11 samples, and of one: the other ranks then have none.
     for name in ("asymmetric", "spread", "espresso"):
         cases[f"{name}_lonely"] = copy.deepcopy(cases[name])
@@ -424,6 +452,10 @@ def test_every_recipe_is_in_the_product(recipes: dict[str, Any]) -> None:
         ("guided_masked_pairs", "masked_pairs"),
         ("spans", "lighter_spans"),
         ("symmetric_spans", "spans"),
+        ("blocks", "filtered"),
+        ("hard", "srl"),
+        ("positives", "by_weight"),
+        ("blocks_guided", "guided"),
         ("related", "distill"),
         ("taught", "srl_without_dropout"),
     ],
@@ -495,6 +527,11 @@ def test_how_it_is_computed_changes_nothing(
 def test_cached_equals_direct_with_dropout(two_ranks: Results) -> None:
     cached, direct = two_ranks["one_chunk_dropout-float32_zero1"], two_ranks["direct_dropout-float32_zero1"]
     assert_equal(cached, direct)
+
+
+@pytest.mark.needs("blocks-float32_zero2", "blocks_directly-float32_zero1")
+def test_cached_equals_direct_with_every_block(two_ranks: Results) -> None:
+    assert_equal(two_ranks["blocks-float32_zero2"], two_ranks["blocks_directly-float32_zero1"])
 
 
 @pytest.mark.parametrize(("control", "name"), CONTROLS.items())

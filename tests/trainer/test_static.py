@@ -35,13 +35,14 @@ from trainer.static_init import principal_components, sif_weights
 LADDER = [[1, 8], [1, 16], [1, 48]]
 MODEL = {"config": {"model_type": "static", "hidden_size": 48}, "ladder": LADDER, "pooling": "mean"}
 CASES = ("nested", "sharded", "dot", "taught", "one", "lonely", "unguided")
-CASES += ("guided", "guided_by_a_table", "taught_by_guide", "spread", "compressed")
+CASES += ("guided", "guided_by_a_table", "taught_by_guide", "spread", "compressed", "blocks", "by_weight", "positives")
 
 
 @pytest.fixture(scope="module")
 def cases(
     tuple_shards: Path,
     crowded_shards: Path,
+    weighted_shards: Path,
     guide_folder: Path,
     static_guide_folder: Path,
     tmp_path_factory: pytest.TempPathFactory,
@@ -71,6 +72,11 @@ def cases(
         "guided_by_a_table": values(tuple_shards, 1, **guide) | {"guide": {"model": str(static_guide_folder)}},
         "taught_by_guide": taught | {"guide": {"model": str(guide_folder)}},
     }
+    every = ["query_passage", "query_query", "passage_passage", "passage_query"]
+    found["blocks"] = values(crowded_shards, 0, negatives=every, hardness=5.0)
+    found["by_weight"] = values(weighted_shards, 0)
+    found["positives"] = values(crowded_shards, 0)
+    found["positives"]["data"] |= {"num_positives": 2}
     # One sample, so the other rank has no text. At a lower temperature its loss would be nearly 0.
     found["lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
     found["lonely"]["objective"] |= {"temperature": 1.0}
@@ -116,7 +122,9 @@ def test_a_step_is_the_step_of_one_plain_process(
         assert (got["parameters"][key] - value).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(("name", "other"), [("guided", "unguided"), ("nested", "taught")])
+@pytest.mark.parametrize(
+    ("name", "other"), [("guided", "unguided"), ("nested", "taught"), ("blocks", "unguided"), ("positives", "unguided")]
+)
 def test_other_losses_are_far(name: str, other: str, cases: dict[str, dict]) -> None:
     """Negative controls of the equality: a guide acts, and another loss is another step."""
     (one,), (another,) = train_naively(cases[name], steps=1), train_naively(cases[other], steps=1)

@@ -240,6 +240,15 @@ def _broken(control: str) -> Iterator[None]:
 
         with patch(infonce_terms, "scatter_gradients", own_rows), patch(teacher, "scatter_gradients", own_rows):
             yield
+    elif control == "queries' gradients stay":  # what gathering queries as columns without gradient gives
+        send_back, calls = infonce_terms.Everyone.send_back, itertools.count()
+
+        def of_passages(self: infonce_terms.Everyone) -> None:
+            if next(calls) % 2 == 0:  # the passages' gradients are sent before the queries'
+                send_back(self)
+
+        with patch(infonce_terms.Everyone, "send_back", of_passages):
+            yield
     elif control == "full size's passages stay":  # what a detached index gives
 
         def nothing(gradient: torch.Tensor, unit: torch.Tensor, lengths: torch.Tensor) -> None:

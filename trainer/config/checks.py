@@ -72,6 +72,7 @@ def check(recipe: Recipe) -> None:
             f'objective.sizes = "{objective.sizes}" trains the widths of the ladder below the full one, and this '
             "ladder has one size; add smaller ones to model.ladder"
         )
+    _check_negatives(recipe)
     recipe.kind.check(recipe)
     if not recipe.step_sizes.drawn:
         _check_size_weights(recipe)
@@ -98,6 +99,21 @@ def _check_size_weights(recipe: Recipe) -> None:
             )
         if min(weights) < 0 or max(weights) == 0:
             raise ConfigError(f"objective.{key} = {weights} must be at least 0 each, and not all 0")
+
+
+def _check_negatives(recipe: Recipe) -> None:
+    """What a query is compared with: each part once, with queries against passages among them."""
+    chosen = recipe.objective
+    if "query_passage" not in chosen.negatives or len(set(chosen.negatives)) < len(chosen.negatives):
+        raise ConfigError(
+            f'objective.negatives = {chosen.negatives} must hold "query_passage", and nothing twice; add what is to '
+            "share its denominator"
+        )
+    if len(chosen.negatives) > 1 and recipe.pairs == "spans" and chosen.symmetric_spans:
+        raise ConfigError(
+            f"objective.negatives = {chosen.negatives} says a second time what objective.symmetric_spans = true does, "
+            "which compares every span with all others; set one of the two"
+        )
 
 
 def _check_guide(recipe: Recipe) -> None:

@@ -122,6 +122,11 @@ class Contrastive(Kind):
         objective = recipe.objective
         if objective.kl == "margins" and not recipe.data.num_negatives:
             raise ConfigError('objective.kl = "margins" is of hard negatives; set data.num_negatives, or kl = "scores"')
+        if objective.kl == "margins" and recipe.data.num_positives > 1:
+            raise ConfigError(
+                f'objective.kl = "margins" compares one positive with hard negatives, and data.num_positives = '
+                f'{recipe.data.num_positives}; set that to 1, or kl = "scores"'
+            )
         if objective.loss == "cosent" and objective.kl in ("scores", "margins"):
             raise ConfigError(
                 'objective.loss = "cosent" has no negatives to score; set objective.kl to "none" or "coordinates"'

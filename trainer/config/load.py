@@ -200,7 +200,8 @@ def _sentence(section: str, problem: Mapping[str, Any]) -> str:
             value = float(value)
     given = f"{section}.{name} = {_shown(value)}"
     if what == "literal_error":
-        return f"{given} is unknown; choose one of {', '.join(filter(None, typing.get_args(hint)))}"
+        choices = typing.get_args(typing.get_args(hint)[0] if inside else hint)  # an entry of a list, or the value
+        return f"{given} is unknown; choose one of {', '.join(filter(None, choices))}"
     if what in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
         return f"{given} {_out_of_bounds(what, bounds_of(key))}"
     if what == "finite_number":
@@ -271,7 +272,8 @@ def _parse(key: str, text: str, hint: Any) -> Any:
         # RecursionError: nested too deep. ValueError: not valid TOML or JSON, or more digits than Python converts.
         with contextlib.suppress(ValueError, RecursionError):
             return parse()
-    if typing.get_origin(hint) is list and typing.get_args(hint)[0] is str:
+    inner = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
+    if inner is str or typing.get_origin(inner) is Literal:
         return [part for part in text.split(",") if part]
     shown = text if len(text) <= 200 else f"{text[:200]}…"
     raise ConfigError(f"--{key}={shown} is not {_describe(hint)}")

@@ -114,6 +114,8 @@ def _values(hint: Any) -> str:
         return ", ".join(f'`"{each}"`' for each in arguments)
     if typing.get_origin(hint) is list:
         inner = arguments[0]
+        if typing.get_origin(inner) is typing.Literal:
+            return f"list of {_values(inner)}"
         return "list of lists of whole numbers" if typing.get_origin(inner) is list else f"list of {_KINDS[inner]}s"
     return _KINDS.get(hint, "table")
 

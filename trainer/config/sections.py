@@ -22,6 +22,8 @@ _LARGEST = 1e6
 # The least divisor, so that none becomes 0 in float32.
 _SMALLEST_DIVISOR = 1e-6
 
+NegativeBlock = Literal["query_passage", "query_query", "passage_passage", "passage_query"]
+
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -151,6 +153,13 @@ class DataConfig:
     passage_prompts: list[str] = Field(
         default_factory=list, description="What stands before passages: none, one for all folders, or one for each."
     )
+    num_positives: int = Field(
+        default=1,
+        ge=1,
+        le=2**16,
+        description="Positives of a query that all count, each for its share of the query's loss, drawn from those in "
+        "the shards.",
+    )
     num_negatives: int = Field(
         default=0, ge=0, le=2**16, description="Hard negatives of a query, drawn from those in the shards."
     )
@@ -176,6 +185,10 @@ class DataConfig:
     bad_shards: Literal["refuse", "skip"] = Field(
         default="refuse", description="skip reads other samples in place of those of a missing or damaged shard."
     )
+
+
+def _passages_alone() -> list[NegativeBlock]:
+    return ["query_passage"]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -313,6 +326,17 @@ class ObjectiveConfig:
         ge=_SMALLEST_DIVISOR,
         le=_LARGEST,
         description="Divides the coordinates in that distance's divergence, and multiplies the divergence.",
+    )
+    negatives: list[NegativeBlock] = Field(
+        default_factory=_passages_alone,
+        description="What shares the denominator with a query and its positive: the query with other passages, which "
+        "is always there, or with other queries; the positive with other passages or with other queries.",
+    )
+    hardness: float = Field(
+        default=0.0,
+        ge=0,
+        le=1e3,
+        description="With a above 0, a query's own hard negatives weigh exp(a · similarity) in its denominator.",
     )
     mask_false_negatives: bool = Field(
         default=True, description="Leave out passages that are known not to be negatives of a query."

@@ -218,49 +218,91 @@ class ComparingCosts(ObjectiveCosts):
         """Elements of a Gram matrix of every size, where texts are spread out."""
         return sum(size.dim**2 for size in self.sizes) if self.recipe.objective.spread_weight else 0
 
-    def _spread_flops(self, queries: float) -> float:
+    def _spread_flops(self, texts: Texts) -> float:
         """A Gram matrix and a product with it, for queries and for positives, at every size."""
-        return 2 * 2 * 2 * queries * self._spread_squares
+        return 2 * 2 * (self._queries(texts) + self._rows(texts)) * self._spread_squares
 
     def guide_flops(self, guide: Shape, texts: Texts, *, vectors: float) -> float:
         """The guide's forward pass, and its scores as often as the loss computes the student's."""
-        queries = self._queries(texts)
-        scores = self._times_scored(queries, vectors) * 2 * queries * vectors * guide.hidden
+        queries, columns = self._rows(texts), self._columns(vectors)
+        scores = self._times_scored(queries, columns) * 2 * queries * columns * guide.hidden
         return super().guide_flops(guide, texts, vectors=vectors) + scores
 
     def _loss_flops(self, texts: Texts, vectors: float) -> float:
         """Scores, and the gradients of queries and passages, at every size; and the spread-out term."""
-        queries = self._queries(texts)
-        return self._score_flops(queries, vectors) + self._spread_flops(queries)
+        return self._score_flops(texts, vectors) + self._spread_flops(texts)
 
-    def _score_flops(self, queries: float, vectors: float) -> float:
-        return (2 + self._times_scored(queries, vectors)) * 2 * queries * vectors * self.widths
+    def _score_flops(self, texts: Texts, vectors: float) -> float:
+        queries, columns = self._rows(texts), self._columns(vectors)
+        return (2 + self._times_scored(queries, columns)) * 2 * queries * columns * self.widths
 
     def _queries(self, texts: Texts) -> float:
-        """How many of these texts are queries, whose scores with all passages an InfoNCE takes."""
+        """How many of these texts are queries."""
         return 0.0
 
-    def _times_scored(self, queries: float, vectors: float) -> int:
+    def _columns(self, vectors: float) -> float:
+        """How many scores each query has: one with each of these vectors, or one in each part that reads the vector."""
+        return vectors
+
+    def _rows(self, texts: Texts) -> float:
+        """How many rows of scores an InfoNCE takes of these texts' queries."""
+        return 0.0
+
+    def _times_scored(self, queries: float, columns: float) -> int:
         """How often scores are computed: once where a row of them fits in memory, else again for the gradients."""
-        return 1 if 4 * 2 * min(128, queries) * vectors <= self.recipe.train.score_memory_mib * _MIB else 2
+        return 1 if 4 * 2 * min(128, queries) * columns <= self.recipe.train.score_memory_mib * _MIB else 2
 
     def _compared_bytes(self, own: float, vectors: float) -> float:
         """Vectors and their gradients, and the largest block of scores. own: the rank's own vectors."""
         return 8 * self.widths * (own + vectors) + self.recipe.train.score_memory_mib * _MIB
 
 
-def _queries(recipe: Recipe, texts: Texts) -> float:
-    """How many of these texts are queries, where each query has a positive and hard negatives."""
-    return texts.count / (2 + recipe.data.num_negatives)
+@dataclass(frozen=True)
+class InfoNCECosts(ComparingCosts):
+    """InfoNCE of queries against the passages of the global batch, and against what else `objective.negatives` names.
 
+    Each query has as many passages as every other.
+    """
 
-def _passages(recipe: Recipe, texts: Texts) -> float:
-    each = 1 + recipe.data.num_negatives
-    return texts.count * each / (1 + each)
+    @property
+    def passages_each(self) -> int:
+        """Passages of a query: positives and hard negatives, as many as the recipe allows."""
+        return self.recipe.data.num_positives + self.recipe.data.num_negatives
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of scores of a query: one for each positive."""
+        return self.recipe.data.num_positives
+
+    def _queries(self, texts: Texts) -> float:
+        """How many of these texts are queries."""
+        return texts.count / (1 + self.passages_each)
+
+    def _rows(self, texts: Texts) -> float:
+        return self._queries(texts) * self.rows_each
+
+    def loss_bytes(self, texts: Texts, *, vectors: float) -> float:
+        copies = 8 * self.widths * self._rows(texts) if self.rows_each > 1 else 0.0  # of queries, and their gradients
+        return super().loss_bytes(texts, vectors=vectors) + copies
+
+    def vectors(self, texts: Texts) -> float:
+        """The passages, and the queries where a part compares with them."""
+        return self._queries(texts) * (self.passages_each + self._gathers_queries)
+
+    def _columns(self, vectors: float) -> float:
+        queries = vectors / (self.passages_each + self._gathers_queries)
+        return queries * (self.passages_each * self._parts_with("_passage") + self._parts_with("_query"))
+
+    def _parts_with(self, columns: str) -> int:
+        return sum(name.endswith(columns) for name in self.recipe.objective.negatives)
+
+    @property
+    def _gathers_queries(self) -> bool:
+        return self._parts_with("_query") > 0
 
 
 @dataclass(frozen=True)
-class MaskedCosts(ComparingCosts):
+class MaskedCosts(InfoNCECosts):
     """Masked losses: an MLM head, a decoder where the recipe has one, and logits, all of them at each size."""
 
     pretrains: ClassVar[bool] = True
@@ -346,14 +388,22 @@ class MaskedCosts(ComparingCosts):
 
     def vectors(self, texts: Texts) -> float:
         """The pairs' passages: second spans, or both spans where both are queries; or positives and hard negatives."""
-        if self.recipe.pairs == "spans":
-            return texts.count if self._symmetric else texts.count / 2
-        return _passages(self.recipe, texts) if self.caches else 0.0
+        if self._symmetric:
+            return texts.count
+        return super().vectors(texts) if self.caches else 0.0
 
     def _queries(self, texts: Texts) -> float:
-        if self.recipe.pairs == "spans":
-            return self.vectors(texts)
-        return _queries(self.recipe, texts) if self.caches else 0.0
+        if self._symmetric:
+            return texts.count
+        return super()._queries(texts) if self.caches else 0.0
+
+    @property
+    def passages_each(self) -> int:
+        return 1 if self.recipe.pairs == "spans" else super().passages_each
+
+    @property
+    def rows_each(self) -> int:
+        return 1 if self.recipe.pairs == "spans" else super().rows_each
 
     @property
     def _symmetric(self) -> bool:
@@ -361,23 +411,21 @@ class MaskedCosts(ComparingCosts):
 
 
 @dataclass(frozen=True)
-class ContrastiveCosts(ComparingCosts):
-    """Contrastive losses: a rank's queries against the passages of the global batch."""
-
-    def vectors(self, texts: Texts) -> float:
-        """The passages."""
-        return _passages(self.recipe, texts)
+class ContrastiveCosts(InfoNCECosts):
+    """Contrastive losses: a rank's queries against the vectors of the global batch."""
 
     def gathered_bytes(self, vectors: float) -> float:
         if self.recipe.objective.loss != "infonce":
             return 0.0
-        return super().gathered_bytes(vectors) + 4.0 * vectors * self._asymmetric_widths
+        return super().gathered_bytes(vectors) + 4.0 * self._passages(vectors) * self._asymmetric_widths
 
     def _loss_flops(self, texts: Texts, vectors: float) -> float:
-        queries = self._queries(texts)
-        scores = 0.0 if self.recipe.objective.loss == "cosent" else self._score_flops(queries, vectors)
-        scores *= 1 + self._asymmetric_widths / self.widths
-        return scores + self._spread_flops(queries) + self._compression_flops(texts.count)
+        scores = 0.0
+        if self.recipe.objective.loss != "cosent":
+            queries, passages = self._rows(texts), self._passages(vectors)
+            asymmetric = (2 + self._times_scored(queries, passages)) * 2 * queries * passages * self._asymmetric_widths
+            scores = self._score_flops(texts, vectors) + asymmetric
+        return scores + self._spread_flops(texts) + self._compression_flops(texts.count)
 
     def summed_bytes(self) -> float:
         """And a Gram matrix of whole vectors, and the directions of their components, for each compressed layer."""
@@ -401,6 +449,10 @@ class ContrastiveCosts(ComparingCosts):
                 found[size.layers] = max(size.dim, found.get(size.layers, 0))
         return found
 
+    def _passages(self, vectors: float) -> float:
+        """How many of the gathered vectors are passages'."""
+        return vectors * self.passages_each / (self.passages_each + self._gathers_queries)
+
     @property
     def _asymmetric_widths(self) -> int:
         """Dimensions of the full size's passages, cut to every smaller size, which small queries are compared with."""
@@ -410,11 +462,8 @@ class ContrastiveCosts(ComparingCosts):
         """And whole vectors of the layers at which no whole vectors are compared, beside what is summed over ranks."""
         whole = {size.layers for size in self.sizes if size.dim == self.sizes[-1].dim}
         added = 4.0 * texts.count * self.sizes[-1].dim * len(self._compressed.keys() - whole)
-        compared = super().loss_bytes(texts, vectors=vectors) + 8 * self._asymmetric_widths * vectors
+        compared = super().loss_bytes(texts, vectors=vectors) + 8 * self._asymmetric_widths * self._passages(vectors)
         return compared + added + self.summed_bytes()
-
-    def _queries(self, texts: Texts) -> float:
-        return _queries(self.recipe, texts)
 
 
 @dataclass(frozen=True)

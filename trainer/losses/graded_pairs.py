@@ -22,11 +22,17 @@ def cosent(similarities: Tensor, gold: Tensor, *, temperature: float) -> Tensor:
     return torch.logsumexp(torch.cat([violations.new_zeros(1), violations]), dim=0).to(similarities.dtype)
 
 
-def coordinate_divergence(student: Tensor, teacher: Tensor, *, temperature: float) -> Tensor:
-    """τ · Σ_i KL(softmax(t_i / τ) || softmax(s_i / τ)) over embedding coordinates, summed over texts.
+def coordinate_divergence(
+    student: Tensor, teacher: Tensor, *, temperature: float, weights: Tensor | None = None
+) -> Tensor:
+    """τ · Σ_i w_i KL(softmax(t_i / τ) || softmax(s_i / τ)) over embedding coordinates, summed over texts.
 
     student: [n, d]; teacher: [n, D]. Only the teacher's first d coordinates count (the paper's code, folder sts/).
+    weights: w [n]; None means 1 each.
     """
     reference = F.log_softmax(teacher[:, : student.shape[1]] / temperature, dim=1)
     log_student = F.log_softmax(student / temperature, dim=1)
-    return temperature * F.kl_div(log_student, reference, reduction="sum", log_target=True)
+    if weights is None:
+        return temperature * F.kl_div(log_student, reference, reduction="sum", log_target=True)
+    terms = F.kl_div(log_student, reference, reduction="none", log_target=True)
+    return temperature * (weights * terms.sum(1)).sum()

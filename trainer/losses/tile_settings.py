@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 FULL, GUIDE = "full", "guide"  # whose scores filter and teach
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the columns of a query's row of scores: whose vector they are products of, and with whose vectors.
+
+    of_positives: of the query's positive, else of the query. with_queries: with all queries, else with all passages.
+    """
+
+    of_positives: bool
+    with_queries: bool
+
+
+# In this order they are a row's columns; the first holds the query's positive and is always there.
+PARTS = {
+    "query_passage": Part(of_positives=False, with_queries=False),
+    "query_query": Part(of_positives=False, with_queries=True),
+    "passage_passage": Part(of_positives=True, with_queries=False),
+    "passage_query": Part(of_positives=True, with_queries=True),
+}
+PASSAGES_ALONE = ("query_passage",)
 
 
 @dataclass(frozen=True)
@@ -30,7 +52,8 @@ TAUGHT_BY_FULL = ScoreTeacher()
 class TileSettings:
     """The settings of the loss that `add_contrastive_gradients` computes.
 
-    Sizes have the numbers 0 .. K−1; the guide has the number K.
+    Sizes have the numbers 0 .. K−1; the guide has the number K. negatives: names of `PARTS`, whose columns share one
+    softmax. hardness: α of the weights exp(α · similarity) of a query's own hard negatives.
     """
 
     loss_weights: tuple[float, ...]
@@ -41,6 +64,12 @@ class TileSettings:
     taught: ScoreTeacher = TAUGHT_BY_FULL
     score_memory_mib: float = 256.0
     guide_temperature: float = 1.0
+    negatives: tuple[str, ...] = PASSAGES_ALONE
+    hardness: float = 0.0
+
+    @property
+    def parts(self) -> list[Part]:
+        return parts_of(self.negatives)
 
     @property
     def needs_guide(self) -> bool:
@@ -83,3 +112,8 @@ class TileSettings:
 
     def _number(self, of: str) -> int:
         return len(self.loss_weights) - (of == FULL)
+
+
+def parts_of(negatives: Sequence[str]) -> list[Part]:
+    """The parts of these names, in the order of their columns."""
+    return [part for name, part in PARTS.items() if name in negatives]

@@ -1,6 +1,7 @@
-"""The scores of a tile of queries with a block of passages: their exponentials, the rows' sums, and the gradients.
+"""The scores of a tile of queries with a block of columns: their exponentials, the rows' sums, and the gradients.
 
-This is the arithmetic of trainer/losses/infonce.py, within bounded memory.
+This is the arithmetic of trainer/losses/infonce.py, within bounded memory. A row's columns are those of its parts, one
+part after the other (tile_settings.PARTS); a block lies in one part.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, isqrt, log
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainer.losses.tile_settings import TileSettings
+from trainer.losses.tile_settings import Part, TileSettings
 
 # Finite, so that an excluded passage's score difference to the teacher's is 0 and not NaN.
 EXCLUDED_SCORE = -1e30
@@ -29,7 +31,7 @@ STATISTICS = 4  # numbers for each query, block and size
 
 @dataclass(frozen=True)
 class Tiling:
-    """Queries of a tile, passages of a block, and whether a tile keeps its exponentials for all passages."""
+    """Queries of a tile, passages (or other columns) of a block, and whether a tile keeps all its exponentials."""
 
     queries: int
     passages: int
@@ -44,55 +46,135 @@ def choose_tiling(
     statistics: int,
     scores_in_memory: int,
     block_scores: int,
+    parts: int = 1,
 ) -> Tiling:
     """One sweep where the scores of enough queries with all passages fit in memory, else two sweeps, block by block.
 
-    matrices: how many a tile keeps, besides a block of scratch. statistics: numbers kept for each query and block.
+    num_passages: all columns of a query's row, which are of so many parts. matrices: how many a tile keeps, besides a
+    block of scratch. statistics: numbers kept for each query and block.
     """
+
+    def numbers(width: int) -> int:
+        """Statistics of a query, with blocks of so many columns, of which each part may end in a shorter one."""
+        return statistics * (ceil(num_passages / width) + parts - 1)
+
     block = min(block_scores, scores_in_memory // (matrices + 1))
     narrow = max(1, min(num_passages, block // MOST_QUERIES))
-    fitting = (scores_in_memory - block) // (matrices * num_passages + statistics * ceil(num_passages / narrow))
+    fitting = (scores_in_memory - block) // (matrices * num_passages + numbers(narrow))
     if fitting >= max(1, min(num_queries, LEAST_QUERIES)):
         queries = max(1, min(num_queries, MOST_QUERIES, fitting))
         return Tiling(queries, max(1, min(num_passages, block // queries)), keeps_rows=True)
     # Wide enough that the statistics take no more than the blocks.
     wide = min(num_passages, max(narrow, isqrt(statistics * num_passages // (matrices + 1))))
-    fitting = scores_in_memory // ((matrices + 1) * wide + statistics * ceil(num_passages / wide))
+    fitting = scores_in_memory // ((matrices + 1) * wide + numbers(wide))
     return Tiling(max(1, min(num_queries, MOST_QUERIES, fitting)), wide, keeps_rows=False)
 
 
+class Side(NamedTuple):
+    """Vectors of texts and the gradients to which the tiles add, one a size, then the guide's; None: not wanted."""
+
+    vectors: Sequence[Tensor]
+    gradients: Sequence[Tensor | None]
+
+
+class Sides(NamedTuple):
+    """What a tile multiplies: its queries, and their positives row by row, with all passages and all queries.
+
+    Positives and all queries are None where no part reads them.
+    """
+
+    queries: Side
+    positives: Side | None
+    passages: Side
+    all_queries: Side | None
+
+    def of(self, part: Part) -> tuple[Side, Side]:
+        """The part's rows and columns."""
+        rows = self.positives if part.of_positives else self.queries
+        columns = self.all_queries if part.with_queries else self.passages
+        assert rows is not None and columns is not None
+        return rows, columns
+
+
+@dataclass(frozen=True)
+class Block:
+    """Columns of one part. start: where they are among a row's columns. inside: which vectors of the part they are."""
+
+    part: Part
+    start: int
+    inside: slice
+
+    @property
+    def width(self) -> int:
+        return int(self.inside.stop - self.inside.start)
+
+    @property
+    def may_hold_targets(self) -> bool:
+        return not self.part.of_positives and not self.part.with_queries
+
+
+def blocks_of(parts: Sequence[Part], *, num_passages: int, num_queries: int, width: int) -> list[Block]:
+    """All columns of a row, cut into blocks of at most `width`. num_queries: all that a part compares with."""
+    blocks: list[Block] = []
+    begin = 0
+    for part in parts:
+        count = num_queries if part.with_queries else num_passages
+        for start in range(0, count, width):
+            blocks.append(Block(part, begin + start, slice(start, min(start + width, count))))
+        begin += count
+    return blocks
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What is known of pairs of a tile's rows and a block's columns, as (rows, columns) inside them; None: no pairs.
+
+    excluded: no negatives. hard: a query and one of its own hard negatives.
+    """
+
+    excluded: tuple[Tensor, Tensor] | None
+    hard: tuple[Tensor, Tensor] | None
+
+
 class Tile:
-    """One tile of queries against all passages: a block's exponentials, the rows' sums, then a block's gradients."""
+    """One tile of queries against all columns: a block's exponentials, the rows' sums, then a block's gradients.
+
+    targets: int64 [rows], each query's positive among the passages. pairs: one a block. weights: [rows], of each
+    query's losses; None where all are 1.
+    """
 
     def __init__(
         self,
-        queries: list[Tensor],
-        passages: Sequence[Tensor],
-        query_grads: list[Tensor | None],
-        passage_grads: Sequence[Tensor | None],
+        sides: Sides,
         targets: Tensor,
-        blocks: list[slice],
-        pairs: list[tuple[Tensor, Tensor] | None],
+        blocks: list[Block],
+        pairs: list[Pairs],
         settings: TileSettings,
         *,
+        weights: Tensor | None,
         workspace: Tensor,
         scratch: Tensor,
         keeps_rows: bool,
     ) -> None:
-        self.queries, self.passages = queries, passages
-        self.query_grads, self.passage_grads = query_grads, passage_grads
+        self.sides = sides
         self.targets, self.blocks, self.pairs, self.settings = targets, blocks, pairs, settings
-        self.workspace, self.scratch, self.keeps_rows = workspace, scratch, keeps_rows
-        rows, sizes = len(targets), len(queries)
+        self.weights, self.workspace, self.scratch, self.keeps_rows = weights, workspace, scratch, keeps_rows
+        rows, sizes = len(targets), len(sides.queries.vectors)
         # For each size, block and row, in bits: m = max s, Σ 2^(s − m), Σ 2^(s_T − m_T) (s − m), and the logarithm of
         # 2^m / Z, the factor that turns the block's exponentials into shares of the row.
         self.peak, self.mass, self.cross, self.log_factor = workspace.new_zeros(STATISTICS, sizes, len(blocks), rows)
         self.positive, self.lse, self.nce, self.divergence = workspace.new_zeros(4, sizes, rows)
         if settings.filter is not None:
             filter_size = settings.filter_size
-            positives = passages[filter_size][targets].to(workspace.dtype)
-            similarity = (queries[filter_size] * positives).sum(1, keepdim=True)
+            nearest = sides.passages.vectors[filter_size][targets].to(workspace.dtype)
+            similarity = (sides.queries.vectors[filter_size] * nearest).sum(1, keepdim=True)
             self.ceiling = (similarity - settings.filter.margin) / (settings.temperature_of(filter_size) * NATS_A_BIT)
+
+    def losses(self) -> tuple[Tensor, Tensor]:
+        """The sums of the rows' InfoNCE and KL at each size, in bits."""
+        if self.weights is None:
+            return self.nce.sum(1), self.divergence.sum(1)
+        return (self.nce * self.weights).sum(1), (self.divergence * self.weights).sum(1)
 
     def filter_block(self, block: int) -> None:
         """Find what the filter leaves out of a block, before any size's scores are computed."""
@@ -109,9 +191,10 @@ class Tile:
             else:
                 gap.sub_(scores, alpha=NATS_A_BIT * settings.teaches[size])
         if not again:
-            column, inside = self._targets_in(block)
-            found = scores.gather(1, column[:, None])[:, 0]
-            self.positive[size] = torch.where(inside, found, self.positive[size])
+            if self.blocks[block].may_hold_targets:
+                column, inside = self._targets_in(block)
+                found = scores.gather(1, column[:, None])[:, 0]
+                self.positive[size] = torch.where(inside, found, self.positive[size])
             torch.amax(scores, 1, out=self.peak[size, block])
         scores -= self.peak[size, block, :, None]
         slot = torch.exp2(scores, out=self._slot(size, block))
@@ -140,12 +223,13 @@ class Tile:
         return (self.log_factor[teacher].exp2() * blocks).sum(0)
 
     def add_gradients(self, size: int, block: int) -> None:
-        """Compute d loss / d s of a block in the size's slot, and add the gradients of its queries and passages."""
-        query_grad, passage_grad = self.query_grads[size], self.passage_grads[size]
-        if query_grad is None and passage_grad is None:
+        """Compute d loss / d s of a block in the size's slot, and add the gradients of its rows and columns."""
+        (rows, columns), inside = self.sides.of(self.blocks[block].part), self.blocks[block].inside
+        row_grad, column_grad = rows.gradients[size], columns.gradients[size]
+        if row_grad is None and column_grad is None:
             return
         settings, teacher = self.settings, self.settings.teacher
-        grad, factor = self._slot(size, block), self.log_factor[size, block, :, None].exp2()
+        grad, factor = self._slot(size, block), self._weighted(self.log_factor[size, block].exp2())[:, None]
         if size == teacher and settings.moves_teacher:
             gap = self._slot("gap", block)
             gap += self._teacher_offset()[:, None]
@@ -155,15 +239,21 @@ class Tile:
             weight = settings.loss_weights[size] + settings.teaches[size]
             grad *= weight * factor
             if settings.teaches[size]:
-                share = settings.teaches[size] * self.log_factor[teacher, block, :, None].exp2()
-                grad.addcmul_(self._slot(teacher, block), share, value=-1)
-        column, inside = self._targets_in(block)
-        grad.scatter_add_(1, column[:, None], (-settings.loss_weights[size] * inside.to(grad.dtype))[:, None])
+                share = settings.teaches[size] * self._weighted(self.log_factor[teacher, block].exp2())
+                grad.addcmul_(self._slot(teacher, block), share[:, None], value=-1)
+        if self.blocks[block].may_hold_targets:
+            column, here = self._targets_in(block)
+            pull = self._weighted(-settings.loss_weights[size] * here.to(grad.dtype))
+            grad.scatter_add_(1, column[:, None], pull[:, None])
         scale = 1.0 / (settings.temperature * settings.num_queries)
-        if query_grad is not None:
-            query_grad.addmm_(grad, self.passages[size][self.blocks[block]].to(grad.dtype), alpha=scale)
-        if passage_grad is not None:
-            passage_grad[self.blocks[block]].addmm_(grad.t(), self.queries[size], alpha=scale)
+        if row_grad is not None:
+            row_grad.addmm_(grad, columns.vectors[size][inside].to(grad.dtype), alpha=scale)
+        if column_grad is not None:
+            column_grad[inside].addmm_(grad.t(), rows.vectors[size], alpha=scale)
+
+    def _weighted(self, values: Tensor) -> Tensor:
+        """A number a row, times the row's weight."""
+        return values if self.weights is None else values * self.weights
 
     def _teacher_offset(self) -> Tensor:
         """What each row adds to the gaps, which gives the teacher's gradient divided by p_T.  # [rows]"""
@@ -176,44 +266,51 @@ class Tile:
 
     def _scores(self, size: int, block: int) -> Tensor:
         scores, settings = self._products(size, block), self.settings
-        if (pairs := self.pairs[block]) is not None:
-            scores[pairs] = EXCLUDED_SCORE
+        if (excluded := self.pairs[block].excluded) is not None:
+            scores[excluded] = EXCLUDED_SCORE
+        if settings.filter is not None and size == settings.teacher and not settings.filters_apart:
+            self._find_penalty(scores, block)
+        if (hard := self.pairs[block].hard) is not None:
+            # The logarithm of the weight, exp(hardness · similarity), in bits. It is a constant, so that the gradient
+            # stays that of the similarity divided by the temperature.
+            factor = 1.0 + settings.hardness * settings.temperature_of(size)
+            scores[hard] = (scores[hard] * factor).clamp_(min=EXCLUDED_SCORE)
         if settings.filter is not None:
-            if size == settings.teacher and not settings.filters_apart:
-                self._find_penalty(scores, block)
             # Adding is many times faster than masked_fill_.
             scores += self._slot("penalty", block)
         return scores
 
     def _products(self, size: int, block: int) -> Tensor:
-        passages = self.passages[size][self.blocks[block]].to(self.workspace.dtype)
-        scores = self.scratch[: len(self.targets) * len(passages)].view(len(self.targets), len(passages))
+        rows, columns = self.sides.of(self.blocks[block].part)
+        vectors = columns.vectors[size][self.blocks[block].inside].to(self.workspace.dtype)
+        scores = self.scratch[: len(self.targets) * len(vectors)].view(len(self.targets), len(vectors))
         scale = 1.0 / (self.settings.temperature_of(size) * NATS_A_BIT)
-        return torch.addmm(scores, self.queries[size], passages.t(), beta=0, alpha=scale, out=scores)
+        return torch.addmm(scores, rows.vectors[size], vectors.t(), beta=0, alpha=scale, out=scores)
 
     def _find_penalty(self, scores: Tensor, block: int) -> None:
         """Compute what a block's scores get added at every size: EXCLUDED_SCORE where the filter leaves one out."""
         penalty = self._slot("penalty", block)
         torch.gt(scores, self.ceiling, out=penalty)
-        column, inside = self._targets_in(block)
-        penalty.scatter_(1, column[:, None], penalty.gather(1, column[:, None]) * ~inside[:, None])
+        if self.blocks[block].may_hold_targets:
+            column, inside = self._targets_in(block)
+            penalty.scatter_(1, column[:, None], penalty.gather(1, column[:, None]) * ~inside[:, None])
         penalty *= EXCLUDED_SCORE
 
     def _targets_in(self, block: int) -> tuple[Tensor, Tensor]:
         """Each query's target as a column of the block, and whether it is in the block (else the column is void)."""
-        part = self.blocks[block]
-        column = (self.targets - part.start).clamp(0, part.stop - part.start - 1)
-        return column, column + part.start == self.targets
+        start, width = self.blocks[block].start, self.blocks[block].width
+        column = (self.targets - start).clamp(0, width - 1)
+        return column, column + start == self.targets
 
     def _slot(self, of: int | str, block: int) -> Tensor:
         """The contiguous part of the workspace buffer for a block's matrix: of a size, the gaps or the penalties."""
-        settings, part = self.settings, self.blocks[block]
+        settings, start = self.settings, self.blocks[block].start
         if of == "gap":
             number = 2
         elif of == "penalty":
             number = settings.matrices - 1
         else:
             number = 0 if of == settings.teacher else 1
-        rows, columns = len(self.targets), part.stop - part.start
-        begin = rows * part.start if self.keeps_rows else 0
+        rows, columns = len(self.targets), self.blocks[block].width
+        begin = rows * start if self.keeps_rows else 0
         return self.workspace[number, begin : begin + rows * columns].view(rows, columns)

@@ -203,13 +203,15 @@ def _mine_block(
             negatives = passages.passages(dict.fromkeys(passages.negatives(row).tolist())) + negatives
         own = passages.positives(row)
         own_scores = known_scores[first[number] + np.searchsorted(known[number], own)]
-        line = {
+        line: dict[str, Any] = {
             "query": queries[number],
             "positives": passages.passages(own),
             "negatives": negatives,
             "positive_scores": _rounded(own_scores),
             "mined_scores": _rounded(chosen.scores[number][found]),
         }
+        if (weight := passages.weight(row)) is not None:
+            line["weight"] = weight
         lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     found = chosen.ids >= 0
     with part.with_suffix(".npz").open("wb") as file:

@@ -55,6 +55,7 @@ COMPARED = (
     "train.steps",
     "train.epochs",
     "train.global_batch_size",
+    "data.num_positives",
     "data.num_negatives",
     "run.seed",
     "engine.ds_config",

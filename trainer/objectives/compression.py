@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from data.collate import PairBatch
 from trainer.distributed import World, sum_over_ranks
 from trainer.losses.compression import add_compression_gradients, principal_directions
 from trainer.losses.gram import gram_matrix
@@ -31,7 +32,7 @@ class Compression:
     temperature: float
 
     def losses_and_gradients(
-        self, embeddings: list[Tensor], plan: SizePlan, engine: Passes
+        self, embeddings: list[Tensor], batch: PairBatch, plan: SizePlan, engine: Passes
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         gradients = [torch.zeros_like(each) for each in embeddings[plan.uncompared :]]
         full, device = plan.sizes[plan.full], embeddings[0].device

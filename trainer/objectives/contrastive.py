@@ -85,7 +85,7 @@ class TableObjective:
         (output,) = engine(tokens, None, sizes=(plan.sizes[plan.full],), offsets=offsets)
         vectors = output.detach().float()  # shares a float32 output's memory: nothing reads it again
         own = vectors[: len(texts)]  # overwritten by their gradients
-        if self.loss.is_prefix_infonce:
+        if self.loss.is_prefix_infonce(batch):
             losses = self.loss.prefix_infonce_(own, batch, plan, engine)
         else:
             embeddings = [own[:, : size.dim].clone() for size in plan.sizes]

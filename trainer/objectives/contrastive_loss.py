@@ -11,7 +11,7 @@ from torch import Tensor
 from data.collate import PairBatch
 from trainer.config.read_keys import is_read
 from trainer.config.schema import Recipe
-from trainer.losses.tile_settings import MarginFilter, ScoreTeacher
+from trainer.losses.tile_settings import PASSAGES_ALONE, MarginFilter, ScoreTeacher
 from trainer.losses.unit_vectors import normalize_, unnormalized_gradient_
 from trainer.objectives.backward import Passes
 from trainer.objectives.compression import Compression
@@ -56,7 +56,7 @@ class ContrastiveLoss:
         embeddings: one [queries + passages, d] for each size, queries first. They are normalised in place, because a
         large batch leaves memory for the embeddings and their gradients, but for no further copy.
         """
-        before = [term.losses_and_gradients(embeddings, plan, engine) for term in self.coordinates]
+        before = [term.losses_and_gradients(embeddings, batch, plan, engine) for term in self.coordinates]
         vectors, read = embeddings[plan.uncompared :], embeddings[: plan.uncompared]
         lengths = [normalize_(each) for each in vectors] if self.cosine else []
         gradients = [torch.zeros_like(each) for each in vectors]
@@ -71,11 +71,15 @@ class ContrastiveLoss:
         nothing = [each.new_zeros(()).expand_as(each) for each in read]
         return _sum([*losses, *(found for found, _ in before), taught]), [*nothing, *gradients]
 
-    @property
-    def is_prefix_infonce(self) -> bool:
-        """Whether `prefix_infonce_` can compute the loss of sizes that are prefixes of one vector."""
+    def is_prefix_infonce(self, batch: PairBatch) -> bool:
+        """Whether `prefix_infonce_` can compute the loss of sizes that are prefixes of one vector.
+
+        All ranks answer alike: whether a batch has weights depends on the shards, and whether several positives count
+        depends on the recipe.
+        """
         (first, *others) = self.terms
-        alone = not others and self.taught is None and not self.coordinates
+        plain = batch.weights is None and batch.target_query is None
+        alone = not others and self.taught is None and not self.coordinates and plain
         return alone and isinstance(first, InfoNCE) and first.is_nested
 
     def prefix_infonce_(self, vectors: Tensor, batch: PairBatch, plan: SizePlan, engine: Passes) -> dict[str, Tensor]:
@@ -118,7 +122,8 @@ def contrastive_loss(
     else:
         terms.append(_infonce(recipe))
     if is_read(recipe, "objective.asymmetric_weight") and chosen.asymmetric_weight:
-        terms.append(Asymmetric(chosen.asymmetric_weight, _infonce(recipe), chosen.similarity == "cosine"))
+        plain = _infonce(recipe, parts=PASSAGES_ALONE)
+        terms.append(Asymmetric(chosen.asymmetric_weight, plain, chosen.similarity == "cosine"))
     if kl == "margins":
         terms.append(Margins(chosen.kl_weight, chosen.temperature, teacher))
     terms += _spread_out(recipe)
@@ -148,8 +153,11 @@ def _spread_out(recipe: Recipe) -> list[SpreadOut]:
     return [SpreadOut(weight, unit=recipe.objective.similarity == "cosine")] if weight else []
 
 
-def _infonce(recipe: Recipe) -> InfoNCE:
+def _infonce(recipe: Recipe, *, parts: tuple[str, ...] = ()) -> InfoNCE:
+    """parts: in place of the recipe's own `objective.negatives`."""
     chosen = recipe.objective
     filters = chosen.filter_false_negatives and is_read(recipe, "objective.filter_false_negatives")
     margin = MarginFilter(chosen.false_negative_margin, chosen.filter_by) if filters else None
-    return InfoNCE(chosen.temperature, Negatives(chosen.mask_false_negatives, margin), recipe.train.score_memory_mib)
+    negatives = Negatives(chosen.mask_false_negatives, margin, parts or tuple(chosen.negatives))
+    hardness = chosen.hardness if is_read(recipe, "objective.hardness") else 0.0
+    return InfoNCE(chosen.temperature, negatives, recipe.train.score_memory_mib, hardness=hardness)

@@ -90,7 +90,8 @@ class Margins:
     """MarginMSE (Hofstätter et al. 2020, arXiv:2010.02666).
 
     The mean of ((s⁺ − s⁻) − (t⁺ − t⁻))² over the global batch's pairs of a query and one of its own negatives, where s
-    and t are the student's and the teacher's scores. Both texts of a pair are on one rank, so nothing is gathered.
+    and t are the student's and the teacher's scores; each pair has the weight of its query. Both texts of a pair are on
+    one rank, so nothing is gathered.
     """
 
     weight: float
@@ -116,7 +117,10 @@ class Margins:
         else:
             taught = own[plan.full].detach() if self.teacher.detached else own[plan.full]
         total = sum_over_ranks([float(len(batch.passages) - count)], device).clamp(min=1)[0].to(own.dtype)
-        errors = (margins(own) - margins(taught)).square().sum(1) / total
+        squares = (margins(own) - margins(taught)).square()  # [K, m]
+        if batch.weights is not None:
+            squares = squares * batch.weights.to(device)[owner]
+        errors = squares.sum(1) / total
         loss = (errors * errors.new_tensor(plan.kl_weights)).sum() * self.weight
         loss.backward()
         assert own.grad is not None
@@ -145,7 +149,7 @@ class CoordinateTerm(Protocol):
     """A part of a contrastive loss that reads vectors as the model gives them. All ranks call it together."""
 
     def losses_and_gradients(
-        self, embeddings: list[Tensor], plan: SizePlan, engine: Passes
+        self, embeddings: list[Tensor], batch: PairBatch, plan: SizePlan, engine: Passes
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Losses like a term's, and the gradient of each size at which texts are compared.
 
@@ -163,16 +167,20 @@ class CoordinateKL:
     detached: bool
 
     def losses_and_gradients(
-        self, embeddings: list[Tensor], plan: SizePlan, engine: Passes
+        self, embeddings: list[Tensor], batch: PairBatch, plan: SizePlan, engine: Passes
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """A text's divergence has the weight of its query."""
         embeddings, plan = embeddings[plan.uncompared :], plan.compared
+        weights = batch.weights
+        if weights is not None:
+            weights = torch.cat([weights, weights[batch.passage_query]]).to(embeddings[0].device)
         leaves = [each.clone().requires_grad_() for each in embeddings]
         teacher = leaves[plan.full].detach() if self.detached else leaves[plan.full]
         total = sum_over_ranks([float(teacher.shape[0])], teacher.device)[0].to(teacher.dtype)
         losses = {"loss": torch.zeros((), device=teacher.device)}
         for name, leaf, weight in zip(plan.names, leaves, plan.kl_weights):
             if weight:
-                value = coordinate_divergence(leaf, teacher, temperature=self.temperature) / total
+                value = coordinate_divergence(leaf, teacher, temperature=self.temperature, weights=weights) / total
                 (value * weight * self.weight).backward()
                 losses[f"kl/{name}"] = value.detach()
                 losses["loss"] = losses["loss"] + value.detach() * weight * self.weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,41 +11,176 @@ from torch import Tensor
 
 from data.collate import PairBatch
 from trainer.distributed import gather_counts, gather_rows, scatter_gradients
-from trainer.losses.false_negatives import false_negatives
-from trainer.losses.infonce import add_contrastive_gradients
+from trainer.losses.false_negatives import columns_left_out, equal_pairs, false_negative_queries, false_negatives
+from trainer.losses.infonce import Further, add_contrastive_gradients
 from trainer.losses.prefix_infonce import PrefixSettings, prefix_contrastive_
-from trainer.losses.tile_settings import GUIDE, TAUGHT_BY_FULL, MarginFilter, ScoreTeacher, TileSettings
+from trainer.losses.tile_settings import (
+    GUIDE,
+    PASSAGES_ALONE,
+    TAUGHT_BY_FULL,
+    MarginFilter,
+    ScoreTeacher,
+    TileSettings,
+    parts_of,
+)
 from trainer.losses.unit_vectors import normalize_, unnormalized_gradient_
 from trainer.objectives.contrastive_terms import Compared, named, of_all_ranks
 
 
 @dataclass(frozen=True)
+class Rows:
+    """The rows of a rank's scores: one for each of its queries, or one for each of their positives where several count.
+
+    owners: int64 [r], each row's query, rising. targets: int64 [r], each row's positive among the rank's passages.
+    """
+
+    owners: Tensor
+    targets: Tensor
+    several: bool
+
+    @classmethod
+    def of(cls, batch: PairBatch, device: torch.device) -> Rows:
+        several = batch.target_query is not None
+        owners = torch.arange(len(batch.queries)) if batch.target_query is None else batch.target_query
+        return cls(owners.to(device), batch.targets.to(device), several)
+
+    def spread(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """Each row's query, from vectors of the queries. Where no query has several rows, they are the given ones."""
+        return [each[self.owners] for each in vectors] if self.several else list(vectors)
+
+    def gather_(self, gradients: Sequence[Tensor], of_rows: Sequence[Tensor]) -> None:
+        """Add the gradients of `spread` vectors to those of the queries."""
+        if self.several:
+            for gradient, row in zip(gradients, of_rows):
+                gradient.index_add_(0, self.owners, row)
+
+    def weights(self, of_queries: Tensor | None) -> Tensor | None:
+        """Of the rows' losses, float32 [r]: the positives of a query share its weight. None where all are 1."""
+        if not self.several:
+            return None if of_queries is None else of_queries.to(self.owners.device)
+        shares = self.owners.bincount()[self.owners].float().reciprocal()
+        return shares if of_queries is None else shares * of_queries.to(self.owners.device)[self.owners]
+
+    def siblings(self) -> Tensor:
+        """Pairs of a row and a row of another positive of the same query, int64 [s, 2]."""
+        if not self.several:
+            return self.owners.new_zeros(0, 2)
+        pairs = torch.stack(equal_pairs(self.owners, self.owners), dim=1)
+        return pairs[pairs[:, 0] != pairs[:, 1]]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a rank's texts are in the global batch.
+
+    passages, queries: every rank's number of them; the latter is read only where queries are columns.
+    """
+
+    rank: int
+    passages: list[int]
+    queries: list[int]
+
+    def targets(self, rows: Rows) -> Tensor:
+        return rows.targets + sum(self.passages[: self.rank])
+
+    def own(self, rows: Rows) -> Tensor:
+        """The places of the rows' queries."""
+        return rows.owners + sum(self.queries[: self.rank])
+
+    def hard_pairs(self, batch: PairBatch, rows: Rows) -> Tensor:
+        """Pairs of a row and the place of one of its query's own hard negatives, int64 [h, 2]."""
+        negative = torch.ones(len(batch.passages), dtype=torch.bool, device=rows.targets.device)
+        negative[rows.targets] = False
+        place = negative.nonzero()[:, 0]
+        row, found = equal_pairs(rows.owners, batch.passage_query.to(place.device)[place])
+        return torch.stack([row, place[found] + sum(self.passages[: self.rank])], dim=1)
+
+
+@dataclass(frozen=True)
 class Negatives:
-    """Which passages are left out as false negatives: known ones, if `masks_known`, and those that a filter finds."""
+    """What a query's positive is compared with, and what of it is left out as false negatives.
+
+    parts: names of `tile_settings.PARTS`. Known false negatives are left out if `masks_known`, and those that `filter`
+    finds.
+    """
 
     masks_known: bool = True
     filter: MarginFilter | None = None
+    parts: tuple[str, ...] = PASSAGES_ALONE
 
-    def known(self, batch: PairBatch, targets: Tensor, counts: list[int]) -> Tensor | None:
-        """Pairs of a query of this rank and a passage of the global batch that is no negative of it, by text hashes.
+    @property
+    def read_queries(self) -> bool:
+        """Whether queries are columns, so that all ranks' queries are gathered."""
+        return any(part.with_queries for part in parts_of(self.parts))
 
-        targets: the positives' places in the global batch. counts: every rank's number of passages.
+    def left_out(self, batch: PairBatch, places: Places, rows: Rows) -> Tensor | None:
+        """Pairs of a row and a column that is no negative of it, int64 [e, 2].
+
+        They are found by text, and besides a query's other positives are none.
         """
-        if not self.masks_known:
+        plain, device = self.parts == PASSAGES_ALONE, rows.owners.device
+        if plain and not self.masks_known and not rows.several:
             return None
-        device = targets.device
-        queries = batch.query_hashes.repeat_interleave(batch.known_offsets.diff())
-        known = torch.stack([queries, batch.known_hashes], dim=1).to(device)
-        known = gather_rows(known, gather_counts(len(known), device)).T.contiguous()  # [2, t]
-        passage_hashes = gather_rows(batch.passage_hashes.to(device), counts)
-        return false_negatives(batch.query_hashes.to(device), targets, passage_hashes, known[0], known[1])
+        targets, own = places.targets(rows), places.own(rows)
+        passages = queries = targets.new_zeros(0, 2)
+        if self.masks_known:
+            owners = batch.query_hashes.repeat_interleave(batch.known_offsets.diff())
+            known = torch.stack([owners, batch.known_hashes], dim=1).to(device)
+            known = gather_rows(known, gather_counts(len(known), device)).T.contiguous()  # [2, t]
+            passage_hashes = gather_rows(batch.passage_hashes.to(device), places.passages)
+            query_hashes = batch.query_hashes.to(device)[rows.owners]
+            passages = false_negatives(query_hashes, targets, passage_hashes, known[0], known[1])
+            if self.read_queries:
+                all_hashes = gather_rows(batch.query_hashes.to(device), places.queries)
+                positives = passage_hashes[targets]
+                queries = false_negative_queries(query_hashes, positives, own, all_hashes, known[0], known[1])
+        if rows.several:
+            row, sibling = rows.siblings().T
+            passages = torch.cat([passages, torch.stack([row, targets[sibling]], dim=1)])
+        if plain:
+            return passages
+        return columns_left_out(
+            parts_of(self.parts),
+            targets=targets,
+            own=own,
+            num_passages=sum(places.passages),
+            num_queries=sum(places.queries),
+            passages=passages,
+            queries=queries,
+        )
+
+
+class Everyone:
+    """All ranks' vectors, K of [N, d_k], with gradients to add to; `send_back` gives each rank the sums for its own.
+
+    One gather for all widths side by side. On one rank the vectors and gradients are the given ones themselves.
+    """
+
+    def __init__(self, vectors: Sequence[Tensor], gradients: Sequence[Tensor], counts: list[int]) -> None:
+        self.vectors, self.gradients = list(vectors), list(gradients)
+        self._own, self._counts = list(gradients), counts
+        self._widths = [each.shape[1] for each in vectors]
+        self._returned: Tensor | None = None
+        if len(counts) > 1:
+            everyone = gather_rows(torch.cat(self.vectors, dim=1), counts)  # [N, sum of widths]
+            self._returned = torch.zeros_like(everyone)
+            self.vectors = list(everyone.split(self._widths, dim=1))
+            self.gradients = list(self._returned.split(self._widths, dim=1))
+
+    def send_back(self) -> None:
+        if self._returned is not None:
+            parts = scatter_gradients(self._returned, self._counts).split(self._widths, dim=1)
+            for gradient, part in zip(self._own, parts):
+                gradient += part
 
 
 @dataclass(frozen=True)
 class InfoNCE:
     """InfoNCE at every size and, with a `kl_weight`, KL(teacher || size) of the scores (Starbucks §3.1, eq. 4 and 5).
 
-    Both are one term because they share the same tiles of scores (trainer/losses/infonce.py).
+    Both are one term because they share the same tiles of scores (trainer/losses/infonce.py). Where several positives
+    of a query count, each has a row of its own, which leaves out the others and weighs as little as they are many.
+    hardness: α of the weights of a query's own hard negatives.
     """
 
     temperature: float
@@ -52,6 +188,7 @@ class InfoNCE:
     score_memory_mib: float
     kl_weight: float = 0.0
     teacher: ScoreTeacher = TAUGHT_BY_FULL
+    hardness: float = 0.0
 
     def add_gradients(self, given: Compared) -> dict[str, Tensor]:
         plan, count = given.plan, len(given.batch.queries)
@@ -82,19 +219,15 @@ class InfoNCE:
         queries and of the passages are added; the latter are sums over all ranks' queries.
         """
         count, device = len(given.batch.queries), queries[0].device
-        widths = [each.shape[1] for each in passages]
-        counts = gather_counts(len(given.batch.passages), device)
-        query_gradients, own_gradients = gradients
-        passage_gradients, alone = own_gradients, len(counts) == 1
-        if not alone:
-            # One gather of all widths side by side: every rank's passages, [M, sum of widths].
-            everyone = gather_rows(torch.cat(passages, dim=1), counts)
-            returned = torch.zeros_like(everyone)
-            passages, passage_gradients = list(everyone.split(widths, dim=1)), list(returned.split(widths, dim=1))
+        places, rows = self._places(given, device), Rows.of(given.batch, device)
+        of_rows = rows.spread(queries)
+        row_gradients = [torch.zeros_like(each) for each in of_rows] if rows.several else gradients[0]
+        columns = Everyone(passages, gradients[1], places.passages)
+        queried = Everyone(queries, gradients[0], places.queries) if self.negatives.read_queries else None
         found = add_contrastive_gradients(
-            queries,
-            passages,
-            gradients=[*query_gradients, *passage_gradients],
+            of_rows,
+            columns.vectors,
+            gradients=[*row_gradients, *columns.gradients, *([] if queried is None else queried.gradients)],
             settings=TileSettings(
                 weights,
                 kl_weights,
@@ -104,31 +237,43 @@ class InfoNCE:
                 self.teacher,
                 self.score_memory_mib,
                 1.0 if given.guide is None else given.guide.temperature,
+                self.negatives.parts,
+                self.hardness,
             ),
-            **self._of_the_global_batch(given, counts, device),
+            further=Further(
+                [] if queried is None else queried.vectors,
+                places.hard_pairs(given.batch, rows) if self.hardness else None,
+                rows.weights(given.batch.weights),
+            ),
+            **self._of_the_global_batch(given, places, rows),
         )
-        if not alone:
-            # Each passage's gradient, summed over all ranks' queries, goes back to the passage's rank.
-            for gradient, part in zip(own_gradients, scatter_gradients(returned, counts).split(widths, dim=1)):
-                gradient += part
+        rows.gather_(gradients[0], row_gradients)
+        columns.send_back()
+        if queried is not None:
+            queried.send_back()
         return found
 
     @property
     def is_nested(self) -> bool:
-        """Whether sizes that are prefixes of one vector can share their products: no size teaches or filters."""
-        return not self.kl_weight and (self.negatives.filter is None or self.negatives.filter.by == GUIDE)
+        """Whether sizes that are prefixes of one vector can share products, if each query has one row, unweighted.
+
+        No size teaches or filters, no negative has a weight, and queries are compared with passages alone.
+        """
+        filters = self.negatives.filter is not None and self.negatives.filter.by != GUIDE
+        return not self.kl_weight and not filters and not self.hardness and self.negatives.parts == PASSAGES_ALONE
 
     def nested_gradients_(self, vectors: Tensor, given: Compared, *, cosine: bool) -> dict[str, Tensor]:
         """The same loss, where `is_nested`. Overwrites `vectors` [n + m, d], not normalised, with their gradients."""
         plan, count, device = given.plan, len(given.batch.queries), vectors.device
-        counts = gather_counts(len(given.batch.passages), device)
+        places = self._places(given, device)
+        counts = places.passages
         passages = vectors[count:] if len(counts) == 1 else gather_rows(vectors[count:], counts)
         gradient = torch.zeros_like(passages)
         loss, nce = prefix_contrastive_(
             vectors[:count],
             passages,
             gradient,
-            **self._of_the_global_batch(given, counts, device),
+            **self._of_the_global_batch(given, places, Rows.of(given.batch, device)),
             settings=PrefixSettings(
                 tuple(size.dim for size in plan.sizes),
                 plan.loss_weights,
@@ -142,13 +287,20 @@ class InfoNCE:
         vectors[count:] = gradient if len(counts) == 1 else scatter_gradients(gradient, counts)
         return {"loss": loss} | named("loss", plan.names, nce)
 
-    def _of_the_global_batch(self, given: Compared, counts: list[int], device: torch.device) -> dict[str, Any]:
-        """The arguments about all ranks' passages, for both ways. counts: every rank's number of passages."""
-        targets = given.batch.targets.to(device) + sum(counts[: given.engine.world.rank])
-        excluded, guide = self.negatives.known(given.batch, targets, counts), given.guide
+    def _places(self, given: Compared, device: torch.device) -> Places:
+        passages = gather_counts(len(given.batch.passages), device)
+        queries = gather_counts(len(given.batch.queries), device) if self.negatives.read_queries else []
+        return Places(given.engine.world.rank, passages, queries)
+
+    def _of_the_global_batch(self, given: Compared, places: Places, rows: Rows) -> dict[str, Any]:
+        """The arguments about all ranks' texts, for both ways."""
+        excluded, guide = self.negatives.left_out(given.batch, places, rows), given.guide
         assert guide is not None or self.negatives.filter is None or self.negatives.filter.by != GUIDE
-        vectors = None if guide is None else (guide.queries, gather_rows(guide.passages, counts))
-        return {"targets": targets, "excluded": excluded, "guide": vectors}
+        vectors = None
+        if guide is not None:
+            vectors = [*rows.spread([guide.queries]), gather_rows(guide.passages, places.passages)]
+            vectors += [gather_rows(guide.queries, places.queries)] if self.negatives.read_queries else []
+        return {"targets": places.targets(rows), "excluded": excluded, "guide": vectors}
 
 
 @dataclass(frozen=True)
@@ -156,7 +308,8 @@ class Asymmetric:
     """InfoNCE of every smaller size's queries against the full size's passages, cut to the size's dimensions.
 
     It trains for searches in which a small model embeds the queries and the full one has embedded the documents. Both
-    sides get gradients. weight: times the weight of the size's own loss. infonce: without a KL and without a filter.
+    sides get gradients. weight: times the weight of the size's own loss. infonce: without a KL and without a filter,
+    of queries against passages.
     """
 
     weight: float

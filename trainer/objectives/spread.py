@@ -31,7 +31,7 @@ class SpreadOut:
     def add_gradients(self, given: Compared) -> dict[str, Tensor]:
         plan, count, device = given.plan, len(given.batch.queries), given.vectors[0].device
         positives = given.batch.targets.to(device) + count
-        num_texts = of_all_ranks(count, device)
+        num_texts = [of_all_ranks(len(each), device) for each in (given.batch.queries, positives)]
         values = []
         for vectors, gradients, share in zip(given.vectors, given.gradients, plan.loss_weights):
             # Copies: positives need not be neighbours, and vectors that are not unit vectors stay as they are.
@@ -40,8 +40,8 @@ class SpreadOut:
             grams = sum_over_ranks(torch.stack([gram_matrix(side) for side in sides]), device)
             flows = [torch.zeros_like(side) for side in sides]
             spread = [
-                add_spread_gradients(side, flow, gram=gram, weight=self.weight * share, num_texts=num_texts)
-                for side, flow, gram in zip(sides, flows, grams)
+                add_spread_gradients(side, flow, gram=gram, weight=self.weight * share, num_texts=total)
+                for side, flow, gram, total in zip(sides, flows, grams, num_texts)
             ]
             for side, flow, length in zip(sides, flows, lengths):
                 if length is not None:

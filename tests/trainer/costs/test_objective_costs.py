@@ -122,3 +122,38 @@ def test_what_pairs_add_to_masked_losses(name: str) -> None:
     assert paired.loss_bytes(TEXTS, vectors=VECTORS) == 3 * 2**20 + 4 * width * TEXTS.count
     many = 1e5
     assert paired.loss_bytes(TEXTS, vectors=many) == 8 * width * (own + many) + 2**20
+
+
+@pytest.mark.parametrize(
+    ("negatives", "gathered", "columns"),
+    [
+        # Ten texts are two queries with four passages each; of the gathered vectors a part reads passages or queries.
+        (["query_passage"], 8, 8),
+        (["query_passage", "passage_passage"], 8, 16),
+        (["query_passage", "query_query"], 10, 10),
+        (["query_passage", "passage_query", "query_query", "passage_passage"], 10, 20),
+    ],
+)
+def test_what_further_negatives_cost(negatives: list[str], gathered: int, columns: int) -> None:
+    values = {"objective": {"name": "contrastive", "negatives": negatives}, "data": {"num_negatives": 3}}
+    recipe = recipe_of(recipe_values("shards", train={"score_memory_mib": 1.0}, **values))
+    costs, width = costs_of(recipe), 16 + 32 + 48
+    vectors = costs.vectors(TEXTS)
+    assert vectors == gathered and costs.gathered_bytes(vectors) == 4 * gathered * width
+    alone = ObjectiveCosts(recipe).computed_flops(SHAPE, TEXTS, vectors=vectors)
+    added = costs.computed_flops(SHAPE, TEXTS, vectors=vectors) - alone
+    assert added == pytest.approx(3 * 2 * 2 * columns * width)
+    assert costs.loss_bytes(TEXTS, vectors=vectors) == 8 * width * (TEXTS.count + gathered) + 2**20
+
+
+def test_what_several_positives_cost() -> None:
+    """Ten texts are two queries with two positives and two negatives each: four rows, eight columns, two copies."""
+    values = {"objective": {"name": "contrastive"}, "data": {"num_negatives": 2, "num_positives": 2}}
+    recipe = recipe_of(recipe_values("shards", train={"score_memory_mib": 1.0}, **values))
+    costs, width = costs_of(recipe), 16 + 32 + 48
+    vectors = costs.vectors(TEXTS)
+    assert vectors == 8
+    alone = ObjectiveCosts(recipe).computed_flops(SHAPE, TEXTS, vectors=vectors)
+    added = costs.computed_flops(SHAPE, TEXTS, vectors=vectors) - alone
+    assert added == pytest.approx(3 * 2 * 4 * 8 * width)
+    assert costs.loss_bytes(TEXTS, vectors=vectors) == 8 * width * (10 + 8 + 4) + 2**20

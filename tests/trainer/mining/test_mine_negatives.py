@@ -343,6 +343,14 @@ def test_beir_folders_bring_their_corpus(model: Path, docstrings: list[str], tmp
     assert all(f"About {text}" not in line["negatives"] for text, line in zip(texts, got))
 
 
+def test_weights_of_rows_are_handed_on(pairs: Path, model: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()[:30]]
+    weighted = tmp_path / "weighted.jsonl"
+    weighted.write_text("".join(json.dumps(row | {"weight": n / 4}) + "\n" for n, row in enumerate(rows)))
+    got = run(weighted, model, tmp_path / "out")
+    assert [row["weight"] for row in got] == [n / 4 for n in range(30)]
+
+
 def test_what_is_mined_trains(pairs: Path, model: Path, tiny_tokenizer_path: Path, tmp_path: Path) -> None:
     got = run(pairs, model, tmp_path / "out")
     shards = str(tmp_path / "shards")

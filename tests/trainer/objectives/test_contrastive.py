@@ -82,13 +82,13 @@ def states_of(sizes: Sequence[Size]) -> dict[int, Tensor]:
 Loss = Callable[[dict[int, Tensor]], Tensor]
 
 
-def compare(loss: ContrastiveLoss, plan: SizePlan, naive: Loss) -> tuple[float, float]:
+def compare(loss: ContrastiveLoss, plan: SizePlan, naive: Loss, batch: PairBatch | None = None) -> tuple[float, float]:
     """Relative differences of the loss and, over the largest entry, of the gradient of every layer's vectors."""
     states = {layer: each.requires_grad_() for layer, each in states_of(plan.sizes).items()}
     expected = naive(states)
     wanted = torch.autograd.grad(expected, list(states.values()), allow_unused=True)
     embeddings = [states[size.layers][:, : size.dim].detach().float().clone() for size in plan.sizes]
-    losses, gradients = loss.loss_and_gradients(embeddings, batch_of(), plan, ALONE)
+    losses, gradients = loss.loss_and_gradients(embeddings, batch or batch_of(), plan, ALONE)
     got = {layer: torch.zeros_like(each) for layer, each in states.items()}
     for size, gradient in zip(plan.sizes, gradients, strict=True):
         got[size.layers][:, : size.dim] += gradient.double()
@@ -124,6 +124,42 @@ def assert_equal_but_for(recipe: Recipe, controls: Sequence[dict[str, Any]], pla
         loss_error, gradient_error = compare(objective_of(recipe, **changed).loss, plan, naive)
         assert loss_error > 1e-4, changed
         assert gradient_error > 1e-3, changed
+
+
+def test_several_positives_share_their_querys_loss() -> None:
+    """1/n Σ_i w_i / |P_i| Σ_{p ∈ P_i} −log e^{s_ip} / (e^{s_ip} + Σ_{j ∉ P_i} e^{s_ij}), equal texts or not."""
+    recipe = load_recipe(RECIPES / "srl_without_kl_msmarco.toml")
+    plan = objective_of(recipe).schedule(0)
+    assert not recipe.objective.mask_false_negatives
+    weights = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0])
+    own = {0: [0, 1], 1: [2], 2: [4, 5], 3: [6], 4: [8, 9]}  # of each query's two passages, the positives
+    owners = torch.tensor([query for query, columns in own.items() for _ in columns])
+    targets = torch.tensor([column for columns in own.values() for column in columns])
+    batch = replace(batch_of(), targets=targets, target_query=owners, weights=weights)
+
+    def naive(states: dict[int, Tensor], *, among: bool = False) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for size, size_weight in zip(plan.sizes, plan.loss_weights):
+            cut = states[size.layers][:, : size.dim]
+            scores = cut[:QUERIES] @ cut[QUERIES:].T / recipe.objective.temperature
+            for query, columns in own.items():
+                for positive in columns:
+                    others = [j for j in range(scores.shape[1]) if j not in columns or j == positive or among]
+                    term = torch.logsumexp(scores[query, others], 0) - scores[query, positive]
+                    total = total + size_weight * weights[query] / len(columns) * term / QUERIES
+        return total
+
+    loss_error, gradient_error = compare(objective_of(recipe).loss, plan, naive, batch)
+    assert loss_error < 1e-6
+    assert gradient_error < 1e-5
+    # Negative controls: the other positives in the denominator, one row a query, and no weights.
+    wrong = [compare(objective_of(recipe).loss, plan, lambda states: naive(states, among=True), batch)]
+    first = torch.tensor([columns[0] for columns in own.values()])
+    for changed in ({"targets": first, "target_query": None}, {"weights": None}):
+        wrong.append(compare(objective_of(recipe).loss, plan, naive, replace(batch, **changed)))
+    for loss_error, gradient_error in wrong:
+        assert loss_error > 1e-3
+        assert gradient_error > 1e-3
 
 
 def test_the_released_sts_loss() -> None:
