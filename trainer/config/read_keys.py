@@ -97,7 +97,11 @@ GUIDED = Condition(
 )
 TAUGHT_BY_GUIDE = Condition('objective.kl_teacher = "guide"', lambda recipe: recipe.guide_teaches)
 LAYERS = Condition('an encoder with layers (not model_type = "static")', lambda recipe: not recipe.is_static)
-LAYERS_OR_GUIDE = Condition(f"{LAYERS.words} or a guide", lambda recipe: LAYERS.holds(recipe) or GUIDED.holds(recipe))
+WHOLE_TEXTS = Condition('pairs of whole texts (not objective.pairs = "spans")', lambda recipe: recipe.pairs != "spans")
+LAYERS_OR_GUIDE = Condition(
+    f"{LAYERS.words} or a guide without guide.store",
+    lambda recipe: LAYERS.holds(recipe) or (GUIDED.holds(recipe) and not recipe.guide.store),
+)
 ADAPTERS = Condition("model.lora_rank above 0", lambda recipe: recipe.model.lora_rank > 0)
 NO_WEIGHTS = Condition("no data.weights", lambda recipe: not recipe.data.weights)
 HARD_NEGATIVES = Condition("data.num_negatives above 0", lambda recipe: recipe.data.num_negatives > 0)
@@ -188,6 +192,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "objective.false_negative_margin": (COMPARISONS, NEGATIVES, FILTER),
     "objective.backward": (EMBEDS, CACHES, LAYERS),
     "guide.model": (GUIDED,),
+    "guide.store": (GUIDED, WHOLE_TEXTS),
     "guide.pooling": (GUIDED,),
     "guide.temperature": (TAUGHT_BY_GUIDE,),
     "teacher.model": (EMBEDS,),

@@ -301,7 +301,15 @@ class ObjectiveConfig:
 class GuideConfig:
     """A frozen encoder that says which passages are no negatives, or whose scores are learnt."""
 
-    model: str = Field(default="", description="Folder or hub name of the encoder; it must have the shards' tokenizer.")
+    model: str = Field(
+        default="",
+        description="Folder or hub name of the encoder; without a store it must have the shards' tokenizer.",
+    )
+    store: str = Field(
+        default="",
+        description="Folder of its vectors, which are read in place of its passes; written by `python -m "
+        "trainer.teacher_vectors`.",
+    )
     pooling: Literal["", Pooling] = Field(default="", description="Its pooling; empty means as its barista.json says.")
     temperature: float = Field(
         default=0.0,

@@ -15,7 +15,7 @@ from trainer.losses.tile_settings import MarginFilter, ScoreTeacher
 from trainer.losses.unit_vectors import normalize_, unnormalized_gradient_
 from trainer.objectives.backward import Passes
 from trainer.objectives.contrastive_terms import Compared, CoordinateKL, CoSENT, GuideVectors, Margins, Taught, Term
-from trainer.objectives.guide import Guide
+from trainer.objectives.guide import PairGuide
 from trainer.objectives.infonce_terms import Asymmetric, InfoNCE, Negatives
 from trainer.objectives.size_schedules import SizePlan
 from trainer.objectives.teacher import Teaching
@@ -35,7 +35,7 @@ class ContrastiveLoss:
     terms: tuple[Term, ...]
     taught: Taught | None = None
     coordinates: CoordinateKL | None = None
-    guide: Guide | None = None
+    guide: PairGuide | None = None
 
     def loss_and_gradients(
         self, embeddings: list[Tensor], batch: PairBatch, plan: SizePlan, engine: Passes
@@ -80,7 +80,7 @@ class ContrastiveLoss:
     def _guide_vectors(self, batch: PairBatch, engine: Passes) -> GuideVectors | None:
         if self.guide is None:
             return None
-        vectors = self.guide.vectors(batch.queries, batch.passages, device=engine.device, heartbeat=engine.heartbeat)
+        vectors = self.guide.pair_vectors(batch, device=engine.device, heartbeat=engine.heartbeat)
         return GuideVectors(*vectors, self.guide.temperature)
 
 
@@ -93,7 +93,7 @@ def _sum(found: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def contrastive_loss(
-    recipe: Recipe, *, guide: Guide | None = None, teaching: Teaching | None = None
+    recipe: Recipe, *, guide: PairGuide | None = None, teaching: Teaching | None = None
 ) -> ContrastiveLoss:
     """The loss of a fine-tuning recipe."""
     chosen = recipe.objective
@@ -119,7 +119,7 @@ def contrastive_loss(
     )
 
 
-def pair_loss(recipe: Recipe, *, guide: Guide | None = None) -> ContrastiveLoss:
+def pair_loss(recipe: Recipe, *, guide: PairGuide | None = None) -> ContrastiveLoss:
     """The contrastive loss that is added to masked losses: InfoNCE without a KL."""
     cosine = recipe.objective.similarity == "cosine"
     return ContrastiveLoss(cosine, (_infonce(recipe),), guide=guide if recipe.guide_filters else None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -28,8 +29,9 @@ from trainer.losses.distillation import (
     gram_products,
 )
 from trainer.losses.unit_vectors import normalize_
-from trainer.objectives.guide import Guide, cut, load_frozen
+from trainer.objectives.guide import Guide, StoredGuide, cut, load_frozen
 from trainer.objectives.size_schedules import SizePlan
+from trainer.objectives.stored_texts import open_store
 from trainer.objectives.vector_store import VectorStore
 
 
@@ -82,21 +84,27 @@ class StoredTeacher:
         self, batch: TextBatch | PairBatch, *, device: torch.device, heartbeat: Callable[[str], None]
     ) -> Tensor:
         if isinstance(batch, PairBatch):
-            hashes = torch.cat([batch.query_hashes, batch.passage_hashes])
+            vectors = torch.cat(self.store.find_pairs(batch)).to(device)
         else:
-            hashes = batch.hashes
-        vectors = self.store.find(hashes).to(device)
+            vectors = self.store.find(batch.hashes).to(device)
         normalize_(vectors)
         return vectors
 
 
-def load_teacher(recipe: Recipe, sources: Sequence[ShardFolder]) -> Teacher | None:
-    """The recipe's teacher, or None. Raises ConfigError for whatever is wrong with it."""
+def load_teacher(
+    recipe: Recipe, sources: Sequence[ShardFolder], *, guide: Guide | StoredGuide | None = None
+) -> Teacher | None:
+    """The recipe's teacher, or None. Raises ConfigError for whatever is wrong with it.
+
+    guide: the recipe's. A store that it has opened is not opened again, so its keys are held once.
+    """
     chosen = recipe.teacher
     if not recipe.is_taught:
         return None
     if chosen.vectors == "stored":
-        return StoredTeacher(VectorStore.open(chosen.store, tokenizer=sources[0].manifest.tokenizer["fingerprint"]))
+        if isinstance(guide, StoredGuide) and guide.store.folder.resolve() == Path(chosen.store).resolve():
+            return StoredTeacher(guide.store)
+        return StoredTeacher(open_store(recipe, sources, section="teacher"))
     source = chosen.model or recipe.model.source
     return LiveTeacher(
         load_frozen(recipe, sources, section="teacher", source=source, pooling=chosen.pooling or None, temperature=1.0)
