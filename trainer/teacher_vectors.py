@@ -14,7 +14,6 @@ after a kill the same command goes on.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import logging
 import sys
@@ -42,7 +41,7 @@ from data.ground.options import settings_among
 from data.ground.records import digest_of
 from data.model_folders import SETTINGS_FILE
 from data.shards.reader import ShardFolder
-from data.tokens import Vocabulary, load_tokenizer, prompt_ids, tokenizer_fingerprint
+from data.tokens import Vocabulary, load_tokenizer, prompt_ids, prompt_length, tokenizer_fingerprint
 from models.backbone import longest_input
 from models.encoder import Encoder
 from models.settings import EmbeddingSettings
@@ -238,9 +237,9 @@ class _Student:
         cuts = [  # (text, its length as the student reads it)
             (row, length)
             for row, each in enumerate(ids)
-            for length in {
-                min(len(each), room) for room in (self.rooms.queries if is_query[row] else self.rooms.passages)
-            }
+            for length in sorted(
+                {min(len(each), room) for room in (self.rooms.queries if is_query[row] else self.rooms.passages)}
+            )
         ]
         read = [ids[row][:length] for row, length in cuts]
         rows = np.asarray([row for row, _ in cuts])
@@ -271,35 +270,51 @@ def _reader(
     A model with the students' tokenizer reads the students' ids, as it would in training. Their text may have other ids
     where it is cut within a word.
     """
-    settings, encoder = model.settings, model.encoder.eval()
+    settings = model.settings
     if record.query_rooms and all(each.reads_alike(model.tokenizer) for each in shards):
-        with contextlib.suppress(DataError):  # a prompt that has no ids of its own is joined to the texts below
-            prompts = [prompt_ids(model.tokenizer, each) for each in (settings.query_prompt, settings.passage_prompt)]
+        prompts = settings.query_prompt, settings.passage_prompt
+        try:
+            ids = [prompt_ids(model.tokenizer, prompt) for prompt in prompts]
+        except DataError as error:
+            log.info("the model reads texts, not the students' ids: %s", error)
+        else:
+            lengths = [prompt_length(model.tokenizer, prompt) for prompt in prompts]
             vocabulary = shards[0].vocabulary
-            longest = longest_input(encoder.backbone) or settings.passage_max_length + settings.query_max_length
-            guide = Guide(
-                encoder,
-                model.full,
-                record.similarity,
-                1.0,
-                query_max_length=min(settings.query_max_length, longest),
-                passage_max_length=min(settings.passage_max_length, longest),
-                token_budget=DEFAULT_BATCH_TOKENS,
-                closing=len(vocabulary.after),
-            )
-            return lambda block: _vectors_of_ids(block, guide, prompts, vocabulary, device)
-    embedder = embedder_of(encoder, model.tokenizer, [model.full], device=device)
+            guide = _guide_of(model, record, vocabulary)
+            return lambda block: _vectors_of_ids(block, guide, list(zip(ids, lengths)), vocabulary, device)
+    embedder = embedder_of(model.encoder, model.tokenizer, [model.full], device=device)
     return lambda block: _vectors_of_texts(block, embedder, student, settings, record.similarity)
 
 
+def _guide_of(model: _StoredModel, record: StoreRecord, vocabulary: Vocabulary) -> Guide:
+    """The model as it would read a batch's ids in training."""
+    encoder, settings = model.encoder.eval(), model.settings
+    longest = longest_input(encoder.backbone) or getattr(encoder.config, "max_position_embeddings", None) or 2**31
+    return Guide(
+        encoder,
+        model.full,
+        record.similarity,
+        1.0,
+        query_max_length=min(settings.query_max_length, longest),
+        passage_max_length=min(settings.passage_max_length, longest),
+        token_budget=DEFAULT_BATCH_TOKENS,
+        closing=len(vocabulary.after),
+    )
+
+
 def _vectors_of_ids(
-    block: _Block, guide: Guide, prompts: Sequence[np.ndarray], vocabulary: Vocabulary, device: torch.device
+    block: _Block,
+    guide: Guide,
+    prompts: Sequence[tuple[np.ndarray, int]],
+    vocabulary: Vocabulary,
+    device: torch.device,
 ) -> np.ndarray:
+    """prompts: of queries and of passages, the ids and how many tokens of a text a pooling without them leaves out."""
     vectors = np.empty((len(block.texts), guide.size.dim), np.float32)
     sides = [np.flatnonzero(block.is_query), np.flatnonzero(~block.is_query)]
     queries, passages = (
-        with_prompts([block.ids[row] for row in rows], [0] * len(rows), [prompt], vocabulary)
-        for rows, prompt in zip(sides, prompts)
+        with_prompts([block.ids[row] for row in rows], [0] * len(rows), [ids], vocabulary, [length] if length else ())
+        for rows, (ids, length) in zip(sides, prompts)
     )
     for rows, found in zip(sides, guide.vectors(queries, passages, device=device, heartbeat=lambda phase: None)):
         vectors[rows] = found.cpu().numpy()

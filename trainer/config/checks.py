@@ -103,6 +103,11 @@ def _check_guide(recipe: Recipe) -> None:
                 f'objective.{key} = "guide" needs one; name its folder in guide.model, or that of its vectors in '
                 "guide.store"
             )
+    if recipe.uses_guide and guide.store and recipe.pairs == "spans":
+        raise ConfigError(
+            f'guide.store = {guide.store!r} holds vectors of whole texts, and objective.pairs = "spans" draws other '
+            "spans in every epoch; name the guide in guide.model, without a store"
+        )
     shared = recipe.uses_guide and recipe.is_taught and guide.store and guide.store == teacher.store
     if shared and guide.model and teacher.model and guide.model != teacher.model:
         raise ConfigError(

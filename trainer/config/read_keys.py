@@ -97,7 +97,6 @@ GUIDED = Condition(
 )
 TAUGHT_BY_GUIDE = Condition('objective.kl_teacher = "guide"', lambda recipe: recipe.guide_teaches)
 LAYERS = Condition('an encoder with layers (not model_type = "static")', lambda recipe: not recipe.is_static)
-WHOLE_TEXTS = Condition('pairs of whole texts (not objective.pairs = "spans")', lambda recipe: recipe.pairs != "spans")
 LAYERS_OR_GUIDE = Condition(
     f"{LAYERS.words} or a guide without guide.store",
     lambda recipe: LAYERS.holds(recipe) or (GUIDED.holds(recipe) and not recipe.guide.store),
@@ -192,7 +191,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "objective.false_negative_margin": (COMPARISONS, NEGATIVES, FILTER),
     "objective.backward": (EMBEDS, CACHES, LAYERS),
     "guide.model": (GUIDED,),
-    "guide.store": (GUIDED, WHOLE_TEXTS),
+    "guide.store": (GUIDED,),
     "guide.pooling": (GUIDED,),
     "guide.temperature": (TAUGHT_BY_GUIDE,),
     "teacher.model": (EMBEDS,),
@@ -204,6 +203,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "teacher.gram_weight": (TAUGHT,),
     "teacher.order_weight": (TAUGHT,),
     "teacher.temperature": (TAUGHT, SIMILARITIES),
+    "teacher.balance": (TAUGHT, CONTRASTIVE),
     "optim.lr": ALWAYS,
     "optim.weight_decay": ALWAYS,
     "optim.beta1": ALWAYS,

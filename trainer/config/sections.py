@@ -354,6 +354,11 @@ class TeacherConfig:
     temperature: float = Field(
         default=0.05, ge=_SMALLEST_DIVISOR, le=_LARGEST, description="Divides similarities in the KL."
     )
+    balance: Literal["texts", "roles"] = Field(
+        default="texts",
+        description="What weighs the same in these terms: every text of the batch, or its queries, its positives and "
+        "its hard negatives, each together.",
+    )
 
     @property
     def terms(self) -> dict[str, float]:
