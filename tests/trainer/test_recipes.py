@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from models.encoder import build_masked_lm, load_encoder
 from models.settings import EmbeddingSettings
@@ -17,9 +18,12 @@ from tests import ROOT
 from tests.needs import needed, own
 from tests.ranks import run_ranks
 from tests.run_folder import steps_of
+from tests.trainer.conftest import tuple_file
+from trainer import teacher_vectors
 from trainer.config.load import load_recipe, read_toml
 from trainer.config.presets import preset_settings
 from trainer.config.read_keys import is_read
+from trainer.exporting.model_folder import write_model_folder
 
 pytestmark = pytest.mark.long
 
@@ -43,6 +47,7 @@ def launched(
     graded_shards,
     tiny_tokenizer,
     guide_folder,
+    docstrings,
 ) -> dict[str, Path]:
     """Recipe name -> run folder, those that are needed in one launch; "NAME-direct" without gradient caching."""
     wanted = needed(request)
@@ -88,6 +93,12 @@ def launched(
             overrides["guide.model"] = str(guide_folder)
         if "teacher" in values:
             overrides |= {"teacher.model": str(root / "backbone"), "teacher.pooling": "mean"}
+        stored = "store" in values.get("guide", {})
+        if stored:
+            frozen = {"model": str(root / "frozen"), "store": str(root / f"{path.stem}-vectors")}
+            overrides |= {
+                f"{section}.{key}": value for section in ("guide", "teacher") for key, value in frozen.items()
+            }
         if values["objective"].get("sizes") == "one":
             overrides["objective.size"] = "2x16"
         recipe = load_recipe(path, ["train.steps=2"])
@@ -97,6 +108,12 @@ def launched(
         ]
         if path.stem in wanted:
             cases.append({"task": task, "arguments": arguments})
+        if stored and {path.stem, f"{path.stem}-direct"} & set(wanted):
+            settings = EmbeddingSettings("mean", ladder=((6, 48),))
+            write_model_folder(root / "frozen", model.base_model, tiny_tokenizer, settings, nn.ModuleDict())
+            teacher_vectors.main(
+                [*arguments, "--texts", str(tuple_file(root / "texts.jsonl", docstrings, of="tuples"))]
+            )
         if f"{path.stem}-direct" in wanted:
             # As many steps: a curriculum goes by the share of them that is done.
             changed = [f"--run.output={root / path.stem}-direct", "--objective.backward=direct"]
