@@ -113,8 +113,10 @@ def take_step(of: srl_step.Ours | Static, objective: ContrastiveObjective | Tabl
 def measure_memory(with_guide: bool, count: int) -> tuple[float, float]:
     """In this process: its peak in MiB after a step of so many triplets, and before it."""
     ours = srl_step.Ours(srl_step.MEMORY_MICRO_BATCH)
-    guide = replace(build_guide(), token_budget=srl_step.MEMORY_MICRO_BATCH * srl_step.MAX_LENGTH)
-    objective = guided(ours, guide, **FILTERS) if with_guide else ours.objective
+    objective = ours.objective
+    if with_guide:  # else its weights would be in the plain process, too
+        guide = replace(build_guide(), token_budget=srl_step.MEMORY_MICRO_BATCH * srl_step.MAX_LENGTH)
+        objective = guided(ours, guide, **FILTERS)
     take_step(ours, objective, srl_step.batch_of(srl_step.nli_rows(8)))
     batch = srl_step.batch_of(srl_step.nli_rows(count))
     before = peak_mib()

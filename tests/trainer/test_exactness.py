@@ -52,7 +52,7 @@ AT_ONE_STAGE = ("mrl", "cosent", "coordinates", "weighted", "crowded", "filtered
 AT_ONE_STAGE += ("own_margins", "taught_by_guide", "masked_pairs", "symmetric_spans", "symmetric_spans_lonely")
 AT_ONE_STAGE += ("asymmetric", "asymmetric_by_dot", "asymmetric_lonely")
 AT_ONE_STAGE += ("srl_uneven", "smae_uneven", "related_directly", "related_lonely", "similarity", "gram", "order")
-AT_ONE_STAGE += ("stored_directly", "stored_lonely", "matched", "matched_lonely")
+AT_ONE_STAGE += ("stored_directly", "stored_lonely", "matched", "matched_lonely", "stored_masked_pairs")
 # In `make test`, one a stage.
 LAUNCHED = [("srl", 0), ("smae", 1), ("srl", 2), ("smae", 3)]
 # These take a second step, which would find gradients left over.
@@ -224,6 +224,7 @@ def recipes(
     cases["stored_directly"] = copy.deepcopy(cases["stored"])
     cases["stored_directly"]["objective"]["backward"] = "direct"
     # Some queries have no negative, so balanced roles are not balanced texts.
+    cases["stored_masked_pairs"] = copy.deepcopy(cases["guided_masked_pairs"]) | {"guide": frozen}
     cases["matched"] = pairs() | {
         "teacher": {**teacher, "balance": "roles", "similarity_weight": 0.3, "order_weight": 4.0}
     }
@@ -432,6 +433,7 @@ def test_every_recipe_is_in_the_product(recipes: dict[str, Any]) -> None:
         ("related", "distill"),
         ("taught", "srl_without_dropout"),
         ("stored", "guided"),
+        ("stored_masked_pairs", "masked_pairs"),
         ("matched", "unbalanced"),
     ],
 )

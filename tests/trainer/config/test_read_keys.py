@@ -134,7 +134,11 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     "teacher.balance": ("roles", TAUGHT, [[], DISTILL, MASKED]),
     "teacher.temperature": ("0.1", [*DISTILL, "teacher.similarity_weight=1.0"], [[], DISTILL, TAUGHT]),
     "train.epochs": ("2.0", [], [["train.steps=5"]]),
-    "train.micro_batch_size": ("8", [*STATIC, *FILTERED_BY_GUIDE], [STATIC]),
+    "train.micro_batch_size": (
+        "8",
+        [*STATIC, *FILTERED_BY_GUIDE],
+        [STATIC, [*STATIC, *FILTERED_BY_GUIDE, "guide.store=s"]],
+    ),
     "train.activation_checkpointing": ("true", [], [STATIC]),
     "train.compile": ("true", [], [STATIC]),
     "train.logits_memory_mib": ("8.0", MASKED, [[]]),
