@@ -34,7 +34,7 @@ from launch.scaling import (
     recommended,
 )
 from launch.sources import config_of, frame_length
-from trainer.config.load import load_recipe
+from trainer.config.load import load_recipe, read_json_object
 from trainer.config.schema import Recipe
 from trainer.costs.objective_costs import costs_of
 from trainer.costs.shapes import Shape
@@ -170,18 +170,24 @@ def _shape_of(recipe: Recipe, args: argparse.Namespace) -> Shape:
 
 
 def guide_of(recipe: Recipe, given: str = "", *, recipes: Path | None = None) -> FrozenGuide | None:
-    """The shape of the frozen model that runs beside the student: of --guide, else of the recipe's guide or teacher.
+    """The frozen model that runs beside the student: of --guide, else of the recipe's guide or teacher.
 
-    recipes: the folder of the recipes that may make it.
+    Where its vectors are stored, these alone. recipes: the folder of the recipes that may make the model.
     """
-    live = recipe.is_taught and recipe.teacher.vectors == "live"
-    if not recipe.uses_guide and not live:
+    live_teacher = recipe.is_taught and recipe.teacher.vectors == "live"
+    stored = recipe.uses_guide and bool(recipe.guide.store) and not live_teacher
+    if not recipe.uses_guide and not live_teacher:
         if given:
             raise ConfigError(f"--guide {given!r} is given, and the recipe uses no guide; leave it out")
         return None
-    own = recipe.guide.model if recipe.uses_guide else recipe.teacher.model or recipe.model.source
+    if stored and not given and (width := _stored_width(recipe.guide.store)):
+        return FrozenGuide.stored(width)
+    runs = recipe.uses_guide and not recipe.guide.store
+    own = recipe.guide.model if runs or stored else recipe.teacher.model or recipe.model.source
     values, said = config_of(given or own, "--guide", recipes)
     shape = Shape.of(values, said=said)
+    if stored and shape.hidden:
+        return FrozenGuide.stored(shape.hidden)
     if values.get("model_type") == "static":
         shape = dataclasses.replace(shape, layers=0)
     elif not shape.layers:
@@ -189,6 +195,17 @@ def guide_of(recipe: Recipe, given: str = "", *, recipes: Path | None = None) ->
     if not shape.hidden or not shape.vocabulary:
         raise ConfigError(f"{said} does not say hidden_size and vocab_size; give a model's config.json")
     return FrozenGuide.of(shape)
+
+
+def _stored_width(folder: str) -> int:
+    """The width of the vectors in a store; 0 where there is none yet."""
+    path = Path(folder) / "store.json"
+    if not path.is_file():
+        return 0
+    width = read_json_object(path, "record of stored vectors", hint="make the store again").get("width")
+    if not isinstance(width, int) or width < 1:
+        raise ConfigError(f"record of stored vectors {path} does not say its width; make the store again")
+    return width
 
 
 def _lengths(recipe: Recipe, args: argparse.Namespace) -> Lengths:

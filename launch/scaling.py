@@ -130,10 +130,17 @@ LIVE_ELEMENTS = 1_000_000_000
 
 @dataclass(frozen=True)
 class FrozenGuide:
-    """A guide (trainer/objectives/guide.py): whole on every rank at any stage, one forward pass of all texts a step."""
+    """A guide (trainer/objectives/guide.py): whole on every rank at any stage, one forward pass of all texts a step.
 
-    shape: Shape  # a table of token embeddings has 0 layers
+    A stored guide is its vectors alone: it makes no pass and has no weights on the GPU.
+    """
+
+    shape: Shape  # a table of token embeddings has 0 layers, and so has a stored guide
     bytes: float
+
+    @classmethod
+    def stored(cls, width: int) -> FrozenGuide:
+        return cls(Shape(width, 0, 0, 0), 0.0)
 
     @classmethod
     def of(cls, shape: Shape) -> FrozenGuide:

@@ -13,13 +13,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel
 
 from data.collate import MaskedBatch, PairBatch, TextBatch
-from data.keyed_random import derive_seed
+from data.keyed_random import derive_seed, mix64
 from data.shards.reader import ShardFolder
 from data.tokens import load_tokenizer
 from models.backbone import final_norm
@@ -268,7 +269,12 @@ def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe
         vectors = [
             torch.cat([torch.cat([q[size], p[size]]) for q, p in zip(queries, passages)]) for size in range(len(sizes))
         ]
-        taught = naive_teaching(vectors, naive_teacher(texts, recipe), recipe, weights)
+        roles = [role for batch in batches for role in _roles_of(batch)]
+        frozen = naive_teacher(texts, recipe)
+        if recipe.teacher.vectors == "stored":
+            found = [naive_stored(batch, recipe.teacher.store) for batch in batches]
+            frozen = torch.cat([torch.cat(sides) for sides in found])
+        taught = naive_teaching(vectors, frozen, recipe, weights, roles)
     if objective.compression_weight:
         for size, weight, vectors in zip(sizes, weights, map(torch.cat, zip(*whole))):
             if size.dim < vectors.shape[1]:
@@ -308,6 +314,26 @@ def _naive_distillation(module: Any, batches: Sequence[TextBatch], recipe: Recip
     return naive_teaching(vectors, naive_teacher(texts, recipe), recipe, weights)
 
 
+def _roles_of(batch: PairBatch) -> list[str]:
+    """What each text is, the queries first."""
+    positives = set(batch.targets.tolist())
+    return ["query"] * len(batch.queries) + [
+        "positive" if row in positives else "negative" for row in range(len(batch.passages))
+    ]
+
+
+def naive_stored(batch: PairBatch, folder: str) -> tuple[Tensor, Tensor]:
+    """The stored unit vectors of a batch's queries and passages, looked up one by one in all of the store's files."""
+    held: dict[int, Tensor] = {}
+    for path in sorted(Path(folder).glob("*.keys.npy")):
+        vectors = torch.from_numpy(np.load(str(path).replace(".keys.", ".f16.")).astype(np.float32))
+        held |= {int(key): vector for (key,), vector in zip(np.load(path), vectors)}
+    marked = batch.query_hashes.numpy().view(np.uint64) ^ np.uint64(int.from_bytes(b"queries", "big"))
+    sides = [mix64(marked).view(np.int64), batch.passage_hashes.numpy()]
+    first, second = (torch.stack([held[int(key)] / held[int(key)].norm() for key in side]) for side in sides)
+    return first, second
+
+
 def _texts_of(batch: TextBatch | PairBatch) -> list[Tensor]:
     sides = [batch.texts] if isinstance(batch, TextBatch) else [batch.queries, batch.passages]
     return [side.tokens[a:b] for side in sides for a, b in pairwise(side.offsets.tolist())]
@@ -321,21 +347,31 @@ def naive_teacher(texts: Sequence[Tensor], recipe: Recipe) -> Tensor:
     return F.normalize(vectors, dim=1)
 
 
-def naive_teaching(vectors: Sequence[Tensor], teacher: Tensor, recipe: Recipe, weights: Sequence[float]) -> Tensor:
-    """Every term of trainer/losses/distillation.py as its formula reads, over all texts at once."""
+def naive_teaching(
+    vectors: Sequence[Tensor], teacher: Tensor, recipe: Recipe, weights: Sequence[float], roles: Sequence[str] = ()
+) -> Tensor:
+    """Every term of trainer/losses/distillation.py as its formula reads, over all texts at once.
+
+    roles: each text's; with teacher.balance = "roles" each role's texts weigh as much as another's, together.
+    """
     chosen, total, rows = recipe.teacher, torch.zeros(()), range(len(teacher))
     taught = teacher @ teacher.T
+    share = torch.full((len(teacher),), 1 / len(teacher))  # of a text in a mean
+    if chosen.balance == "roles":
+        share = torch.tensor([1 / roles.count(role) / len(set(roles)) for role in roles])
     for size, weight in zip(vectors, weights):
         unit = F.normalize(size, dim=1)
         scores = unit @ unit.T
-        loss = chosen.vector_weight * (1 - F.cosine_similarity(size, teacher[:, : size.shape[1]], dim=1)).mean()
-        loss = loss + chosen.gram_weight * (scores - taught).square().mean()
+        away = 1 - F.cosine_similarity(size, teacher[:, : size.shape[1]], dim=1)
+        loss = chosen.vector_weight * (share * away).sum()
+        loss = loss + chosen.gram_weight * (share[:, None] * share * (scores - taught).square()).sum()
         if chosen.similarity_weight:
             others = ~torch.eye(len(teacher), dtype=torch.bool)
             target, logits = (
                 (each / chosen.temperature)[others].view(len(teacher), -1).log_softmax(1) for each in (taught, scores)
             )
-            loss = loss + chosen.similarity_weight * (target.exp() * (target - logits)).sum(1).mean()
+            divergence = (target.exp() * (target - logits)).sum(1)
+            loss = loss + chosen.similarity_weight * (share * divergence).sum()
         if chosen.order_weight:
             triples = [
                 F.relu((scores[i, j] - scores[i, k]) * (taught[i, k] - taught[i, j]).sign() + 0.015)
@@ -343,15 +379,23 @@ def naive_teaching(vectors: Sequence[Tensor], teacher: Tensor, recipe: Recipe, w
                 for j in rows
                 for k in rows
             ]
-            loss = loss + chosen.order_weight * torch.stack(triples).mean()
+            of_texts = torch.stack(triples).view(len(teacher), -1).mean(1)
+            loss = loss + chosen.order_weight * (share * of_texts).sum()
         total = total + weight * loss
     return total
 
 
 @torch.no_grad()
 def naive_guide(batches: Sequence[PairBatch], recipe: Recipe) -> dict[str, Any]:
-    """The guide's similarities and temperature; texts are encoded one by one, cut to the guide's own lengths."""
+    """The guide's similarities and temperature; texts are encoded one by one, cut to the guide's own lengths.
+
+    The vectors of a store are looked up in it.
+    """
     folder = Path(recipe.guide.model)
+    if recipe.guide.store:
+        queries, passages = (torch.cat(side) for side in zip(*(naive_stored(b, recipe.guide.store) for b in batches)))
+        temperature = json.loads((folder / "barista.json").read_text())["temperature"]
+        return {"guide": queries @ passages.T, "guide_temperature": recipe.guide.temperature or temperature}
     settings, backbone = json.loads((folder / "barista.json").read_text()), AutoModel.from_pretrained(folder).eval()
     layers, dim = settings["ladder"][-1]
 

@@ -28,6 +28,7 @@ from trainer.build import ModelParts
 from trainer.config.schema import Recipe, flat
 from trainer.distributed import Refused, World, gather_objects, named_ranks
 from trainer.engine import takes_weights_of_rank_0
+from trainer.objectives.guide import StoredGuide
 from trainer.objectives.teacher import LiveTeacher, StoredTeacher
 
 Facts = dict[str, str]
@@ -39,6 +40,7 @@ FREE_KEYS = frozenset(
         "data.shards",
         "model.source",
         "guide.model",
+        "guide.store",
         "teacher.model",
         "teacher.store",
         "engine.ds_config",
@@ -79,7 +81,9 @@ def facts_of(recipe: Recipe, ds_config: Mapping[str, Any], sources: Sequence[Sha
     elif recipe.model.source:
         # The fingerprint leaves adapters out, because they are drawn, not read.
         facts["model.source"] = f"weights {fingerprint(_read(parts.encoder))}"
-    if parts.guide is not None:
+    if isinstance(parts.guide, StoredGuide):
+        facts["guide.store"] = f"record {parts.guide.store.fingerprint}"
+    elif parts.guide is not None:
         facts["guide.model"] = f"weights {fingerprint(_read(parts.guide.encoder))}"
     if isinstance(parts.teacher, LiveTeacher):
         facts["teacher.model"] = f"weights {fingerprint(_read(parts.teacher.frozen.encoder))}"

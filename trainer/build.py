@@ -52,7 +52,7 @@ from trainer.config.step_sizes import DRAWN, EVERY_DEPTH
 from trainer.costs.flops import Shape
 from trainer.engine import multiplies_in_bf16, read_ds_config
 from trainer.objectives.collators import total_samples
-from trainer.objectives.guide import Guide, load_guide
+from trainer.objectives.guide import Guide, StoredGuide, load_guide
 from trainer.objectives.materials import Materials
 from trainer.objectives.prompts import folder_prompts
 from trainer.objectives.registry import Objective, maker_of
@@ -91,7 +91,7 @@ class ModelParts:
     saved: PreTrainedModel
     tokenizer: Any
     adapter: PeftModel | None = None
-    guide: Guide | None = None
+    guide: Guide | StoredGuide | None = None
     teacher: Teacher | None = None
 
 
@@ -172,9 +172,10 @@ def build_model(
     ds_config = read_ds_config(recipe.engine.ds_config) if ds_config is None else ds_config
     half_precision = multiplies_in_bf16(ds_config)
     parts = _build_trained(recipe, sources, half_precision=half_precision, weights=weights)
-    guide, teacher = load_guide(recipe, sources), load_teacher(recipe, sources)
+    guide = load_guide(recipe, sources)
+    teacher = load_teacher(recipe, sources, guide=guide)
     for frozen in (guide, teacher.frozen if isinstance(teacher, LiveTeacher) else None):
-        if frozen is not None and not frozen.encoder.is_static:
+        if isinstance(frozen, Guide) and not frozen.encoder.is_static:
             backbone = frozen.encoder.to(torch.bfloat16 if half_precision else torch.float32).backbone
             backbone.set_attn_implementation(_fastest_attention(backbone, half_precision=half_precision))
     if teacher is not None and teacher.width < (dim := parts.encoder.embedding_size):

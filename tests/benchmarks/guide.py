@@ -7,6 +7,9 @@ is a BERT of 6 layers × 384 at its full size. Real NLI triplets. Figures, each 
   filter_time_ratio          the guide says what is no negative; the plain step has KL to the own full size, as this one
   teacher_time_ratio         the guide teaches, in place of the full size
   static_filter_time_ratio   a static student
+  stored_filter_time_ratio, stored_teacher_time_ratio, static_stored_filter_time_ratio
+                             the same, where the guide's vectors are looked up in a store
+  lookup_milliseconds        of the vectors of a batch of the encoder's, in a store of half a million other texts
   memory_ratio               peaks of processes that took a step of the encoder; what the guide's weights weigh is in it
   step_memory_ratio          of what the step adds to a process that holds the models
 --quick: small batches, to see that the benchmark runs; its figures mean nothing.
@@ -25,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from data.collate import PairBatch
@@ -39,9 +43,11 @@ from trainer.distributed import start
 from trainer.engine import Engine, read_ds_config
 from trainer.objectives.contrastive import ContrastiveObjective, TableObjective, contrastive
 from trainer.objectives.contrastive_loss import contrastive_loss
-from trainer.objectives.guide import Guide
+from trainer.objectives.guide import Guide, PairGuide, StoredGuide
 from trainer.objectives.materials import Materials
 from trainer.objectives.size_schedules import build_schedule, taught_from_outside
+from trainer.objectives.vector_store import StoreRecord, VectorStore, query_keys, write_block, write_store_record
+from trainer.teacher_vectors import BLOCK_TEXTS
 
 DIMS = (32, 64, 128, 256, 512, 1024)
 FILTERS: dict[str, Any] = {"filter_false_negatives": True, "filter_by": "guide", "false_negative_margin": 0.0}
@@ -53,7 +59,27 @@ def build_guide() -> Guide:
     return Guide(encoder, Size(6, 384), "cosine", 0.05, length, length, budget, 1)
 
 
-def guided(of: srl_step.Ours | Static, guide: Guide, **changed: Any) -> ContrastiveObjective | TableObjective:
+def store_of(guide: Guide, batch: PairBatch, folder: Path, *, others: int = 0) -> StoredGuide:
+    """The guide's vectors of a batch, and random ones of so many other texts, as trainer.teacher_vectors lays them."""
+    queries, passages = guide.pair_vectors(batch, device=torch.device("cpu"), heartbeat=lambda phase: None)
+    keys = torch.cat([query_keys(batch.query_hashes), batch.passage_hashes]).numpy()
+    blocks = [(keys, torch.cat([queries, passages]).half().numpy())]
+    generator, width = np.random.default_rng(0), queries.shape[1]
+    for before in range(0, others, BLOCK_TEXTS):
+        count = min(BLOCK_TEXTS, others - before)
+        vectors = generator.standard_normal((count, width), np.float32).astype(np.float16)
+        blocks.append((generator.integers(-(2**63), 2**63 - 1, count), vectors))
+    folder.mkdir()
+    for number, (found, vectors) in enumerate(blocks):
+        write_block(folder, number, found[:, None], vectors)
+    record = StoreRecord(
+        teacher="", tokenizer="", texts="", rooms=(1,), query_rooms=(1,), width=width, blocks=len(blocks)
+    )
+    write_store_record(folder, record)
+    return StoredGuide(VectorStore.open(folder, tokenizer=""), guide.temperature)
+
+
+def guided(of: srl_step.Ours | Static, guide: PairGuide, **changed: Any) -> ContrastiveObjective | TableObjective:
     """The objective with a guide, after changes of its recipe's [objective]."""
     recipe = replace(of.recipe, objective=replace(of.recipe.objective, **changed))
     return replace(of.objective, loss=contrastive_loss(recipe, guide=guide))
@@ -87,8 +113,10 @@ def take_step(of: srl_step.Ours | Static, objective: ContrastiveObjective | Tabl
 def measure_memory(with_guide: bool, count: int) -> tuple[float, float]:
     """In this process: its peak in MiB after a step of so many triplets, and before it."""
     ours = srl_step.Ours(srl_step.MEMORY_MICRO_BATCH)
-    guide = replace(build_guide(), token_budget=srl_step.MEMORY_MICRO_BATCH * srl_step.MAX_LENGTH)
-    objective = guided(ours, guide, **FILTERS) if with_guide else ours.objective
+    objective = ours.objective
+    if with_guide:  # else its weights would be in the plain process, too
+        guide = replace(build_guide(), token_budget=srl_step.MEMORY_MICRO_BATCH * srl_step.MAX_LENGTH)
+        objective = guided(ours, guide, **FILTERS)
     take_step(ours, objective, srl_step.batch_of(srl_step.nli_rows(8)))
     batch = srl_step.batch_of(srl_step.nli_rows(count))
     before = peak_mib()
@@ -111,6 +139,25 @@ def memory_of(with_guide: bool, count: int) -> tuple[float, float]:
     return peak, peak - before
 
 
+def _time_steps(figures: Figures, ours: srl_step.Ours, guide: Guide, batch: PairBatch, scratch: Path) -> None:
+    """Of an encoder that a guide filters for or teaches, live and stored, each in turn with the plain step."""
+    plainly = ours.objective
+    assert ours.recipe.objective.kl_teacher == "full" and ours.recipe.objective.kl == "scores"
+    for prefix, source in (("", guide), ("stored_", store_of(guide, batch, scratch / "encoder"))):
+        taught = replace(guided(ours, source, kl_teacher="guide"), schedule=taught_from_outside(plainly.schedule))
+        for name, objective in (("filter", guided(ours, source, **FILTERS)), ("teacher", taught)):
+            base, with_guide = alternate(
+                partial(take_step, ours, plainly, batch), partial(take_step, ours, objective, batch), 2
+            )
+            figures.show(
+                **{
+                    f"{prefix}{name}_time_ratio": with_guide / base,
+                    f"{prefix}{name}_seconds_plain": base,
+                    f"{prefix}{name}_seconds_guided": with_guide,
+                }
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
@@ -130,26 +177,27 @@ def main() -> None:
     figures.show(step_memory_ratio=helped_step / plain_step, plain_step_mib=plain_step, guided_step_mib=helped_step)
 
     batch, guide, ours = srl_step.batch_of(srl_step.nli_rows(count)), build_guide(), srl_step.Ours()
-    plainly = ours.objective
-    assert ours.recipe.objective.kl_teacher == "full" and ours.recipe.objective.kl == "scores"
-    taught = replace(guided(ours, guide, kl_teacher="guide"), schedule=taught_from_outside(plainly.schedule))
-    for name, objective in (("filter", guided(ours, guide, **FILTERS)), ("teacher", taught)):
-        take_step(ours, objective, srl_step.batch_of(srl_step.nli_rows(4)))
-        base, with_guide = alternate(
-            partial(take_step, ours, plainly, batch), partial(take_step, ours, objective, batch), 2
-        )
-        ratio = {f"{name}_time_ratio": with_guide / base}
-        figures.show(**ratio, **{f"{name}_seconds_plain": base, f"{name}_seconds_guided": with_guide})
-
-    table, many = Static(), srl_step.batch_of(srl_step.nli_rows(4 * count))
-    guided_table = guided(table, guide, **FILTERS)
-    take_step(table, guided_table, srl_step.batch_of(srl_step.nli_rows(4)))
-    base, with_guide = alternate(
-        partial(take_step, table, table.objective, many), partial(take_step, table, guided_table, many), 2
-    )
-    figures.show(
-        static_filter_time_ratio=with_guide / base, static_seconds_plain=base, static_seconds_guided=with_guide
-    )
+    take_step(ours, ours.objective, srl_step.batch_of(srl_step.nli_rows(4)))
+    with tempfile.TemporaryDirectory() as scratch:
+        _time_steps(figures, ours, guide, batch, Path(scratch))
+        table, many = Static(), srl_step.batch_of(srl_step.nli_rows(4 * count))
+        for name, source in (("", guide), ("stored_", store_of(guide, many, Path(scratch) / "static"))):
+            filtered = guided(table, source, **FILTERS)
+            take_step(table, filtered, many)
+            base, with_guide = alternate(
+                partial(take_step, table, table.objective, many), partial(take_step, table, filtered, many), 2
+            )
+            figures.show(
+                **{
+                    f"static_{name}filter_time_ratio": with_guide / base,
+                    f"static_{name}seconds_plain": base,
+                    f"static_{name}seconds_guided": with_guide,
+                }
+            )
+        others = 10_000 if args.quick else 500_000
+        large = store_of(guide, batch, Path(scratch) / "large", others=others)
+        look_up = partial(large.pair_vectors, batch, device=torch.device("cpu"), heartbeat=lambda phase: None)
+        figures.show(lookup_milliseconds=1e3 * min(alternate(look_up, look_up, 3)))
     figures.write(args.json)
 
 

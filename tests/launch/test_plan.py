@@ -467,6 +467,35 @@ def test_a_guide_is_counted(
     assert gathered[1] / gathered[0] == pytest.approx(1024 / 768)
 
 
+def test_a_stored_guide_makes_no_passes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a guide whose vectors are stored, there are the vectors alone: their scores, and the passages' gathered."""
+    monkeypatch.chdir(ROOT)
+    config = {"hidden_size": 768, "num_hidden_layers": 12, "vocab_size": 30522}
+    (tmp_path / "bert.json").write_text(json.dumps(config))
+    (tmp_path / "store").mkdir()
+    stored = [f"--guide.store={tmp_path / 'store'}"]
+    recipe, found = "launch/recipes/srl_guided_msmarco.toml", {}
+    cases: dict[str, list[str]] = {"live": [], "not made": stored, "store": stored}
+    for name, options in cases.items():
+        if name == "store":
+            (tmp_path / "store" / "store.json").write_text(json.dumps({"width": 768}))
+        given = [] if name == "store" else ["--guide", str(tmp_path / "bert.json")]
+        command = [recipe, "--nodes", "2", "--json", "--model", "google-bert/bert-base-uncased", *given, *options]
+        assert plan.main(command) == 0
+        found[name] = json.loads(capsys.readouterr().out)[0]["stages"][1]
+    assert found["store"] == found["not made"] != found["live"]
+    stored_guide, live = found["store"], found["live"]
+    assert live["memory"]["states"] - stored_guide["memory"]["states"] == 2 * 108_891_648
+    assert live["memory"]["loss"] == stored_guide["memory"]["loss"]
+    assert live["sent_bytes"] == stored_guide["sent_bytes"]
+    assert live["compute_seconds"] > 1.15 * stored_guide["compute_seconds"]
+    (tmp_path / "store" / "store.json").write_text("{}")
+    assert plan.main([recipe, "--nodes", "2", *stored]) == 2
+    assert "does not say its width" in capsys.readouterr().err
+
+
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """A loss that wants more than the GPU has, at every stage."""
     logits = "--train.logits_memory_mib=40000"

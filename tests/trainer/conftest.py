@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,22 @@ def crowded_shards(tmp_path_factory, docstrings, tiny_tokenizer) -> Path:
             writer.add_tuple(_ids(tiny_tokenizer, query), passages, num_positives=2)
     finish_folder(folder, 1, tokenizer=tiny_tokenizer)
     return folder
+
+
+def tuple_file(path: Path, docstrings, *, of: str) -> Path:
+    """The texts of `tuple_shards` or of `crowded_shards`, as a file from which they could have been prepared."""
+    pairs, rows = _pairs(docstrings), []
+    if of == "crowded":
+        pairs = pairs[:16]
+        for index in range(24):
+            others = [pairs[(index + offset) % 16][1] for offset in (1, 2)]
+            rows.append({"query": pairs[index % 16][0], "pos": [pairs[index % 16][1], others[0]], "neg": others[1:]})
+    else:
+        for index, (query, body) in enumerate(pairs):
+            negatives = [pairs[(index + offset) % len(pairs)][1] for offset in range(1, 1 + index % 4)]
+            rows.append({"query": query, "pos": [body], "neg": negatives})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 @pytest.fixture(scope="session")

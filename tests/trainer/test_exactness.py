@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import nn
 
+from data.corpora.options import SourceOptions
+from data.corpora.plan import plan_tuples
 from launch.scaling import BUCKET_ELEMENTS
 from models.encoder import build_masked_lm
 from models.settings import EmbeddingSettings
@@ -22,8 +24,11 @@ from tests import ROOT
 from tests.needs import Lazy, needed, own
 from tests.ranks import run_ranks
 from tests.reference import first_parameters, train_naively
-from tests.trainer.support import LADDER, MODEL, float32_ds_config, recipe_values, with_dropout
+from tests.trainer.conftest import tuple_file
+from tests.trainer.support import LADDER, MODEL, float32_ds_config, recipe_of, recipe_values, with_dropout
+from trainer.distributed import World
 from trainer.exporting.model_folder import write_model_folder
+from trainer.teacher_vectors import store_vectors
 
 pytestmark = pytest.mark.long
 
@@ -33,7 +38,7 @@ PARAMETER_TOLERANCE = 1e-5  # absolute, after steps that move parameters by up t
 NORM_TOLERANCE = 2e-5  # relative; squares are summed in another order
 
 STAGES = (0, 1, 2, 3)
-AT_EVERY_STAGE = ("smae", "srl")
+AT_EVERY_STAGE = ("smae", "srl", "stored")
 # All other ways in which a step runs the engine: one or two passes, one or two models, decoders, layers that a step
 # leaves out, micro-batches and ranks without anything to learn, and a step that is not clipped (adaptive). Each at
 # stage 3, whose parameters are gathered as they are used, and at one of 0 to 2, which differ in what is divided
@@ -54,6 +59,7 @@ AT_ONE_STAGE += ("by_log_of_layers", "two_d_by_layers", "smae_by_log_of_layers")
 AT_ONE_STAGE += ("spread", "spread_by_dot", "spread_lonely", "spread_masked_pairs", "spread_graded")
 AT_ONE_STAGE += ("spread_symmetric_spans", "left_out_lonely")
 AT_ONE_STAGE += ("srl_uneven", "smae_uneven", "related_directly", "related_lonely", "similarity", "gram", "order")
+AT_ONE_STAGE += ("stored_directly", "stored_lonely", "matched", "matched_lonely", "stored_masked_pairs")
 # In `make test`, one a stage.
 LAUNCHED = [("srl", 0), ("smae", 1), ("srl", 2), ("smae", 3)]
 # These take a second step, which would find gradients left over.
@@ -62,7 +68,7 @@ ON_RANKS = {
     1: ("smae", "srl", "two_d", "mrl"),
     4: (
         *("srl", "two_d", "mrl", "smae", "crowded", "srl_uneven", "smae_lonely", "distill", "related", "asymmetric"),
-        *("spread", "espresso", "blocks", "positives"),
+        *("spread", "espresso", "blocks", "positives", "matched"),
     ),
 }
 CONTROLS = {
@@ -117,6 +123,19 @@ def teacher_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any
 
 
 @pytest.fixture(scope="module")
+def vectors(
+    tmp_path_factory: pytest.TempPathFactory, docstrings: list[str], crowded_shards: Path, teacher_folder: Path
+) -> Path:
+    """The teacher's vectors of the texts of all tuples."""
+    folder = tmp_path_factory.mktemp("vectors")
+    frozen = {"model": str(teacher_folder), "store": str(folder / "store")}
+    recipe = recipe_of(recipe_values(crowded_shards, teacher={**frozen, "vectors": "stored"}))
+    files = [str(tuple_file(folder / f"{kind}.jsonl", docstrings, of=kind)) for kind in ("tuples", "crowded")]
+    store_vectors(recipe, plan_tuples(files, source=SourceOptions(), scratch=folder), World.alone("cpu"))
+    return folder / "store"
+
+
+@pytest.fixture(scope="module")
 def recipes(
     document_shards: Path,
     tuple_shards: Path,
@@ -128,6 +147,7 @@ def recipes(
     static_guide_folder: Path,
     taught_folder: Path,
     teacher_folder: Path,
+    vectors: Path,
 ) -> dict[str, dict[str, Any]]:
     def masked(**objective: Any) -> dict[str, Any]:
         objective = {"name": "masked", **objective}
@@ -250,6 +270,27 @@ def recipes(
     cases["blocks_directly"]["objective"]["backward"] = "direct"
     cases["blocks_lonely"] = copy.deepcopy(cases["blocks"])
     cases["blocks_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
+    # A guide and a teacher that are one model, and its vectors, read from one store.
+    frozen = {"model": str(teacher_folder), "store": str(vectors)}
+    teacher = {**frozen, "vectors": "stored", "vector_weight": 3.0, "gram_weight": 2.0}
+    cases["stored"] = pairs(crowded_shards, **guide, kl_teacher="guide", kl_weight=2.0) | {
+        "guide": frozen,
+        "teacher": teacher,
+    }
+    cases["stored_directly"] = copy.deepcopy(cases["stored"])
+    cases["stored_directly"]["objective"]["backward"] = "direct"
+    # Some queries have no negative, so balanced roles are not balanced texts.
+    cases["stored_masked_pairs"] = copy.deepcopy(cases["guided_masked_pairs"]) | {"guide": frozen}
+    cases["matched"] = pairs() | {
+        "teacher": {**teacher, "balance": "roles", "similarity_weight": 0.3, "order_weight": 4.0}
+    }
+    cases["matched"]["data"]["num_negatives"] = 1
+    cases["unbalanced"] = copy.deepcopy(cases["matched"])
+    cases["unbalanced"]["teacher"]["balance"] = "texts"
+    for name in ("stored", "matched"):
+        cases[f"{name}_lonely"] = copy.deepcopy(cases[name])
+        cases[f"{name}_lonely"]["train"] |= {"steps": 0, "epochs": 1 / (24 if name == "stored" else 300)}
+    cases["stored_lonely"]["objective"] |= {"false_negative_margin": -1.0}
     # Last batches of 11 samples, and of one: the other ranks then have none.
     for name in ("asymmetric", "spread", "espresso"):
         cases[f"{name}_lonely"] = copy.deepcopy(cases[name])
@@ -429,7 +470,7 @@ def test_every_recipe_is_in_the_product(recipes: dict[str, Any]) -> None:
     assert len(PRODUCT) == len(set(PRODUCT))
     assert {stage for _, stage in PRODUCT} == set(STAGES)
     variants = ("_recomputed", "_packed", "_dropout", "_without_dropout")
-    only_compared = {"uncrowded", "lighter_spans"}
+    only_compared = {"uncrowded", "lighter_spans", "unbalanced"}
     assert {name for name in recipes if not name.endswith(variants)} - only_compared == in_product
 
 
@@ -458,6 +499,9 @@ def test_every_recipe_is_in_the_product(recipes: dict[str, Any]) -> None:
         ("blocks_guided", "guided"),
         ("related", "distill"),
         ("taught", "srl_without_dropout"),
+        ("stored", "guided"),
+        ("stored_masked_pairs", "masked_pairs"),
+        ("matched", "unbalanced"),
     ],
 )
 def test_what_a_recipe_is_for_acts(name: str, other: str, expected: Results) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from data.tokens import load_tokenizer
 from models.encoder import build_masked_lm, load_encoder
@@ -18,10 +19,13 @@ from tests import ROOT
 from tests.needs import needed, own
 from tests.ranks import run_ranks
 from tests.run_folder import steps_of
+from tests.trainer.conftest import tuple_file
 from tests.trainer.recipe_starts import END, INSTRUCT, QUERY_LENGTH, SIMILARITY, STARTS
+from trainer import teacher_vectors
 from trainer.config.load import load_recipe, read_toml
 from trainer.config.presets import preset_settings
 from trainer.config.read_keys import is_read
+from trainer.exporting.model_folder import write_model_folder
 
 pytestmark = pytest.mark.long
 
@@ -91,6 +95,12 @@ def launched(
             overrides["guide.model"] = str(guide_folder)
         if "teacher" in values:
             overrides |= {"teacher.model": str(root / "backbone"), "teacher.pooling": "mean"}
+        stored = "store" in values.get("guide", {})
+        if stored:
+            frozen = {"model": str(root / "frozen"), "store": str(root / f"{path.stem}-vectors")}
+            overrides |= {
+                f"{section}.{key}": value for section in ("guide", "teacher") for key, value in frozen.items()
+            }
         if values["objective"].get("sizes") == "one":
             overrides["objective.size"] = "2x16"
         if (source := values["model"].get("source")) in STARTS and wanted & {path.stem, f"{path.stem}-direct"}:
@@ -105,6 +115,12 @@ def launched(
         ]
         if path.stem in wanted:
             cases.append({"task": task, "arguments": arguments})
+        if stored and {path.stem, f"{path.stem}-direct"} & set(wanted):
+            settings = EmbeddingSettings("mean", ladder=((6, 48),))
+            write_model_folder(root / "frozen", model.base_model, tiny_tokenizer, settings, nn.ModuleDict())
+            teacher_vectors.main(
+                [*arguments, "--texts", str(tuple_file(root / "texts.jsonl", docstrings, of="tuples"))]
+            )
         if f"{path.stem}-direct" in wanted:
             # As many steps: a curriculum goes by the share of them that is done.
             changed = [f"--run.output={root / path.stem}-direct", "--objective.backward=direct"]

@@ -117,9 +117,25 @@ def _check_negatives(recipe: Recipe) -> None:
 
 
 def _check_guide(recipe: Recipe) -> None:
+    """A guide must be named, and one folder can hold the vectors of one model alone."""
+    guide, teacher = recipe.guide, recipe.teacher
     for key, used in (("filter_by", recipe.guide_filters), ("kl_teacher", recipe.guide_teaches)):
-        if used and not recipe.guide.model:
-            raise ConfigError(f'objective.{key} = "guide" needs one; name its folder in guide.model')
+        if used and not (guide.model or guide.store):
+            raise ConfigError(
+                f'objective.{key} = "guide" needs one; name its folder in guide.model, or that of its vectors in '
+                "guide.store"
+            )
+    if recipe.uses_guide and guide.store and recipe.pairs == "spans":
+        raise ConfigError(
+            f'guide.store = {guide.store!r} holds vectors of whole texts, and objective.pairs = "spans" draws other '
+            "spans in every epoch; name the guide in guide.model, without a store"
+        )
+    shared = recipe.uses_guide and recipe.is_taught and guide.store and guide.store == teacher.store
+    if shared and guide.model and teacher.model and guide.model != teacher.model:
+        raise ConfigError(
+            f"guide.store and teacher.store are one folder, {guide.store}, and guide.model = {guide.model!r} and "
+            f"teacher.model = {teacher.model!r} are two models; name a folder for each"
+        )
 
 
 def _check_teacher(recipe: Recipe) -> None:

@@ -38,6 +38,7 @@ _PLACES = (
     "run.output",
     "model.source",
     "guide.model",
+    "guide.store",
     "teacher.model",
     "teacher.store",
     "data.shards",

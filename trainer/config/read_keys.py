@@ -109,7 +109,10 @@ GUIDED = Condition(
 )
 TAUGHT_BY_GUIDE = Condition('objective.kl_teacher = "guide"', lambda recipe: recipe.guide_teaches)
 LAYERS = Condition('an encoder with layers (not model_type = "static")', lambda recipe: not recipe.is_static)
-LAYERS_OR_GUIDE = Condition(f"{LAYERS.words} or a guide", lambda recipe: LAYERS.holds(recipe) or GUIDED.holds(recipe))
+LAYERS_OR_GUIDE = Condition(
+    f"{LAYERS.words} or a guide without guide.store",
+    lambda recipe: LAYERS.holds(recipe) or (GUIDED.holds(recipe) and not recipe.guide.store),
+)
 MEAN = Condition(
     "model.pooling = " + " or ".join(f'"{kind}"' for kind in MEANS), lambda recipe: recipe.model.pooling in MEANS
 )
@@ -211,6 +214,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "objective.false_negative_margin": (COMPARISONS, NEGATIVES, FILTER),
     "objective.backward": (EMBEDS, CACHES, LAYERS),
     "guide.model": (GUIDED,),
+    "guide.store": (GUIDED,),
     "guide.pooling": (GUIDED,),
     "guide.temperature": (TAUGHT_BY_GUIDE,),
     "teacher.model": (EMBEDS,),
@@ -222,6 +226,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "teacher.gram_weight": (TAUGHT,),
     "teacher.order_weight": (TAUGHT,),
     "teacher.temperature": (TAUGHT, SIMILARITIES),
+    "teacher.balance": (TAUGHT, CONTRASTIVE),
     "optim.lr": ALWAYS,
     "optim.weight_decay": ALWAYS,
     "optim.beta1": ALWAYS,

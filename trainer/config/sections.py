@@ -363,7 +363,15 @@ class ObjectiveConfig:
 class GuideConfig:
     """A frozen encoder that says which passages are no negatives, or whose scores are learnt."""
 
-    model: str = Field(default="", description="Folder or hub name of the encoder; it must have the shards' tokenizer.")
+    model: str = Field(
+        default="",
+        description="Folder or hub name of the encoder; without a store it must have the shards' tokenizer.",
+    )
+    store: str = Field(
+        default="",
+        description="Folder of its vectors, which are read in place of its passes; written by `python -m "
+        "trainer.teacher_vectors`.",
+    )
     pooling: Literal["", Pooling] = Field(default="", description="Its pooling; empty means as its barista.json says.")
     temperature: float = Field(
         default=0.0,
@@ -407,6 +415,11 @@ class TeacherConfig:
     )
     temperature: float = Field(
         default=0.05, ge=_SMALLEST_DIVISOR, le=_LARGEST, description="Divides similarities in the KL."
+    )
+    balance: Literal["texts", "roles"] = Field(
+        default="texts",
+        description="What weighs the same in these terms: every text of the batch, or its queries, its positives and "
+        "its hard negatives, each together.",
     )
 
     @property

@@ -20,7 +20,7 @@ from trainer.experiments.plan import Result, Run, Study, results_of, runs_of
 _LATENCY_QUERIES = 100
 _WEIGHTS = ("*.safetensors", "*.bin")
 # The recipe keys that may name a folder made outside the study.
-GIVEN = ("model.source", "teacher.model", "teacher.store", "guide.model")
+GIVEN = ("model.source", "teacher.model", "teacher.store", "guide.model", "guide.store")
 
 
 def chosen(study: Study, arms: Sequence[str] | None) -> tuple[list[Run], list[Result]]:

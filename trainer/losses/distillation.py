@@ -78,14 +78,16 @@ def add_similarity_gradients(
     *,
     weights: Sequence[float],
     temperature: float,
-    start: int,
+    places: Tensor,
+    num_texts: int,
     score_memory_mib: float,
 ) -> Tensor:
     """KL of each text's similarities to all others, from the teacher's to each size's: [K], this rank's part.
 
-    own: this rank's unit vectors, K of [n, d_k]. everyone: all ranks' vectors in rank order, K of [N, d_k]; this rank's
-    begin at row `start`. teacher: its vectors of the same texts, [n, D] and [N, D]. gradients: 2K tensors, for own and
-    then for everyone, to which the weighted gradients are added.
+    own: unit vectors of texts of this rank, K of [n, d_k]. everyone: all ranks' vectors in rank order, K of [N, d_k];
+    places: int64 [n], the rows of own among them. teacher: its vectors of the same texts, [n, D] and [N, D]. gradients:
+    2K tensors, for own and then for everyone, to which the weighted gradients are added. num_texts: divides the sum
+    over the texts.
     """
     count, total = own[0].shape[0], everyone[0].shape[0]
     rows = torch.arange(count, device=own[0].device)
@@ -95,7 +97,7 @@ def add_similarity_gradients(
         loss_weights=(0.0,) * len(own),
         kl_weights=tuple(weights),
         temperature=temperature,
-        num_queries=total,
+        num_queries=num_texts,
         score_memory_mib=score_memory_mib,
         taught=ScoreTeacher(GUIDE),
         guide_temperature=temperature,
@@ -105,8 +107,8 @@ def add_similarity_gradients(
         everyone,
         settings=settings,
         # There is no positive, and its loss has the weight 0. Any other text will do; the text itself is excluded.
-        targets=(rows + start + 1) % total,
-        excluded=torch.stack([rows, rows + start], dim=1),
+        targets=(places + 1) % total,
+        excluded=torch.stack([rows, places], dim=1),
         gradients=gradients,
         guide=teacher,
         dtype=own[0].dtype,
@@ -121,9 +123,10 @@ def add_order_gradients(
     gradients: Sequence[Tensor],
     *,
     weights: Sequence[float],
+    num_texts: int,
     score_memory_mib: float,
 ) -> Tensor:
-    """The loss of the similarities' order, by triples: [K], this rank's part of the mean over N³.
+    """The loss of the similarities' order, by triples: [K], this rank's part of the mean over them.
 
     Arguments are those of `add_similarity_gradients`. The work for a text grows with N², so the term is for batches of
     a few hundred texts.
@@ -138,9 +141,9 @@ def add_order_gradients(
         for size, (mine, all_of, weight) in enumerate(zip(own, everyone, weights)):
             scores = mine[part] @ all_of.T
             wrong = (scores[:, :, None] - scores[:, None, :]).mul_(signs).add_(ORDER_MARGIN).relu_()
-            values[size] += wrong.sum() / total**3
+            values[size] += wrong.sum() / (num_texts * total**2)
             # The triples (i, j, k) and (i, k, j) are equal, hence the factor 2.
-            flow = (signs * (wrong > 0)).sum(2).mul_(2.0 * weight / total**3)  # [r, N]
+            flow = (signs * (wrong > 0)).sum(2).mul_(2.0 * weight / (num_texts * total**2))  # [r, N]
             gradients[size][part] += flow @ all_of
             gradients[len(own) + size] += flow.T @ mine[part]
     return values

@@ -25,7 +25,7 @@ from trainer.objectives.contrastive_terms import (
     Taught,
     Term,
 )
-from trainer.objectives.guide import Guide
+from trainer.objectives.guide import PairGuide
 from trainer.objectives.infonce_terms import Asymmetric, InfoNCE, Negatives
 from trainer.objectives.size_schedules import SizePlan
 from trainer.objectives.spread import SpreadOut
@@ -46,7 +46,7 @@ class ContrastiveLoss:
     terms: tuple[Term, ...]
     taught: Taught | None = None
     coordinates: tuple[CoordinateTerm, ...] = ()
-    guide: Guide | None = None
+    guide: PairGuide | None = None
 
     def loss_and_gradients(
         self, embeddings: list[Tensor], batch: PairBatch, plan: SizePlan, engine: Passes
@@ -95,7 +95,7 @@ class ContrastiveLoss:
     def _guide_vectors(self, batch: PairBatch, engine: Passes) -> GuideVectors | None:
         if self.guide is None:
             return None
-        vectors = self.guide.vectors(batch.queries, batch.passages, device=engine.device, heartbeat=engine.heartbeat)
+        vectors = self.guide.pair_vectors(batch, device=engine.device, heartbeat=engine.heartbeat)
         return GuideVectors(*vectors, self.guide.temperature)
 
 
@@ -108,7 +108,7 @@ def _sum(found: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def contrastive_loss(
-    recipe: Recipe, *, guide: Guide | None = None, teaching: Teaching | None = None
+    recipe: Recipe, *, guide: PairGuide | None = None, teaching: Teaching | None = None
 ) -> ContrastiveLoss:
     """The loss of a fine-tuning recipe."""
     chosen = recipe.objective
@@ -141,7 +141,7 @@ def contrastive_loss(
     )
 
 
-def pair_loss(recipe: Recipe, *, guide: Guide | None = None) -> ContrastiveLoss:
+def pair_loss(recipe: Recipe, *, guide: PairGuide | None = None) -> ContrastiveLoss:
     """The contrastive loss that is added to masked losses: InfoNCE without a KL, and the spread-out term."""
     cosine = recipe.objective.similarity == "cosine"
     terms: list[Term] = [_infonce(recipe), *_spread_out(recipe)]

@@ -19,7 +19,7 @@ from trainer.losses.graded_pairs import coordinate_divergence, cosent
 from trainer.losses.tile_settings import GUIDE, ScoreTeacher
 from trainer.objectives.backward import Passes
 from trainer.objectives.size_schedules import SizePlan
-from trainer.objectives.teacher import Teaching, texts_of_all_ranks
+from trainer.objectives.teacher import Teaching, TextGroup, role_groups, texts_of_all_ranks
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,12 @@ class Taught:
     def add_gradients(self, given: Compared) -> dict[str, Tensor]:
         engine = given.engine
         taught = self.teaching.teacher.vectors(given.batch, device=engine.device, heartbeat=engine.heartbeat)
-        num_texts = texts_of_all_ranks(len(taught), engine.device)
+        if self.teaching.weights.balance == "roles":
+            groups = role_groups(given.batch, engine.device)
+        else:
+            groups = [TextGroup(texts_of_all_ranks(len(taught), engine.device))]
         return self.teaching.add_gradients(
-            given.vectors, taught, given.gradients, given.plan, engine.world, num_texts=num_texts
+            given.vectors, taught, given.gradients, given.plan, engine.world, groups=groups
         )
 
 

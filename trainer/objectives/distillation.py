@@ -32,7 +32,7 @@ from trainer.objectives.backward import (
 )
 from trainer.objectives.materials import Materials
 from trainer.objectives.size_schedules import Schedule
-from trainer.objectives.teacher import Teaching, texts_of_all_ranks
+from trainer.objectives.teacher import Teaching, TextGroup, texts_of_all_ranks
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class DistillationObjective:
         else:
             chunks = in_one(lengths)
         taught = self.teaching.teacher.vectors(batch, device=engine.device, heartbeat=engine.heartbeat)
-        num_texts = texts_of_all_ranks(len(texts), engine.device)
+        everything = [TextGroup(texts_of_all_ranks(len(texts), engine.device))]
 
         def embed(rows: Tensor) -> tuple[Tensor, ...]:
             return embed_texts(engine, texts, rows, sizes=plan.sizes)
@@ -69,7 +69,7 @@ class DistillationObjective:
             target = taught if rows is None else taught[rows.to(engine.device)]
             lengths_of = [normalize_(each) for each in vectors]
             gradients = [torch.zeros_like(each) for each in vectors]
-            losses = self.teaching.add_gradients(vectors, target, gradients, plan, engine.world, num_texts=num_texts)
+            losses = self.teaching.add_gradients(vectors, target, gradients, plan, engine.world, groups=everything)
             for gradient, unit, length in zip(gradients, vectors, lengths_of):
                 unnormalized_gradient_(gradient, unit, length)
             return losses, gradients

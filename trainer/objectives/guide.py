@@ -8,6 +8,8 @@ Filtering by a guide is GISTEmbed's method (Solatorio 2024, arXiv:2402.16829). W
   gets them from the batch, whatever the student does with them.
 - The guide is outside the engine: each rank holds all of it and embeds its own texts, in micro-batches that need not
   match other ranks'. It has no dropout, draws no random numbers and gets no gradient, and no checkpoint holds it.
+- A stored guide makes no passes: the vectors that it would compute were computed once, for each text with the guide's
+  own prompts (trainer/objectives/vector_store.py). It may have any tokenizer, since the texts themselves were read.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from data.collate import Texts, offsets_of
+from data.collate import PairBatch, Texts, offsets_of
 from data.ground.errors import ConfigError, DataError
 from data.model_folders import SETTINGS_FILE
 from data.shards.reader import ShardFolder
@@ -36,8 +39,39 @@ from trainer.config.schema import Recipe
 from trainer.losses.unit_vectors import normalize_
 from trainer.objectives.backward import micro_batches
 from trainer.objectives.prompts import folder_prompts
+from trainer.objectives.stored_texts import open_store
+from trainer.objectives.vector_store import VectorStore
 
 log = logging.getLogger(__name__)
+
+
+class PairGuide(Protocol):
+    """A source of the vectors by whose scores negatives are filtered, or which are learnt."""
+
+    @property
+    def temperature(self) -> float: ...
+    def pair_vectors(
+        self, batch: PairBatch, *, device: torch.device, heartbeat: Callable[[str], None]
+    ) -> tuple[Tensor, Tensor]:
+        """The vectors of a batch's queries [n, g] and passages [m, g], float32; unit vectors for cosine."""
+        ...
+
+
+@dataclass(frozen=True)
+class StoredGuide:
+    """Looks up vectors that were computed once, by the hash of each text. temperature: as of `Guide`."""
+
+    store: VectorStore
+    temperature: float
+
+    def pair_vectors(
+        self, batch: PairBatch, *, device: torch.device, heartbeat: Callable[[str], None]
+    ) -> tuple[Tensor, Tensor]:
+        queries, passages = (each.to(device) for each in self.store.find_pairs(batch))
+        if self.store.record.similarity == "cosine":  # float16 has rounded their lengths, too
+            normalize_(queries)
+            normalize_(passages)
+        return queries, passages
 
 
 @dataclass(frozen=True)
@@ -56,6 +90,11 @@ class Guide:
     passage_max_length: int
     token_budget: int
     closing: int  # tokens that end every text, which cutting keeps
+
+    def pair_vectors(
+        self, batch: PairBatch, *, device: torch.device, heartbeat: Callable[[str], None]
+    ) -> tuple[Tensor, Tensor]:
+        return self.vectors(batch.queries, batch.passages, device=device, heartbeat=heartbeat)
 
     def vectors(
         self, queries: Texts, passages: Texts, *, device: torch.device, heartbeat: Callable[[str], None]
@@ -103,11 +142,19 @@ def cut(texts: Texts, longest: int, *, closing: int) -> Texts:
     return Texts(texts.tokens[kept], offsets, prompts)
 
 
-def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | None:
+def load_guide(recipe: Recipe, sources: Sequence[ShardFolder]) -> Guide | StoredGuide | None:
     """The recipe's guide, in eval mode without gradients, or None. Raises ConfigError for whatever is wrong with it."""
     chosen = recipe.guide
     if not recipe.uses_guide:
         return None
+    if chosen.store:
+        store = open_store(recipe, sources, section="guide")
+        temperature = chosen.temperature or store.record.temperature
+        if recipe.guide_teaches and not temperature:
+            raise ConfigError(
+                f"{store.named} is of a model without a barista.json that names its temperature; set guide.temperature"
+            )
+        return StoredGuide(store, temperature or 1.0)
     return load_frozen(
         recipe,
         sources,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.costs.flops import Shape
-from trainer.objectives.guide import Guide
+from trainer.objectives.guide import PairGuide
 from trainer.objectives.size_schedules import Schedule
 from trainer.objectives.teacher import Teaching
 
@@ -22,5 +22,5 @@ class Materials:
     shape: Shape
     packed: bool
     static: bool = False
-    guide: Guide | None = None
+    guide: PairGuide | None = None
     teaching: Teaching | None = None

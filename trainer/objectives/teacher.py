@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -28,8 +28,9 @@ from trainer.losses.distillation import (
     gram_products,
 )
 from trainer.losses.unit_vectors import normalize_
-from trainer.objectives.guide import Guide, cut, load_frozen
+from trainer.objectives.guide import Guide, StoredGuide, cut, load_frozen
 from trainer.objectives.size_schedules import SizePlan
+from trainer.objectives.stored_texts import open_store
 from trainer.objectives.vector_store import VectorStore
 
 
@@ -82,25 +83,54 @@ class StoredTeacher:
         self, batch: TextBatch | PairBatch, *, device: torch.device, heartbeat: Callable[[str], None]
     ) -> Tensor:
         if isinstance(batch, PairBatch):
-            hashes = torch.cat([batch.query_hashes, batch.passage_hashes])
+            vectors = torch.cat(self.store.find_pairs(batch)).to(device)
         else:
-            hashes = batch.hashes
-        vectors = self.store.find(hashes).to(device)
+            vectors = self.store.find(batch.hashes).to(device)
         normalize_(vectors)
         return vectors
 
 
-def load_teacher(recipe: Recipe, sources: Sequence[ShardFolder]) -> Teacher | None:
-    """The recipe's teacher, or None. Raises ConfigError for whatever is wrong with it."""
+def load_teacher(
+    recipe: Recipe, sources: Sequence[ShardFolder], *, guide: Guide | StoredGuide | None = None
+) -> Teacher | None:
+    """The recipe's teacher, or None. Raises ConfigError for whatever is wrong with it.
+
+    guide: the recipe's. A store that it has opened is not opened again, so its keys are held once.
+    """
     chosen = recipe.teacher
     if not recipe.is_taught:
         return None
     if chosen.vectors == "stored":
-        return StoredTeacher(VectorStore.open(chosen.store, tokenizer=sources[0].manifest.tokenizer["fingerprint"]))
+        if isinstance(guide, StoredGuide) and guide.store.folder.resolve() == Path(chosen.store).resolve():
+            return StoredTeacher(guide.store)
+        return StoredTeacher(open_store(recipe, sources, section="teacher"))
     source = chosen.model or recipe.model.source
     return LiveTeacher(
         load_frozen(recipe, sources, section="teacher", source=source, pooling=chosen.pooling or None, temperature=1.0)
     )
+
+
+@dataclass(frozen=True)
+class TextGroup:
+    """Texts with the same weight in a mean over the global batch, 1 / num_texts. rows: of this rank's; None: all."""
+
+    num_texts: int
+    rows: Tensor | None = None
+
+
+def role_groups(batch: PairBatch, device: torch.device) -> list[TextGroup]:
+    """The queries, the positives and the hard negatives, each role with an equal share of a mean.
+
+    A role that the global batch lacks has no share. All ranks call it together.
+    """
+    count = len(batch.queries)
+    positives = batch.targets + count
+    is_negative = torch.ones(len(batch.passages), dtype=torch.bool)
+    is_negative[batch.targets] = False
+    roles = [torch.arange(count), positives, is_negative.nonzero()[:, 0] + count]
+    counts = [int(each) for each in sum_over_ranks([float(len(rows)) for rows in roles], device)]
+    present = sum(map(bool, counts))
+    return [TextGroup(number * present, rows.to(device)) for number, rows in zip(counts, roles) if number]
 
 
 @dataclass(frozen=True)
@@ -119,12 +149,12 @@ class Teaching:
         plan: SizePlan,
         world: World,
         *,
-        num_texts: int,
+        groups: Sequence[TextGroup],
     ) -> dict[str, Tensor]:
         """This rank's part of the losses. Adds their gradients with respect to the unit vectors to `gradients`.
 
-        units: each size's unit vectors [n, d_k]. taught: the teacher's unit vectors [n, D]. num_texts: of the global
-        batch. All ranks call it together where terms compare texts. In the result, "loss" is the weighted sum, and
+        units: each size's unit vectors [n, d_k]. taught: the teacher's unit vectors [n, D]. groups: which texts weigh
+        how much. All ranks call it together where terms compare texts. In the result, "loss" is the weighted sum, and
         "distill/SIZE" a size's part of it without the size's weight. Several terms are also reported as "TERM/SIZE".
         """
         weights, device = self.weights.terms, taught.device
@@ -137,31 +167,57 @@ class Teaching:
             found.update({f"{name}/{size}": value for size, value in zip(plan.names, values)})
 
         if weights["vector"]:
-            values = [
-                add_vector_gradients(unit, taught, gradient, weight=weights["vector"] * share, num_texts=num_texts)
-                for unit, gradient, share in zip(units, gradients, plan.loss_weights)
-            ]
-            add("vector", torch.stack(values))
+            shares = [weights["vector"] * share for share in plan.loss_weights]
+
+            def match(own: Sequence[Tensor], target: Tensor, flows: Sequence[Tensor], group: TextGroup) -> Tensor:
+                values = [
+                    add_vector_gradients(unit, target, flow, weight=share, num_texts=group.num_texts)
+                    for unit, flow, share in zip(own, flows, shares)
+                ]
+                return torch.stack(values)
+
+            add("vector", _over_groups(groups, units, taught, gradients, match))
         if weights["gram"]:
-            values = []
-            for unit, gradient, share in zip(units, gradients, plan.loss_weights):
-                products = gram_products(unit, taught)
-                own, between, theirs = (sum_over_ranks(each, device) for each in products)
-                value = add_gram_gradients(
-                    unit,
-                    taught,
-                    gradient,
-                    products=(own, between, theirs),
-                    weight=weights["gram"] * share,
-                    num_texts=num_texts,
-                )
-                values.append(value / world.size)  # every rank has the whole value, and the ranks' are summed
-            add("gram", torch.stack(values))
+            add("gram", self._compare_grams(units, taught, gradients, plan, groups) / world.size)
         if self.weights.gathers:
-            self._add_compared(units, taught, gradients, plan, world, add)
+            self._add_compared(units, taught, gradients, plan, world, groups, add)
         total = (by_size * by_size.new_tensor(plan.loss_weights)).sum()
         losses = {"loss": total} | {f"distill/{size}": value for size, value in zip(plan.names, by_size)}
         return losses | found if sum(map(bool, weights.values())) > 1 else losses
+
+    def _compare_grams(
+        self,
+        units: Sequence[Tensor],
+        taught: Tensor,
+        gradients: Sequence[Tensor],
+        plan: SizePlan,
+        groups: Sequence[TextGroup],
+    ) -> Tensor:
+        """The whole value of the Gram term, equal on all ranks: [K].
+
+        A pair of texts weighs the product of its texts' weights, which vectors scaled by the roots of those weights
+        have in their products.
+        """
+        device, num_texts, roots = taught.device, groups[0].num_texts if groups else 1, None
+        if any(group.rows is not None for group in groups):
+            num_texts, roots = 1, taught.new_zeros(len(taught), 1)
+            for group in groups:
+                roots[group.rows] = group.num_texts**-0.5
+            taught = taught * roots
+        values = []
+        for unit, gradient, share in zip(units, gradients, plan.loss_weights):
+            scaled, flow = (unit, gradient) if roots is None else (unit * roots, torch.zeros_like(gradient))
+            products = gram_products(scaled, taught)
+            own, between, theirs = (sum_over_ranks(each, device) for each in products)
+            weight = self.weights.gram_weight * share
+            values.append(
+                add_gram_gradients(
+                    scaled, taught, flow, products=(own, between, theirs), weight=weight, num_texts=num_texts
+                )
+            )
+            if roots is not None:
+                gradient += flow * roots
+        return torch.stack(values)
 
     def _add_compared(
         self,
@@ -170,6 +226,7 @@ class Teaching:
         gradients: Sequence[Tensor],
         plan: SizePlan,
         world: World,
+        groups: Sequence[TextGroup],
         add: Callable[[str, Tensor], None],
     ) -> None:
         """The terms that need all texts' vectors on this rank.
@@ -183,18 +240,60 @@ class Teaching:
         *everyone, all_taught = rows.split([*widths, taught.shape[1]], dim=1)
         everyone = [each.contiguous() for each in everyone]
         home = [torch.zeros_like(each) for each in everyone]
-        teacher = (taught, all_taught.contiguous())
-        both = [*gradients, *home]
-        start = sum(counts[: world.rank])
-        similarity = partial(add_similarity_gradients, temperature=self.weights.temperature, start=start)
-        for name, add_term in (("similarity", similarity), ("order", add_order_gradients)):
-            if weight := self.weights.terms[name]:
-                shares = [weight * share for share in plan.loss_weights]
-                memory = self.score_memory_mib
-                add(name, add_term(units, everyone, teacher, both, weights=shares, score_memory_mib=memory))
+        all_taught, start = all_taught.contiguous(), sum(counts[: world.rank])
+        weights, memory = self.weights.terms, self.score_memory_mib
+
+        def similarity(own: Sequence[Tensor], target: Tensor, flows: Sequence[Tensor], group: TextGroup) -> Tensor:
+            return add_similarity_gradients(
+                own,
+                everyone,
+                (target, all_taught),
+                [*flows, *home],
+                weights=[weights["similarity"] * share for share in plan.loss_weights],
+                temperature=self.weights.temperature,
+                places=start + (torch.arange(len(target), device=device) if group.rows is None else group.rows),
+                num_texts=group.num_texts,
+                score_memory_mib=memory,
+            )
+
+        def order(own: Sequence[Tensor], target: Tensor, flows: Sequence[Tensor], group: TextGroup) -> Tensor:
+            return add_order_gradients(
+                own,
+                everyone,
+                (target, all_taught),
+                [*flows, *home],
+                weights=[weights["order"] * share for share in plan.loss_weights],
+                num_texts=group.num_texts,
+                score_memory_mib=memory,
+            )
+
+        for name, term in (("similarity", similarity), ("order", order)):
+            if weights[name]:
+                add(name, _over_groups(groups, units, taught, gradients, term))
         returned = scatter_gradients(torch.cat(home, dim=1), counts)
         for gradient, part in zip(gradients, returned.split(widths, dim=1)):
             gradient += part
+
+
+_Term = Callable[[Sequence[Tensor], Tensor, Sequence[Tensor], TextGroup], Tensor]
+
+
+def _over_groups(
+    groups: Sequence[TextGroup], units: Sequence[Tensor], taught: Tensor, gradients: Sequence[Tensor], term: _Term
+) -> Tensor:
+    """A term of each group's texts, summed: [K]. term(unit vectors, teacher's, gradients, group) -> values."""
+    total = torch.zeros(len(units), dtype=units[0].dtype, device=taught.device)
+    for group in groups:
+        rows = group.rows
+        if rows is None:
+            total = total + term(units, taught, gradients, group)
+            continue
+        own = [unit[rows] for unit in units]
+        flows = [torch.zeros_like(each) for each in own]
+        total = total + term(own, taught[rows], flows, group)
+        for gradient, flow in zip(gradients, flows):
+            gradient[rows] += flow
+    return total
 
 
 def texts_of_all_ranks(count: int, device: torch.device) -> int:

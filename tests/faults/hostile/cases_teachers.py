@@ -1,4 +1,4 @@
-"""trainer.distill, trainer.teacher_vectors and data.excerpts: teachers, stores and texts that they cannot use."""
+"""trainer.distill, guides, trainer.teacher_vectors, data.excerpts: teachers, stores and texts they cannot use."""
 
 from __future__ import annotations
 
@@ -117,6 +117,91 @@ def _(folder: Path, assets: Assets, name: str, content: bytes) -> Command:
     assert (folder / "store" / name).is_file(), sorted(path.name for path in (folder / "store").iterdir())
     write(folder / "store" / name, content)
     return distill(folder, assets, **STORED)
+
+
+# ------------------------------------------------------------------------------------------- a guide's stored vectors
+
+
+def guided(folder: Path, assets: Assets, *overrides: str, **guide: str) -> Command:
+    """A recipe whose guide filters; its vectors are in `store` where nothing else is said."""
+    values = recipe_values(assets.tuples, "contrastive", train={"steps": 2})
+    values["objective"] |= {"filter_false_negatives": True, "filter_by": "guide", "kl_teacher": "guide"}
+    return train(folder, values | {"guide": {"model": str(assets.model), "store": "store", **guide}}, *overrides)
+
+
+def guide_store(folder: Path, assets: Assets, *arguments: str, texts: Path | str = "") -> Command:
+    guided(folder, assets)  # writes the recipe
+    words = ("--config", "recipe.toml", "--texts", str(texts or assets.tuples_file), *arguments)
+    return Command("trainer.teacher_vectors", words, outputs=("store",))
+
+
+@case("guides/stored", done(), holds("run/model/barista.json"), seconds=120)
+def _(folder: Path, assets: Assets) -> Command:
+    ran(guide_store(folder, assets))
+    return guided(folder, assets)
+
+
+@case("guides/store-of-nothing", refused("guide.store"), cause="own", quick=True)
+def _(folder: Path, assets: Assets) -> Command:
+    return guided(folder, assets)
+
+
+@case("guides/store-of-other-texts", refused("guide.store"), cause="own", seconds=120)
+def _(folder: Path, assets: Assets) -> Command:
+    words = ("milk", "water", "bread")
+    write(folder / "others.jsonl", jsonl({"query": f"what is {word}", "positive": f"a {word}"} for word in words))
+    ran(guide_store(folder, assets, texts="others.jsonl"))
+    return guided(folder, assets)
+
+
+@case("guides/store-of-documents", refused("guide.store"), cause="own", seconds=120)
+def _(folder: Path, assets: Assets) -> Command:
+    ran(store(folder, assets))
+    return guided(folder, assets)
+
+
+@case("guides/store-of-other-lengths", refused("data.passage_max_length"), cause="own", seconds=120)
+def _(folder: Path, assets: Assets) -> Command:
+    ran(guide_store(folder, assets))
+    return guided(folder, assets, "--data.passage_max_length=24")
+
+
+@family(
+    "guides/store",
+    [
+        row("record-cut", "store.json", b'{"blocks"'),
+        row("record-of-lists", "store.json", b"[]"),
+        row("keys-cut", "000000.keys.npy", b"\x93NUMPY"),
+        row("vectors-cut", "000000.f16.npy", b"\x93NUMPY"),
+        row("vectors-empty", "000000.f16.npy", b""),
+        row("vectors-pickled", "000000.f16.npy", b"\x80\x04K\x01."),
+    ],
+    refused("store"),
+    cause="own",
+    seconds=120,
+)
+def _(folder: Path, assets: Assets, name: str, content: bytes) -> Command:
+    ran(guide_store(folder, assets))
+    assert (folder / "store" / name).is_file(), sorted(path.name for path in (folder / "store").iterdir())
+    write(folder / "store" / name, content)
+    return guided(folder, assets)
+
+
+@family(
+    "guides/settings",
+    [
+        row("spans", "--objective.name=masked", "--objective.pairs=spans", expect=refused("guide.store")),
+        row(
+            "two-models-in-one-folder",
+            *("--teacher.model=another", "--teacher.vectors=stored", "--teacher.store=store"),
+            expect=refused("guide.store and teacher.store"),
+        ),
+    ],
+    cause="own",
+)
+def _(folder: Path, assets: Assets, *overrides: str) -> Command:
+    command = guided(folder, assets, *overrides)
+    return command.but(module="trainer.pretrain") if "--objective.name=masked" in overrides else command
 
 
 # ---------------------------------------------------------------------------------------------- trainer.teacher_vectors

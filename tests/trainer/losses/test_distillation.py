@@ -64,10 +64,15 @@ def computed(
         else:
             arguments = (own, units, (taught, teacher), [*here, *gradients])
             if term == "order":
-                found = add_order_gradients(*arguments, weights=weights, score_memory_mib=mib)
+                found = add_order_gradients(*arguments, weights=weights, num_texts=COUNT, score_memory_mib=mib)
             else:
                 found = add_similarity_gradients(
-                    *arguments, weights=weights, temperature=TEMPERATURE, start=start, score_memory_mib=mib
+                    *arguments,
+                    weights=weights,
+                    temperature=TEMPERATURE,
+                    places=torch.arange(start, stop),
+                    num_texts=COUNT,
+                    score_memory_mib=mib,
                 )
             values = [value + each for value, each in zip(values, found)]
     return values, gradients
@@ -108,8 +113,10 @@ def test_a_student_that_is_the_teacher_has_nothing_to_learn(term: str) -> None:
 def test_a_text_alone_is_compared_with_nothing() -> None:
     unit = F.normalize(torch.randn(1, 4), dim=1)
     gradients = [torch.zeros_like(unit), torch.zeros_like(unit)]
+    places = torch.zeros(1, dtype=torch.int64)
+    arguments = ([unit], [unit], (unit, unit), gradients)
     values = add_similarity_gradients(
-        [unit], [unit], (unit, unit), gradients, weights=[1.0], temperature=0.1, start=0, score_memory_mib=1.0
+        *arguments, weights=[1.0], temperature=0.1, places=places, num_texts=1, score_memory_mib=1.0
     )
     assert float(values) == 0.0 and not gradients[0].any() and not gradients[1].any()
 

@@ -11,47 +11,21 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from data import prepare
 from data.collate import PairBatch, TextBatch, Texts, text_hashes
 from data.ground.errors import ConfigError
 from data.shards.reader import ShardFolder
 from data.stream import Sample
-from models.settings import EmbeddingSettings
+from tests.trainer.objectives.conftest import TEACHER_WIDTH as WIDTH
 from tests.trainer.support import loaded, recipe_values
 from trainer import teacher_vectors
 from trainer.evaluation.encoding.encode import embedder_of
 from trainer.evaluation.subject import load_model
-from trainer.exporting.model_folder import write_model_folder
 from trainer.objectives.guide import Guide
 from trainer.objectives.registry import maker_of
 from trainer.objectives.teacher import LiveTeacher, StoredTeacher, load_teacher
 from trainer.objectives.vector_store import STORE_FILE, VectorStore
-
-WIDTH = 20
-
-
-@pytest.fixture(scope="module")
-def other_tokenizer(tmp_path_factory: pytest.TempPathFactory, docstrings: list[str]) -> PreTrainedTokenizerFast:
-    """Of another vocabulary than the students'."""
-    folder = tmp_path_factory.mktemp("other_tokenizer")
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in docstrings[500:900]))
-    output = str(folder / "made")
-    prepare.run(["tokenizer", str(folder / "texts.jsonl"), "--output", output, "--vocab-size", "700", "--keep-case"])
-    return PreTrainedTokenizerFast.from_pretrained(output)
-
-
-@pytest.fixture(scope="module")
-def teacher_folder(tmp_path_factory: pytest.TempPathFactory, other_tokenizer: PreTrainedTokenizerFast) -> Path:
-    torch.manual_seed(3)
-    shape = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 40}
-    config = BertConfig(vocab_size=len(other_tokenizer), max_position_embeddings=64, initializer_range=0.2, **shape)
-    folder = tmp_path_factory.mktemp("teacher") / "model"
-    settings = EmbeddingSettings("mean", ladder=((2, WIDTH),), passage_max_length=40, passage_prompt="text: ")
-    write_model_folder(folder, BertModel(config), other_tokenizer, settings, nn.ModuleDict())
-    return folder
 
 
 @pytest.fixture(scope="module")
