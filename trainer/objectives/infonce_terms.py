@@ -116,7 +116,7 @@ class Negatives:
     def left_out(self, batch: PairBatch, places: Places, rows: Rows) -> Tensor | None:
         """Pairs of a row and a column that is no negative of it, int64 [e, 2].
 
-        They are found by text, and besides a query's other positives are none.
+        Known ones are found by their text. A query's other positives are left out, too.
         """
         plain, device = self.parts == PASSAGES_ALONE, rows.owners.device
         if plain and not self.masks_known and not rows.several:
@@ -179,7 +179,7 @@ class InfoNCE:
     """InfoNCE at every size and, with a `kl_weight`, KL(teacher || size) of the scores (Starbucks §3.1, eq. 4 and 5).
 
     Both are one term because they share the same tiles of scores (trainer/losses/infonce.py). Where several positives
-    of a query count, each has a row of its own, which leaves out the others and weighs as little as they are many.
+    of a query count, each has a row of its own without the others as columns, and the rows share the query's weight.
     hardness: α of the weights of a query's own hard negatives.
     """
 
