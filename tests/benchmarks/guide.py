@@ -1,13 +1,13 @@
 """Benchmark: what a guide adds to a contrastive step, in time and memory, one thread, both sides in turn.
 
-    python -m tests.benchmarks.guide [--quick] [--json FILE]
+    python -m tests.benchmarks.guide [--quick] [--queries N] [--json FILE]
 
 The student is a BERT of 6 layers × 384, six sizes, gradient caching; or a table of 1,024 columns, six widths. Its guide
 is a BERT of 6 layers × 384 at its full size. Real NLI triplets. Figures, each guided ÷ plain:
   filter_time_ratio          the guide says what is no negative; the plain step has KL to the own full size, as this one
   teacher_time_ratio         the guide teaches, in place of the full size
   static_filter_time_ratio   a static student
-  stored_filter_time_ratio, stored_teacher_time_ratio, static_stored_filter_time_ratio
+  stored_filter_time_ratio, stored_teacher_time_ratio, stored_static_filter_time_ratio
                              the same, where the guide's vectors are looked up in a store
   lookup_milliseconds        of the vectors of a batch of the encoder's, in a store of half a million other texts
   memory_ratio               peaks of processes that took a step of the encoder; what the guide's weights weigh is in it
@@ -23,6 +23,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +38,7 @@ from models.encoder import Encoder
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
 from tests.benchmarks import srl_step
-from tests.benchmarks.support import SHARED, Figures, alternate, peak_mib
+from tests.benchmarks.support import SHARED, Figures, peak_mib
 from trainer.config.load import build_recipe
 from trainer.costs.flops import Shape
 from trainer.distributed import start
@@ -139,28 +141,39 @@ def memory_of(with_guide: bool, count: int) -> tuple[float, float]:
     return peak, peak - before
 
 
-def _time_steps(figures: Figures, ours: srl_step.Ours, guide: Guide, batch: PairBatch, scratch: Path) -> None:
-    """Of an encoder that a guide filters for or teaches, live and stored, each in turn with the plain step."""
-    plainly = ours.objective
-    assert ours.recipe.objective.kl_teacher == "full" and ours.recipe.objective.kl == "scores"
-    for prefix, source in (("", guide), ("stored_", store_of(guide, batch, scratch / "encoder"))):
-        taught = replace(guided(ours, source, kl_teacher="guide"), schedule=taught_from_outside(plainly.schedule))
-        for name, objective in (("filter", guided(ours, source, **FILTERS)), ("teacher", taught)):
-            base, with_guide = alternate(
-                partial(take_step, ours, plainly, batch), partial(take_step, ours, objective, batch), 2
-            )
-            figures.show(
-                **{
-                    f"{prefix}{name}_time_ratio": with_guide / base,
-                    f"{prefix}{name}_seconds_plain": base,
-                    f"{prefix}{name}_seconds_guided": with_guide,
-                }
-            )
+def in_turn(actions: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """CPU seconds of each, the best of `repeats`."""
+    best = dict.fromkeys(actions, float("inf"))
+    for _ in range(repeats):
+        for name, action in actions.items():
+            begin = time.process_time()
+            action()
+            best[name] = min(best[name], time.process_time() - begin)
+    return best
+
+
+def time_steps(
+    figures: Figures,
+    of: srl_step.Ours | Static,
+    objectives: Mapping[str, ContrastiveObjective | TableObjective],
+    batch: PairBatch,
+    name: str,
+) -> None:
+    """Of a plain step, one with a live guide and one with a stored guide, in turn."""
+    for objective in objectives.values():
+        take_step(of, objective, srl_step.batch_of(srl_step.nli_rows(4)) if objective is of.objective else batch)
+    seconds = in_turn({kind: partial(take_step, of, each, batch) for kind, each in objectives.items()}, 3)
+    figures.show(
+        **{f"{name}_time_ratio": seconds["live"] / seconds["plain"]},
+        **{f"stored_{name}_time_ratio": seconds["stored"] / seconds["plain"]},
+        **{f"{name}_seconds_{kind}": value for kind, value in seconds.items()},
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--queries", type=int, default=256, help="triplets of a batch (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -171,33 +184,32 @@ def main() -> None:
         print(*measure_memory(args.memory_of[0] == "guided", int(args.memory_of[1])))
         return
     figures = Figures()
-    count = 16 if args.quick else 256
+    count = 16 if args.quick else args.queries
     (plain, plain_step), (helped, helped_step) = memory_of(False, count), memory_of(True, count)
     figures.show(memory_ratio=helped / plain, plain_mib=plain, guided_mib=helped)
     figures.show(step_memory_ratio=helped_step / plain_step, plain_step_mib=plain_step, guided_step_mib=helped_step)
 
     batch, guide, ours = srl_step.batch_of(srl_step.nli_rows(count)), build_guide(), srl_step.Ours()
-    take_step(ours, ours.objective, srl_step.batch_of(srl_step.nli_rows(4)))
+    assert ours.recipe.objective.kl_teacher == "full" and ours.recipe.objective.kl == "scores"
+    table, many = Static(), srl_step.batch_of(srl_step.nli_rows(4 * count))
     with tempfile.TemporaryDirectory() as scratch:
-        _time_steps(figures, ours, guide, batch, Path(scratch))
-        table, many = Static(), srl_step.batch_of(srl_step.nli_rows(4 * count))
-        for name, source in (("", guide), ("stored_", store_of(guide, many, Path(scratch) / "static"))):
-            filtered = guided(table, source, **FILTERS)
-            take_step(table, filtered, many)
-            base, with_guide = alternate(
-                partial(take_step, table, table.objective, many), partial(take_step, table, filtered, many), 2
-            )
-            figures.show(
-                **{
-                    f"static_{name}filter_time_ratio": with_guide / base,
-                    f"static_{name}seconds_plain": base,
-                    f"static_{name}seconds_guided": with_guide,
-                }
-            )
-        others = 10_000 if args.quick else 500_000
-        large = store_of(guide, batch, Path(scratch) / "large", others=others)
-        look_up = partial(large.pair_vectors, batch, device=torch.device("cpu"), heartbeat=lambda phase: None)
-        figures.show(lookup_milliseconds=1e3 * min(alternate(look_up, look_up, 3)))
+        stored = store_of(guide, batch, Path(scratch) / "encoder", others=10_000 if args.quick else 500_000)
+        sources: dict[str, PairGuide] = {"live": guide, "stored": stored}
+        filters = {kind: guided(ours, source, **FILTERS) for kind, source in sources.items()}
+        schedule = taught_from_outside(ours.objective.schedule)
+        teaches = {
+            kind: replace(guided(ours, source, kl_teacher="guide"), schedule=schedule)
+            for kind, source in sources.items()
+        }
+        time_steps(figures, ours, {"plain": ours.objective, **filters}, batch, "filter")
+        time_steps(figures, ours, {"plain": ours.objective, **teaches}, batch, "teacher")
+        sources["stored"] = store_of(guide, many, Path(scratch) / "static")
+        filters = {kind: guided(table, source, **FILTERS) for kind, source in sources.items()}
+        time_steps(figures, table, {"plain": table.objective, **filters}, many, "static_filter")
+        seconds = in_turn(
+            {"": lambda: stored.pair_vectors(batch, device=torch.device("cpu"), heartbeat=lambda phase: None)}, 3
+        )
+        figures.show(lookup_milliseconds=1e3 * seconds[""])
     figures.write(args.json)
 
 
