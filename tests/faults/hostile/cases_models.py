@@ -302,7 +302,7 @@ DEEP = deep()
         *for_each_command("similarity-unknown", set_settings(similarity="euclid"), commands=READERS),
         *for_each_command("temperature-zero", set_settings(temperature=0), commands=READERS),
         *for_each_command(
-            "settings-of-a-later-version", set_settings(format=2), cause=25, commands=READERS, quick=True
+            "settings-of-a-later-version", set_settings(format=99), cause=25, commands=READERS, quick=True
         ),
         *for_each_command("settings-a-list", put("barista.json", "[]"), commands=READERS),
         *for_each_command("settings-deep", put("barista.json", DEEP), cause=25, commands=READERS),
