@@ -439,8 +439,8 @@ def naive_owners(batches: Sequence[PairBatch]) -> Tensor:
     return torch.cat(found)
 
 
-def naive_false_negatives(batches: Sequence[PairBatch], targets: Tensor) -> Tensor:
-    """bool [r, m] over all batches: the passages that equal a query's text or a known positive, so no negatives."""
+def _hashes_of(batches: Sequence[PairBatch]) -> tuple[dict[int, set[int]], list[int], list[int]]:
+    """Of all batches: each query's text with its known positives, the queries' texts and the passages' texts."""
     known: dict[int, set[int]] = {}
     queries, passages = [], []
     for batch in batches:
@@ -449,6 +449,12 @@ def naive_false_negatives(batches: Sequence[PairBatch], targets: Tensor) -> Tens
             known.setdefault(query, {query}).update(batch.known_hashes[begin:end].tolist())
             queries.append(query)
         passages += batch.passage_hashes.tolist()
+    return known, queries, passages
+
+
+def naive_false_negatives(batches: Sequence[PairBatch], targets: Tensor) -> Tensor:
+    """bool [r, m] over all batches: the passages that equal a query's text or a known positive, so no negatives."""
+    known, queries, passages = _hashes_of(batches)
     return torch.tensor(
         [
             [
@@ -462,14 +468,7 @@ def naive_false_negatives(batches: Sequence[PairBatch], targets: Tensor) -> Tens
 
 def naive_false_negative_queries(batches: Sequence[PairBatch], targets: Tensor) -> Tensor:
     """bool [r, n] over all batches: queries whose text is no negative of a query, or of which its positive is one."""
-    known: dict[int, set[int]] = {}
-    queries, passages = [], []
-    for batch in batches:
-        offsets = batch.known_offsets.tolist()
-        for query, begin, end in zip(batch.query_hashes.tolist(), offsets, offsets[1:]):
-            known.setdefault(query, {query}).update(batch.known_hashes[begin:end].tolist())
-            queries.append(query)
-        passages += batch.passage_hashes.tolist()
+    known, queries, passages = _hashes_of(batches)
     positives = [passages[target] for target in targets.tolist()]
     return torch.tensor(
         [

@@ -19,8 +19,7 @@ import argparse
 import logging
 import os
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from transformers.utils import logging as hf_logging
 from models.encoder import build_masked_lm, load_encoder
 from models.settings import EmbeddingSettings
 from models.sizes import Ladder
-from tests.benchmarks.support import SHARED, Figures
+from tests.benchmarks.support import SHARED, Figures, take_turns
 from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS, embedder_of
 from trainer.evaluation.tasks.retrieval import load_beir
 from trainer.exporting.sizes import export_sizes
@@ -60,17 +59,6 @@ def write_model(folder: Path, ladder: Ladder, pooling: str) -> BertTokenizerFast
     shapes = tuple((size.layers, size.dim) for size in ladder)
     EmbeddingSettings(pooling=pooling, ladder=shapes, passage_max_length=MAX_LENGTH).save(folder)
     return tokenizer
-
-
-def take_turns(actions: Mapping[str, Callable[[], object]], *, repeats: int) -> dict[str, float]:
-    """CPU seconds of each, the best of `repeats`, in turn."""
-    best = dict.fromkeys(actions, float("inf"))
-    for _ in range(repeats):
-        for name, action in actions.items():
-            begin = time.process_time()
-            action()
-            best[name] = min(best[name], time.process_time() - begin)
-    return best
 
 
 def main() -> None:

@@ -23,8 +23,7 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +37,7 @@ from models.encoder import Encoder
 from models.sizes import Size
 from models.static_embedding import StaticConfig, StaticModel
 from tests.benchmarks import srl_step
-from tests.benchmarks.support import SHARED, Figures, peak_mib
+from tests.benchmarks.support import SHARED, Figures, peak_mib, take_turns
 from trainer.config.load import build_recipe
 from trainer.costs.flops import Shape
 from trainer.distributed import start
@@ -141,17 +140,6 @@ def memory_of(with_guide: bool, count: int) -> tuple[float, float]:
     return peak, peak - before
 
 
-def in_turn(actions: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """CPU seconds of each, the best of `repeats`."""
-    best = dict.fromkeys(actions, float("inf"))
-    for _ in range(repeats):
-        for name, action in actions.items():
-            begin = time.process_time()
-            action()
-            best[name] = min(best[name], time.process_time() - begin)
-    return best
-
-
 def time_steps(
     figures: Figures,
     of: srl_step.Ours | Static,
@@ -162,7 +150,7 @@ def time_steps(
     """Of a plain step, one with a live guide and one with a stored guide, in turn."""
     for objective in objectives.values():
         take_step(of, objective, srl_step.batch_of(srl_step.nli_rows(4)) if objective is of.objective else batch)
-    seconds = in_turn({kind: partial(take_step, of, each, batch) for kind, each in objectives.items()}, 3)
+    seconds = take_turns({kind: partial(take_step, of, each, batch) for kind, each in objectives.items()}, repeats=3)
     figures.show(
         **{f"{name}_time_ratio": seconds["live"] / seconds["plain"]},
         **{f"stored_{name}_time_ratio": seconds["stored"] / seconds["plain"]},
@@ -206,8 +194,9 @@ def main() -> None:
         sources["stored"] = store_of(guide, many, Path(scratch) / "static")
         filters = {kind: guided(table, source, **FILTERS) for kind, source in sources.items()}
         time_steps(figures, table, {"plain": table.objective, **filters}, many, "static_filter")
-        seconds = in_turn(
-            {"": lambda: stored.pair_vectors(batch, device=torch.device("cpu"), heartbeat=lambda phase: None)}, 3
+        seconds = take_turns(
+            {"": lambda: stored.pair_vectors(batch, device=torch.device("cpu"), heartbeat=lambda phase: None)},
+            repeats=3,
         )
         figures.show(lookup_milliseconds=1e3 * seconds[""])
     figures.write(args.json)

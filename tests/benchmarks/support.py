@@ -31,15 +31,21 @@ def write_figures(figures: Mapping[str, object], path: Path | None) -> None:
         path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
-def alternate(first: Callable[[], object], second: Callable[[], object], repeats: int) -> tuple[float, float]:
+def take_turns(actions: Mapping[str, Callable[[], object]], *, repeats: int) -> dict[str, float]:
     """CPU seconds of each, the best of `repeats`, taken in turn."""
-    best = [float("inf")] * 2
+    best = dict.fromkeys(actions, float("inf"))
     for _ in range(repeats):
-        for index, action in enumerate((first, second)):
+        for name, action in actions.items():
             begin = time.process_time()
             action()
-            best[index] = min(best[index], time.process_time() - begin)
-    return best[0], best[1]
+            best[name] = min(best[name], time.process_time() - begin)
+    return best
+
+
+def alternate(first: Callable[[], object], second: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """CPU seconds of each, the best of `repeats`, taken in turn."""
+    best = take_turns({"first": first, "second": second}, repeats=repeats)
+    return best["first"], best["second"]
 
 
 def peak_mib() -> float:
