@@ -509,7 +509,8 @@ def _embed_naively(
         ids = nn.utils.rnn.pad_sequence([texts[int(row)].long() for row in rows], batch_first=True)
         mask = (torch.arange(ids.shape[1]) < lengths[rows, None]).long()
         hidden = module.backbone(ids, attention_mask=mask, output_hidden_states=True).hidden_states
-        norm = final_norm(module.backbone)
+        # A module that is written out is a BERT, which has none.
+        norm = final_norm(module.backbone) if isinstance(module.backbone, nn.Module) else None
         for collected, size in zip(outputs, sizes):
             # transformers applies a final norm to the last state alone, and a model that is cut ends with it, too.
             is_last = norm is None or size.layers == len(hidden) - 1

@@ -46,7 +46,7 @@ def recipes(tuple_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
             model["direction"] = cell.direction
         if name == LORA:
             model |= {"lora_rank": 2, "lora_alpha": 6.0}
-        return recipe_values(tuple_shards, model=model, optim={"lr": 0.03, "max_grad_norm": 0.0})
+        return recipe_values(tuple_shards, model=model, optim={"lr": 0.01, "max_grad_norm": 0.0})
 
     return Lazy(recipe)
 
