@@ -133,6 +133,13 @@ class PairBatch:
     target_query: torch.Tensor | None = None  # int64 [r]: the query of each target; None where each has one
 
     @property
+    def hard_negatives(self) -> torch.Tensor:
+        """The rows of `passages` that are no query's positive, int64 [m - r], rising."""
+        is_negative = torch.ones(len(self.passages), dtype=torch.bool)
+        is_negative[self.targets] = False
+        return is_negative.nonzero()[:, 0]
+
+    @property
     def num_samples(self) -> int:
         return len(self.sample_ids)
 

@@ -172,18 +172,19 @@ def _shape_of(recipe: Recipe, args: argparse.Namespace) -> Shape:
 def guide_of(recipe: Recipe, given: str = "", *, recipes: Path | None = None) -> FrozenGuide | None:
     """The frozen model that runs beside the student: of --guide, else of the recipe's guide or teacher.
 
-    Where its vectors are stored, these alone. recipes: the folder of the recipes that may make the model.
+    If the recipe reads stored vectors of a guide, only the vectors count, because the guide makes no passes. recipes:
+    the folder with the recipes that may make the model.
     """
+    live_guide = recipe.uses_guide and not recipe.guide.store
     live_teacher = recipe.is_taught and recipe.teacher.vectors == "live"
-    stored = recipe.uses_guide and bool(recipe.guide.store) and not live_teacher
     if not recipe.uses_guide and not live_teacher:
         if given:
             raise ConfigError(f"--guide {given!r} is given, and the recipe uses no guide; leave it out")
         return None
+    stored = not live_guide and not live_teacher
     if stored and not given and (width := _stored_width(recipe.guide.store)):
         return FrozenGuide.stored(width)
-    runs = recipe.uses_guide and not recipe.guide.store
-    own = recipe.guide.model if runs or stored else recipe.teacher.model or recipe.model.source
+    own = recipe.guide.model if live_guide or stored else recipe.teacher.model or recipe.model.source
     values, said = config_of(given or own, "--guide", recipes)
     shape = Shape.of(values, said=said)
     if stored and shape.hidden:

@@ -66,6 +66,14 @@ def longest_input(backbone: nn.Module) -> int | None:
     return table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
 
 
+def most_tokens(backbone: PreTrainedModel) -> int | None:
+    """The longest text in tokens that the backbone was made for, special tokens included; None if nothing says it.
+
+    Where positions are computed, this is the length that the configuration names.
+    """
+    return longest_input(backbone) or getattr(backbone.config, "max_position_embeddings", None)
+
+
 def takes(backbone: nn.Module, argument: str) -> bool:
     """Whether the backbone's forward has an argument of this name."""
     return argument in inspect.signature(type(backbone).forward).parameters

@@ -17,7 +17,7 @@ from data.ground.errors import DataError, OtherFormat
 from data.ground.files import refused_by, write_atomically
 from data.ground.records import Record, read_record
 from data.model_folders import SETTINGS_FILE
-from models.backbone import longest_input
+from models.backbone import most_tokens
 from models.choices import MEANS, Direction, Pooling, Similarity
 from models.direction import is_decoder, said_by
 from models.loading import load_config
@@ -111,9 +111,7 @@ def _settings_of_sentence_model(source: str | Path) -> EmbeddingSettings | None:
     config = load_config(source)
     thing = f"sentence-transformers folder {source}"
     with torch.device("meta"), refused_by("transformers", thing, hint="give another", kind=ModelError):
-        limit = longest_input(AutoModel.from_config(config, trust_remote_code=False))
-    # If positions are computed, the configuration names the length that the model was made for.
-    limit = limit or getattr(config, "max_position_embeddings", None)
+        limit = most_tokens(AutoModel.from_config(config, trust_remote_code=False))
     lengths = [min(each for each in (named, limit) if each) for named in found.lengths if named or limit]
     if len(lengths) < 2:
         raise ModelError(

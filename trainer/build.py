@@ -27,7 +27,7 @@ from data.shards.reader import ShardFolder
 from data.stream import Stream
 from data.tokens import load_tokenizer
 from models.adapters import add_adapters, freeze_lower_layers
-from models.backbone import longest_input, set_dropout, truncate_layers
+from models.backbone import most_tokens, set_dropout, truncate_layers
 from models.choices import MEANS, Direction
 from models.direction import is_decoder
 from models.encoder import (
@@ -508,7 +508,7 @@ def _token_counts(sources: Sequence[ShardFolder], size: int, *, samples: int = 4
 
 
 def _check_lengths(recipe: Recipe, encoder: Encoder) -> None:
-    room = longest_input(encoder.backbone) or getattr(encoder.config, "max_position_embeddings", None)
+    room = most_tokens(encoder.backbone)
     if room is None:
         return
     used = ("max_length",) if recipe.reads_documents else ("query_max_length", "passage_max_length")

@@ -28,7 +28,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,8 +76,16 @@ from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
 from trainer.evaluation.senteval import evaluate_transfer, read_task
 from trainer.evaluation.sizes_command import evaluate_sizes
 from trainer.evaluation.subject import choose_device, load_subject, untrained_encoder
-from trainer.evaluation.tasks.retrieval import METRICS, RunScores, load_beir, read_qrels, read_run, score_run
-from trainer.evaluation.tasks.sts import read_sts
+from trainer.evaluation.tasks.retrieval import (
+    METRICS,
+    RetrievalData,
+    RunScores,
+    load_beir,
+    read_qrels,
+    read_run,
+    score_run,
+)
+from trainer.evaluation.tasks.sts import STSTask, read_sts
 
 _RERANK_FILES = ("rerank.json", "rerank.md", "rerank.png")
 _FUSED_FILES = ("fused.json", "fused.md", "figures")
@@ -218,13 +227,28 @@ def _rerank(args: argparse.Namespace) -> int:
     return 0
 
 
-def _quantised(args: argparse.Namespace) -> int:
-    if not args.sts and not args.beir:
-        raise ConfigError("there is nothing to evaluate on; give --sts FILE or --beir FOLDER")
-    device = choose_device(args.device)
-    output = output_folder(args.output, _QUANTISED_FILES)
+class _Setting(NamedTuple):
+    """Where a command computes and writes, and its tasks."""
+
+    device: torch.device
+    output: Path | None
+    sts: list[STSTask]
+    beir: list[RetrievalData]
+
+
+def _setting_of(args: argparse.Namespace, files: Sequence[str]) -> _Setting:
+    """files: what the command writes into its output.
+
+    Everything is checked and read before the model is loaded, so that a wrong path fails at once.
+    """
+    arguments.require_tasks(args)
+    device, output = choose_device(args.device), output_folder(args.output, files)
     sts = [read_sts(path) for path in args.sts]
-    beir = [load_beir(path, split=args.split) for path in args.beir]
+    return _Setting(device, output, sts, [load_beir(path, split=args.split) for path in args.beir])
+
+
+def _quantised(args: argparse.Namespace) -> int:
+    device, output, sts, beir = _setting_of(args, _QUANTISED_FILES)
     encoder, tokenizer, settings, sizes = load_subject(args)
 
     models = [encoder, *([with_int8_table(encoder)] if encoder.is_static else [])]
@@ -267,12 +291,7 @@ def _quantised(args: argparse.Namespace) -> int:
 
 
 def _fused(args: argparse.Namespace) -> int:
-    if not args.sts and not args.beir:
-        raise ConfigError("there is nothing to evaluate on; give --sts FILE or --beir FOLDER")
-    device = choose_device(args.device)
-    output = output_folder(args.output, _FUSED_FILES)
-    sts = [read_sts(path) for path in args.sts]
-    beir = [load_beir(path, split=args.split) for path in args.beir]
+    device, output, sts, beir = _setting_of(args, _FUSED_FILES)
     encoder, tokenizer, settings, sizes = load_subject(args)
     if len(sizes) < 2:
         raise ConfigError(f"two sizes' scores are added, and --sizes {args.sizes} names one; name two or more")

@@ -42,7 +42,7 @@ from data.ground.records import digest_of
 from data.model_folders import SETTINGS_FILE
 from data.shards.reader import ShardFolder
 from data.tokens import Vocabulary, load_tokenizer, prompt_ids, prompt_length, tokenizer_fingerprint
-from models.backbone import longest_input
+from models.backbone import most_tokens
 from models.encoder import Encoder
 from models.settings import EmbeddingSettings
 from models.sizes import Size
@@ -185,9 +185,7 @@ class _StoredModel:
         chosen = getattr(recipe, section)
         encoder, tokenizer, settings = load_model(chosen.model, pooling=chosen.pooling or None)
         if settings is None and chosen.pooling:
-            longest = (
-                longest_input(encoder.backbone) or getattr(encoder.config, "max_position_embeddings", None) or 2**20
-            )
+            longest = most_tokens(encoder.backbone) or 2**20
             size = encoder.num_layers, encoder.embedding_size
             settings = EmbeddingSettings(
                 chosen.pooling, ladder=(size,), query_max_length=longest, passage_max_length=longest
@@ -289,7 +287,7 @@ def _reader(
 def _guide_of(model: _StoredModel, record: StoreRecord, vocabulary: Vocabulary) -> Guide:
     """The model as it would read a batch's ids in training."""
     encoder, settings = model.encoder.eval(), model.settings
-    longest = longest_input(encoder.backbone) or getattr(encoder.config, "max_position_embeddings", None) or 2**31
+    longest = most_tokens(encoder.backbone) or 2**31
     return Guide(
         encoder,
         model.full,

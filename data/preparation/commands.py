@@ -51,6 +51,16 @@ def _skipped(input_splits: Sequence[InputSplit]) -> str | None:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest() if rows else None
 
 
+def _options_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options that decide what the shards hold.
+
+    Options of later versions are there only where they are given, so that folders of earlier versions can be finished.
+    """
+    later = {name: getattr(arguments, name, None) for name in ("append_token", "weight_column")}
+    given = {name: value for name, value in later.items() if value}
+    return {name: getattr(arguments, name) for name in arguments.identity} | given
+
+
 def prepare_shards(arguments: argparse.Namespace) -> None:
     """`documents` and `tuples`: write the shards of every unfinished input split, then the manifest."""
     kind: Kind = arguments.command
@@ -61,13 +71,9 @@ def prepare_shards(arguments: argparse.Namespace) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
         tokenizer = load_tokenizer(arguments.tokenizer)
-        options = {name: getattr(arguments, name) for name in arguments.identity}
+        options = _options_of(arguments)
         if arguments.append_token:
             tokenizer = _with_token(tokenizer, arguments.append_token, scratch / "tokenizer")
-            # Without it there is no such option, so that folders of earlier versions can be finished.
-            options["append_token"] = arguments.append_token
-        if getattr(arguments, "weight_column", None):
-            options["weight_column"] = arguments.weight_column
         fingerprint = tokenizer_fingerprint(tokenizer)
         size = vocabulary_of(tokenizer).size
         plan = _plan_documents if kind == "documents" else _plan_tuples

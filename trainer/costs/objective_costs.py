@@ -229,7 +229,7 @@ class ComparingCosts(ObjectiveCosts):
         return super().guide_flops(guide, texts, vectors=vectors) + scores
 
     def _loss_flops(self, texts: Texts, vectors: float) -> float:
-        """Scores, and the gradients of queries and passages, at every size; and the spread-out term."""
+        """The products of the scores and of their two gradients, at every size, and those of the spread-out term."""
         return self._score_flops(texts, vectors) + self._spread_flops(texts)
 
     def _score_flops(self, texts: Texts, vectors: float) -> float:

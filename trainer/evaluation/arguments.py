@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, get_args
 
+from data.ground.errors import ConfigError
 from data.ground.options import LARGEST_SEED, SubParsers, count
 from models.choices import Pooling
 from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS
@@ -241,6 +242,12 @@ def add_mteb(added: SubParsers, name: str) -> argparse.ArgumentParser:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the scores to this file")
     return parser
+
+
+def require_tasks(args: argparse.Namespace) -> None:
+    """Refuse a command of `_task_options` that names no task."""
+    if not args.sts and not args.beir:
+        raise ConfigError("there is nothing to evaluate on; give --sts FILE or --beir FOLDER")
 
 
 def _task_options(parser: argparse.ArgumentParser) -> None:

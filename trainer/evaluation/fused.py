@@ -87,6 +87,10 @@ class Row:
     def gain(self) -> float:
         return self.against_better.difference
 
+    def of_better(self, members: tuple[float, float]) -> float:
+        """The better member's number, of numbers of both members."""
+        return members[0] if self.better == self.pair.first else members[1]
+
     def as_json(self) -> dict[str, Any]:
         row = asdict(self)
         row["first"], row["second"], row["better"] = str(self.pair.first), str(self.pair.second), str(self.better)
@@ -203,12 +207,12 @@ def fused_markdown(rows: Sequence[Row], costs: Mapping[Pair, PairCost], name_of:
         searches = of_task[0].search_ms is not None
         body = []
         for row in of_task:
-            better = row.members[0] if row.better == row.pair.first else row.members[1]
+            better = row.of_better(row.members)
             cells = [shown(row.pair), name_of(row.better).replace("x", "×")]
             cells += [f"{row.value:.4f}{mark(row.gain, row.p)}", f"{better:.4f}", f"{row.gain:+.4f}", p_text(row.p)]
             if row.search_ms is not None:
                 cost = costs[row.pair]
-                own = cost.members[0] if row.better == row.pair.first else cost.members[1]
+                own = row.of_better(cost.members)
                 cells += [f"{cost.together + row.search_ms[0]:.2f}", f"{own + row.search_ms[1]:.2f}"]
             body.append(cells)
         header = ["sizes", "better alone", METRIC_LABELS[of_task[0].metric], "better alone's", "gain", "p"]

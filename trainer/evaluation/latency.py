@@ -98,11 +98,9 @@ def time_passes(
     """The median milliseconds of each pass over the texts, one text at a time, with tokenizing and the cuts."""
     seconds: dict[Key, list[float]] = {key: [] for key in passes}
     warm_up = min(warm_up, len(texts))
-    left_out = {
-        key: 0 if each.encoder.pool_prompt else left_out_length(tokenizer, settings.query_prompt)
-        for key, each in passes.items()
-    }
-    prompts = {key: torch.tensor([length], device=device) for key, length in left_out.items()}
+    reads_length = any(not each.encoder.pool_prompt for each in passes.values())
+    length = left_out_length(tokenizer, settings.query_prompt) if reads_length else 0
+    prompt_lengths = torch.tensor([length], device=device)
     for number, text in enumerate([*texts[:warm_up], *texts]):
         for key, each in passes.items():
             begin = time.perf_counter()
@@ -110,7 +108,7 @@ def time_passes(
                 settings.query_prompt + text, truncation=True, max_length=settings.query_max_length, return_tensors="pt"
             )
             inputs = ids["input_ids"].to(device), ids["attention_mask"].to(device)
-            vectors = each.encoder(*inputs, list(each.sizes), prompt_lengths=prompts[key])
+            vectors = each.encoder(*inputs, list(each.sizes), prompt_lengths=prompt_lengths)
             for vector in vectors:
                 vector.float().cpu()
             if number >= warm_up:

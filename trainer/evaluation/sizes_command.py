@@ -29,6 +29,7 @@ from models.encoder import Encoder
 from models.settings import EmbeddingSettings
 from models.sizes import Size
 from trainer.distributed import World, gather_objects, join
+from trainer.evaluation.arguments import require_tasks
 from trainer.evaluation.encoding.across import Searched, across_depths, encoded_sizes
 from trainer.evaluation.encoding.encode import Embedder, encode, encoder_forward
 from trainer.evaluation.results.comparison import across_verdicts, check_same_items, verdicts_of
@@ -72,8 +73,7 @@ _STORED_ROWS_PER_BLOCK = 8_192
 def evaluate_sizes(args: argparse.Namespace) -> int:
     for chatty in ("bm25s", "huggingface_hub"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
-    if not args.sts and not args.beir:
-        raise ConfigError("there is nothing to evaluate on; give --sts FILE or --beir FOLDER")
+    require_tasks(args)
     device = choose_device(args.device)
     main_rank = os.environ.get("RANK", "0") == "0"
     output = output_folder(args.output) if main_rank else None

@@ -115,13 +115,13 @@ def add_contrastive_gradients(
         block_scores=CPU_BLOCK_SCORES if targets.device.type == "cpu" else GPU_BLOCK_SCORES,
         parts=len(parts),
     )
-    blocks = blocks_of(parts, num_passages=num_passages, num_queries=num_others, width=tiling.passages)
+    blocks = blocks_of(parts, num_passages=num_passages, num_queries=num_others, width=tiling.columns)
     left_out = _pairs_by_block(excluded, tiling, blocks, num_queries)
     near = _pairs_by_block(further.hard if settings.hardness else None, tiling, blocks, num_queries)
     pairs = [Pairs(*each) for each in zip(left_out, near)]
-    width = num_columns if tiling.keeps_rows else tiling.passages
+    width = num_columns if tiling.keeps_rows else tiling.columns
     workspace = torch.empty(settings.matrices, tiling.queries * width, dtype=dtype, device=targets.device)
-    scratch = torch.empty(tiling.queries * tiling.passages, dtype=dtype, device=targets.device)
+    scratch = torch.empty(tiling.queries * tiling.columns, dtype=dtype, device=targets.device)
     totals = torch.zeros(2, len(sides[0].vectors), dtype=dtype, device=targets.device)
     order = (settings.teacher, *settings.students)
     for number, start in enumerate(range(0, num_queries, tiling.queries)):

@@ -19,7 +19,7 @@ class Part:
     with_queries: bool
 
 
-# In this order they are a row's columns; the first holds the query's positive and is always there.
+# The order of the parts in a row of scores. The first part holds the query's positive, and every loss has it.
 PARTS = {
     "query_passage": Part(of_positives=False, with_queries=False),
     "query_query": Part(of_positives=False, with_queries=True),

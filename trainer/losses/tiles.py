@@ -31,16 +31,16 @@ STATISTICS = 4  # numbers for each query, block and size
 
 @dataclass(frozen=True)
 class Tiling:
-    """Queries of a tile, passages (or other columns) of a block, and whether a tile keeps all its exponentials."""
+    """Queries of a tile, columns of a block, and whether a tile keeps its exponentials of all columns."""
 
     queries: int
-    passages: int
+    columns: int
     keeps_rows: bool
 
 
 def choose_tiling(
     num_queries: int,
-    num_passages: int,
+    num_columns: int,
     *,
     matrices: int,
     statistics: int,
@@ -48,24 +48,24 @@ def choose_tiling(
     block_scores: int,
     parts: int = 1,
 ) -> Tiling:
-    """One sweep where the scores of enough queries with all passages fit in memory, else two sweeps, block by block.
+    """One sweep where the scores of enough queries with all columns fit in memory, else two sweeps, block by block.
 
-    num_passages: all columns of a query's row, which are of so many parts. matrices: how many a tile keeps, besides a
-    block of scratch. statistics: numbers kept for each query and block.
+    num_columns: of a query's row. parts: how many parts they are of (tile_settings.PARTS). matrices: how many a tile
+    keeps, besides a block of scratch. statistics: numbers kept for each query and block.
     """
 
     def numbers(width: int) -> int:
         """Statistics of a query, with blocks of so many columns, of which each part may end in a shorter one."""
-        return statistics * (ceil(num_passages / width) + parts - 1)
+        return statistics * (ceil(num_columns / width) + parts - 1)
 
     block = min(block_scores, scores_in_memory // (matrices + 1))
-    narrow = max(1, min(num_passages, block // MOST_QUERIES))
-    fitting = (scores_in_memory - block) // (matrices * num_passages + numbers(narrow))
+    narrow = max(1, min(num_columns, block // MOST_QUERIES))
+    fitting = (scores_in_memory - block) // (matrices * num_columns + numbers(narrow))
     if fitting >= max(1, min(num_queries, LEAST_QUERIES)):
         queries = max(1, min(num_queries, MOST_QUERIES, fitting))
-        return Tiling(queries, max(1, min(num_passages, block // queries)), keeps_rows=True)
+        return Tiling(queries, max(1, min(num_columns, block // queries)), keeps_rows=True)
     # Wide enough that the statistics take no more than the blocks.
-    wide = min(num_passages, max(narrow, isqrt(statistics * num_passages // (matrices + 1))))
+    wide = min(num_columns, max(narrow, isqrt(statistics * num_columns // (matrices + 1))))
     fitting = scores_in_memory // ((matrices + 1) * wide + numbers(wide))
     return Tiling(max(1, min(num_queries, MOST_QUERIES, fitting)), wide, keeps_rows=False)
 

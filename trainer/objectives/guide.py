@@ -29,7 +29,7 @@ from data.ground.errors import ConfigError, DataError
 from data.model_folders import SETTINGS_FILE
 from data.shards.reader import ShardFolder
 from data.tokens import left_out_length, load_tokenizer, tokenizer_fingerprint
-from models.backbone import longest_input, truncate_layers
+from models.backbone import most_tokens, truncate_layers
 from models.choices import Pooling
 from models.encoder import Encoder, load_encoder
 from models.packed_attention import packs
@@ -221,7 +221,7 @@ def load_frozen(
         settings = EmbeddingSettings(query_max_length=2**31, passage_max_length=2**31)
     else:
         _say_if_prompts_differ(recipe, sources, settings, section)
-    positions = longest_input(encoder.backbone) or getattr(encoder.config, "max_position_embeddings", None) or 2**31
+    positions = most_tokens(encoder.backbone) or 2**31
     longest = min(recipe.longest_text, max(settings.query_max_length, settings.passage_max_length), positions)
     return Guide(
         encoder,

@@ -89,10 +89,9 @@ class Places:
 
     def hard_pairs(self, batch: PairBatch, rows: Rows) -> Tensor:
         """Pairs of a row and the place of one of its query's own hard negatives, int64 [h, 2]."""
-        negative = torch.ones(len(batch.passages), dtype=torch.bool, device=rows.targets.device)
-        negative[rows.targets] = False
-        place = negative.nonzero()[:, 0]
-        row, found = equal_pairs(rows.owners, batch.passage_query.to(place.device)[place])
+        place = batch.hard_negatives
+        row, found = equal_pairs(rows.owners, batch.passage_query[place].to(rows.owners.device))
+        place = place.to(rows.owners.device)
         return torch.stack([row, place[found] + sum(self.passages[: self.rank])], dim=1)
 
 

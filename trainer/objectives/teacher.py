@@ -124,10 +124,7 @@ def role_groups(batch: PairBatch, device: torch.device) -> list[TextGroup]:
     A role that the global batch lacks has no share. All ranks call it together.
     """
     count = len(batch.queries)
-    positives = batch.targets + count
-    is_negative = torch.ones(len(batch.passages), dtype=torch.bool)
-    is_negative[batch.targets] = False
-    roles = [torch.arange(count), positives, is_negative.nonzero()[:, 0] + count]
+    roles = [torch.arange(count), batch.targets + count, batch.hard_negatives + count]
     counts = [int(each) for each in sum_over_ranks([float(len(rows)) for rows in roles], device)]
     present = sum(map(bool, counts))
     return [TextGroup(number * present, rows.to(device)) for number, rows in zip(counts, roles) if number]

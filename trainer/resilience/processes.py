@@ -64,7 +64,7 @@ class ProcessorWaits:
 
 
 def _nanoseconds_waited() -> dict[str, int]:
-    """Thread number -> nanoseconds that the thread was ready to run and had no processor."""
+    """By the number of each thread: the nanoseconds in which the thread was ready to run but had no processor."""
     waited = {}
     for path in (_PROC / "self" / "task").glob("*/schedstat"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # a thread has ended, or the kernel keeps no counts

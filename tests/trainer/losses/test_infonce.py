@@ -132,9 +132,9 @@ def test_tiles_are_as_small_as_asked(tiling: Tiling, monkeypatch: pytest.MonkeyP
     arguments = {"loss_weights": (1.0,) * 3, "kl_weights": (1.0, 1.0, 0.0), "temperature": 1.0}
     with Products() as products:
         multi_size_contrastive(queries, passages, targets=targets, **arguments)
-    blocks = math.ceil(QUERIES / tiling.queries) * math.ceil(PASSAGES / tiling.passages)
+    blocks = math.ceil(QUERIES / tiling.queries) * math.ceil(PASSAGES / tiling.columns)
     assert len(products.made) == 3 * blocks * (1 if tiling.keeps_rows else 2)
-    assert max(products.made)[:2] == (tiling.queries, tiling.passages)
+    assert max(products.made)[:2] == (tiling.queries, tiling.columns)
 
 
 @pytest.mark.parametrize("num_queries", [1, 100, 1024, 65536])
@@ -146,10 +146,10 @@ def test_the_score_memory_bounds_a_tile(matrices: int, mib: int, num_passages: i
     tiling = choose_tiling(
         num_queries, num_passages, matrices=matrices, statistics=24, scores_in_memory=numbers, block_scores=2**19
     )
-    columns = num_passages if tiling.keeps_rows else tiling.passages
-    kept = matrices * columns + tiling.passages + 24 * math.ceil(num_passages / tiling.passages)
+    columns = num_passages if tiling.keeps_rows else tiling.columns
+    kept = matrices * columns + tiling.columns + 24 * math.ceil(num_passages / tiling.columns)
     assert 1 <= tiling.queries <= num_queries
-    assert 1 <= tiling.passages <= num_passages
+    assert 1 <= tiling.columns <= num_passages
     assert tiling.queries * kept <= numbers or tiling.queries == 1
     # The usual sizes need no second sweep.
     if mib >= 256 and num_passages <= 131072 and matrices <= 2:

@@ -220,9 +220,9 @@ def test_the_score_memory_bounds_a_tile_of_several_parts(num_columns: int, mib: 
         1024, num_columns, matrices=4, statistics=24, scores_in_memory=numbers, block_scores=2**19, parts=4
     )
     share = num_columns // 4
-    blocks = tiles.blocks_of(parts_of(ALL), num_passages=share, num_queries=share, width=tiling.passages)
-    assert sum(block.width for block in blocks) == num_columns and max(b.width for b in blocks) <= tiling.passages
-    kept = 4 * (num_columns if tiling.keeps_rows else tiling.passages) + tiling.passages + 24 * len(blocks)
+    blocks = tiles.blocks_of(parts_of(ALL), num_passages=share, num_queries=share, width=tiling.columns)
+    assert sum(block.width for block in blocks) == num_columns and max(b.width for b in blocks) <= tiling.columns
+    kept = 4 * (num_columns if tiling.keeps_rows else tiling.columns) + tiling.columns + 24 * len(blocks)
     assert tiling.queries * kept <= numbers or tiling.queries == 1
 
 
