@@ -861,6 +861,7 @@ def test_all_shipped_studies_are_looked_at() -> None:
     shipped = {path.name for path in (ROOT / "launch" / "studies").glob("*.toml")}
     assert shipped == {
         "starbucks_small.toml", "starbucks_smoke.toml", "starbucks_longer.toml", "matryoshka.toml", "minilm.toml",
+        "terms.toml",
     }  # fmt: skip
 
 
@@ -881,6 +882,16 @@ def test_shipped_studies_are_sound(name: str) -> None:
     }  # fmt: skip
     tuned = [run.recipe for run in runs.values() if run.module == "trainer.finetune"]
     assert len({(each.train.steps, each.train.global_batch_size, each.optim.lr) for each in tuned}) == 1
+
+
+def test_the_study_of_terms_adds_each_alone_and_then_all() -> None:
+    """Every arm differs from plain SRL in its own keys alone, and the last arm has the keys of all others."""
+    study = load_study(ROOT / "launch" / "studies" / "terms.toml")
+    plain, *single, everything = study.methods.values()
+    assert (plain.name, everything.name) == ("srl", "all") and not plain.settings
+    assert {each.recipe for each in study.methods.values()} == {plain.recipe}
+    assert dict(everything.settings) == {key: value for each in single for key, value in each.settings.items()}
+    assert sum(len(each.settings) for each in single) == len(everything.settings), "no key is in two arms"
 
 
 @pytest.mark.full
