@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,13 @@ def plot_curves(
 ) -> Path:
     """One line per curve, with error bars at the points that have an interval."""
     figure, axes = new_axes()
-    for (name, points), marker in zip(curves.items(), "osD^vPX*" * len(curves)):
+    # Ten colours, then the same ones dashed.
+    styles = cycle([style for style in ("-", "--", ":", "-.") for _ in range(10)])
+    for (name, points), marker, style in zip(curves.items(), "osD^vPX*" * len(curves), styles):
         xs, ys, errors = (list(part) for part in zip(*points))
-        axes.errorbar(xs, ys, yerr=errors, marker=marker, markersize=5, linewidth=1.4, capsize=2, label=name)
+        axes.errorbar(
+            xs, ys, yerr=errors, marker=marker, linestyle=style, markersize=5, linewidth=1.4, capsize=2, label=name
+        )
     if log_x:
         axes.set_xscale("log", base=2)
         ticks = sorted({x for points in curves.values() for x, _, _ in points})
