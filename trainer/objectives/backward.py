@@ -199,7 +199,8 @@ def grad_cache(
                 with torch.no_grad():
                     yield forward(index)
                 continue
-            with _counting_saved() if room < math.inf else nullcontext({}) as saved:
+            counting: AbstractContextManager[dict[int, int]] = _counting_saved() if room < math.inf else nullcontext({})
+            with counting as saved:
                 outputs = forward(index)
             used = sum(saved.values())
             room, largest = room - used, max(largest, used)
