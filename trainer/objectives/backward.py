@@ -199,7 +199,7 @@ def grad_cache(
                 with torch.no_grad():
                     yield forward(index)
                 continue
-            counting: AbstractContextManager[dict[int, int]] = _counting_saved() if room < math.inf else nullcontext({})
+            counting: AbstractContextManager[dict[int, int]] = counting_saved() if room < math.inf else nullcontext({})
             with counting as saved:
                 outputs = forward(index)
             used = sum(saved.values())
@@ -231,7 +231,7 @@ def grad_cache(
 
 
 @contextmanager
-def _counting_saved() -> Iterator[dict[int, int]]:
+def counting_saved() -> Iterator[dict[int, int]]:
     """Counts the bytes that the graphs built inside keep for backward: address -> bytes of a storage, weights left out.
 
     What checkpointed layers keep is not seen.
