@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from trainer.config.schema import Recipe
 from trainer.costs.counts import Texts
 from trainer.costs.layers import kernels, wide_gradients
-from trainer.costs.objective_costs import costs_of
+from trainer.costs.objective_costs import ObjectiveCosts, costs_of, with_kept_graphs
 from trainer.costs.parameters import embedding_parameters, encoder_parameters, stem_parameters
 from trainer.costs.shapes import Shape
 
@@ -254,14 +254,15 @@ def resting_bytes(model: Model, stage: int, ranks: int, *, kept: Stage | None = 
 
 
 def memory_of(
-    recipe: Recipe, model: Model, *, stage: int, ranks: int, share: Texts, micro: Texts, assumed: Assumptions
+    costs: ObjectiveCosts, model: Model, *, stage: int, ranks: int, share: Texts, micro: Texts, assumed: Assumptions
 ) -> Memory:
     """share: the rank's texts of a step; micro: of its largest micro-batch."""
-    kept, costs = STAGE_CONFIGS[stage], costs_of(recipe)
     vectors = costs.vectors(share) * ranks
-    # Under autocast, at stage 0, norms and residuals stay in float32 and weights have copies in bf16.
-    autocast = stage == 0
-    states = state_bytes(model, stage, ranks) + (2.0 * model.parameters if autocast else 0.0)
+    states = state_bytes(model, stage, ranks) + (2.0 * model.parameters if stage == 0 else 0.0)
+    width = _activation_width(stage)
+    activations = costs.activation_bytes(model.shape, micro, width=width)
+    # Kept graphs are gone before a micro-batch is embedded again.
+    activations = max(activations, costs.kept * costs.activation_bytes(model.shape, share, width=width))
     loss = costs.loss_bytes(share, vectors=vectors)
     if model.guide is not None:
         # Its activations are gone before the student's are kept.
@@ -269,13 +270,18 @@ def memory_of(
         loss += 4.0 * model.guide.shape.hidden * (share.count + vectors)
     return Memory(
         states=states,
-        buckets=kept.bucket * BUCKET_ELEMENTS + costs.table_gradient_bytes(model.shape),
-        activations=costs.activation_bytes(model.shape, micro, width=3.0 if autocast else 2.0)
+        buckets=STAGE_CONFIGS[stage].bucket * BUCKET_ELEMENTS + costs.table_gradient_bytes(model.shape),
+        activations=activations
         # Gradients alive inside the layer that is sent back.
         + (2.0 * micro.tokens * wide_gradients(model.shape) if costs.sends_back else 0.0),
         loss=loss,
         context=assumed.context_bytes,
     )
+
+
+def _activation_width(stage: int) -> float:
+    """Bytes of an activation's element. Under autocast, at stage 0, norms and residuals stay in float32."""
+    return 3.0 if stage == 0 else 2.0
 
 
 # --- communication -----------------------------------------------------------------------------------------------
@@ -377,12 +383,14 @@ class Prediction:
         return tokens / self.tokens_per_second / 86400
 
 
-def moved_bytes(recipe: Recipe, model: Model, texts: Texts, *, stage: int, ranks: int, micro_batches: float) -> float:
+def moved_bytes(
+    costs: ObjectiveCosts, model: Model, texts: Texts, *, stage: int, ranks: int, micro_batches: float
+) -> float:
     """Through the GPU's memory, by all that is no matrix product: objective, sums of gradients, optimizer.
 
     Under stage 0's autocast every forward pass of a micro-batch reads the float32 weights, and writes them in bf16.
     """
-    guide, costs = model.guide.shape if model.guide is not None else None, costs_of(recipe)
+    guide = model.guide.shape if model.guide is not None else None
     total = costs.moved_bytes(model.shape, texts, guide=guide)
     if stage == 0:
         matrices = model.parameters - sum(embedding_parameters(model.shape))
@@ -413,13 +421,15 @@ def predict(
     micro_batches = max(1, math.ceil(share.tokens / budget)) if costs.cuts else 1
     part = min(1.0, budget / share.tokens) if costs.cuts else 1.0
     micro = share.part(part)
+    width = _activation_width(stage)
+    costs = with_kept_graphs(costs, model.shape, micro=micro, micro_batches=micro_batches, width=width)
     vectors = costs.vectors(whole)
     products = costs.computed_flops(model.shape, share, vectors=vectors)
     launches = costs.encoder_passes * model.shape.layers * kernels(model.shape)
     if model.guide is not None:
         products += costs.guide_flops(model.guide.shape, share, vectors=vectors)
         launches += model.guide.shape.layers * kernels(model.guide.shape)
-    moved = moved_bytes(recipe, model, share, stage=stage, ranks=ranks, micro_batches=micro_batches)
+    moved = moved_bytes(costs, model, share, stage=stage, ranks=ranks, micro_batches=micro_batches)
     busy = products / (gpu.peak_flops * assumed.matrix_share)
     busy += moved / (gpu.memory_bandwidth * assumed.memory_share)
     # Small micro-batches wait for the host, which launches kernel by kernel in eager mode.
@@ -428,7 +438,7 @@ def predict(
     calls = collectives(recipe, model, stage=stage, micro_batches=micro_batches, vectors=vectors)
     communication = sum(collective_seconds(each, cluster, assumed) for each in calls)
     seconds = compute + communication
-    memory = memory_of(recipe, model, stage=stage, ranks=ranks, share=share, micro=micro, assumed=assumed)
+    memory = memory_of(costs, model, stage=stage, ranks=ranks, share=share, micro=micro, assumed=assumed)
     return Prediction(
         nodes=cluster.nodes,
         gpus=ranks,

@@ -5,6 +5,7 @@ trainer/losses/ does not use this module, so every gather is visible in the obje
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import socket
@@ -20,6 +21,7 @@ from torch import Tensor
 from data.ground.errors import CommandEnd, UserError
 from data.keyed_random import derive_seed
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -86,6 +88,9 @@ def start() -> World:
                 f"port {os.environ['MASTER_PORT']} of this machine, at which ranks would meet, is in use by another "
                 "program; give the launcher another by --master_port (or MASTER_PORT)"
             ) from error
+    if not cuda:
+        waiting = "spin" if os.environ.get("OMP_WAIT_POLICY", "").upper() == "ACTIVE" else "sleep"
+        log.info("%d threads a rank, which %s while they wait for each other", torch.get_num_threads(), waiting)
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     return World(dist.get_rank(), local_rank, dist.get_world_size(), device)
 

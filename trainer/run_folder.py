@@ -37,6 +37,7 @@ _FREE_KEYS = (
     "data.verify",
     "model.attention",
     "train.compile",
+    "train.activation_memory_mib",
     "train.activation_checkpointing",
     "train.logits_memory_mib",
     "train.score_memory_mib",

@@ -14,6 +14,10 @@ Figures:
   peak_memory_growth        our process' peak at 4,096 triplets ÷ at 512, in micro-batches that both batches fill
   step_memory_growth        the same of what a step takes above the idle model: vectors and their gradients grow
   padding_share             of the tokens ours computes
+  unpadded_time_ratio       theirs ÷ ours on 128 of SciFact's pairs, all of ours' graphs kept
+  kept_<n>_time_ratio       ours with no graph kept ÷ with n % of them kept, on the same pairs
+  kept_<n>_memory_mib       what the step adds to the idle model
+  kept_difference           the largest difference of a gradient from that with no graph kept, ÷ the largest gradient
 --quick: small batches, to see that the benchmark runs; its figures mean nothing.
 """
 
@@ -21,13 +25,14 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import json
 import os
 import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,28 +40,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.collate import PairBatch, PairCollator
+from data.collate import PairBatch, PairCollator, concatenate
 from data.shards.format import Tuple
 from data.stream import Sample
 from data.tokens import vocabulary_of
 from models.encoder import Encoder, base_of, build_masked_lm
-from tests.benchmarks.support import SHARED, Figures, alternate, peak_mib
+from tests.benchmarks.support import SHARED, Figures, alternate, peak_mib, take_turns
 from tests.padding import pad_texts
 from trainer.config.load import build_recipe
 from trainer.config.schema import Recipe
 from trainer.costs.flops import Shape
-from trainer.distributed import start
+from trainer.distributed import World, start
 from trainer.engine import Engine, read_ds_config
+from trainer.objectives.backward import counting_saved, embed_texts, micro_batches
 from trainer.objectives.contrastive import contrastive
 from trainer.objectives.materials import Materials
 from trainer.objectives.size_schedules import build_schedule
 from trainer.optim import adamw
+from trainer.replay import PlainEngine
 
 LADDER = [[1, 32], [2, 64], [3, 128], [4, 192], [5, 256], [6, 384]]
 MODEL = dict(hidden_size=384, num_hidden_layers=6, num_attention_heads=6, intermediate_size=1536)
 NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 MAX_LENGTH = 256
 MICRO_BATCH = 32
+TOKENS = MICRO_BATCH * MAX_LENGTH  # of a micro-batch
+UNPADDED = 128  # SciFact's pairs whose graphs are all kept: those of 512 take 30 GiB
+KEPT = (0, 25, 50, 100)  # per cent of the graphs
 MEMORY_MICRO_BATCH = 4  # 1,024 tokens: cut by length, 512 triplets fill no micro-batch of 8,192
 
 
@@ -92,6 +102,22 @@ class Ours:
         self.engine.train()
         schedule = build_schedule(chosen.step_sizes, reduction="mean", seed=0)
         self.objective = contrastive(chosen, Materials(schedule, Shape.of(self.encoder.config), packed=False))
+
+    def keep(self, share: float, batch: PairBatch) -> None:
+        """From now on keep the graphs of this share of the batch's micro-batches, each as large as the largest."""
+        texts = concatenate(batch.queries, batch.passages)
+        chunks = micro_batches(texts.lengths, token_budget=self.objective.token_budget)
+        largest = max(chunks, key=lambda rows: len(rows) * int(texts.lengths[rows].max()))
+        with counting_saved() as saved:
+            embed_texts(self.engine, texts, largest, sizes=self.recipe.ladder)
+        room = sum(saved.values()) * (round(share * len(chunks)) + 0.5) if share else 0.0
+        self.objective = dataclasses.replace(self.objective, graph_bytes=room)
+
+    def gradient(self, batch: PairBatch) -> Tensor:
+        """Of fresh weights, without the engine, which keeps gradients in its own way."""
+        encoder = build_encoder()
+        self.objective.forward_backward(PlainEngine(encoder, World.alone(torch.device("cpu"))), batch, 0)
+        return torch.cat([each.grad.flatten() for each in encoder.parameters() if each.grad is not None])
 
     def step(self, batch: PairBatch) -> Any:
         report = self.objective.forward_backward(self.engine, batch, 0)
@@ -187,11 +213,15 @@ def mixed_rows(count: int) -> list[list[str]]:
     return rows
 
 
-def peak_memory(count: int) -> tuple[float, float]:
-    """MiB of a process in which a step of so many triplets was taken: its peak, and what of that the step added."""
+def peak_memory(count: int, *, kept: int | None = None) -> tuple[float, float]:
+    """MiB of a process in which a step of so many triplets was taken: its peak, and what of that the step added.
+
+    kept: of so many of SciFact's pairs, with this percentage of the graphs kept.
+    """
     alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "MASTER_PORT")}
+    more = [] if kept is None else ["--kept", str(kept)]
     out = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.srl_step", "--memory-of", str(count)],
+        [sys.executable, "-m", "tests.benchmarks.srl_step", "--memory-of", str(count), *more],
         capture_output=True,
         text=True,
         check=True,
@@ -202,14 +232,39 @@ def peak_memory(count: int) -> tuple[float, float]:
     return peak, peak - before
 
 
-def measure_memory(count: int) -> tuple[float, float]:
-    """In this process: its peak in MiB after a step of so many triplets, and before it."""
-    ours = Ours(MEMORY_MICRO_BATCH)
+def measure_memory(count: int, *, kept: int | None) -> tuple[float, float]:
+    """In this process: its peak in MiB after the step that `peak_memory` is of, and before it."""
+    ours = Ours(MEMORY_MICRO_BATCH if kept is None else MICRO_BATCH)
     ours.step(batch_of(nli_rows(8)))
-    batch = batch_of(nli_rows(count))
+    batch = batch_of(nli_rows(count) if kept is None else scifact_rows(count))
+    if kept is not None:
+        ours.keep(kept / 100, batch)
     before = peak_mib()
     ours.step(batch)
     return peak_mib(), before
+
+
+def measure_kept_graphs(figures: Figures, ours: Ours, theirs: Theirs, count: int) -> None:
+    """A step of texts without padding, by how many of its graphs are kept."""
+    batch = batch_of(scifact_rows(count))
+
+    def step(share: int) -> None:
+        ours.keep(share / 100, batch)
+        ours.step(batch)
+
+    steps: dict[str, Callable[[], object]] = {str(share): partial(step, share) for share in KEPT}
+    seconds = take_turns(steps | {"theirs": partial(theirs.step, columns_of(batch))}, repeats=2)
+    figures.show(unpadded_time_ratio=seconds["theirs"] / seconds[str(KEPT[-1])])
+    gradients = {}
+    for share in KEPT:
+        ours.keep(share / 100, batch)
+        gradients[share] = ours.gradient(batch)
+        memory = peak_memory(count, kept=share)[1]
+        ratio = {f"kept_{share}_time_ratio": seconds[str(KEPT[0])] / seconds[str(share)]}
+        figures.show(**ratio, **{f"kept_{share}_memory_mib": memory})
+    first = gradients.pop(KEPT[0])
+    largest = max(float((each - first).abs().max()) for each in gradients.values())
+    figures.show(kept_difference=largest / float(first.abs().max()))
 
 
 def main() -> None:
@@ -217,27 +272,27 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--mini-batch-size", action="store_true", help="theirs in mini-batches of 32 texts")
+    parser.add_argument("--kept-graphs", action="store_true", help="only the figures of kept graphs")
     parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--kept", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if not SHARED.is_dir():
         raise SystemExit("this benchmark reads ../shared/data, which is absent")
     if args.memory_of:
-        print(*measure_memory(args.memory_of))
+        print(*measure_memory(args.memory_of, kept=args.kept))
         return
     figures = Figures()
     small, large = (8, 64) if args.quick else (512, 4096)
+    if args.kept_graphs:
+        measure_kept_graphs(figures, Ours(), Theirs(mini_batch_num_tokens=TOKENS), 8 if args.quick else UNPADDED)
+        figures.write(args.json)
+        return
     (peak, step), (large_peak, large_step) = peak_memory(small), peak_memory(large)
     figures.show(peak_memory_growth=large_peak / peak, peak_memory_mib=peak, large_peak_memory_mib=large_peak)
     figures.show(step_memory_growth=large_step / step, step_memory_mib=step, large_step_memory_mib=large_step)
     ours = Ours()
-    theirs = Theirs(
-        **(
-            {"mini_batch_size": MICRO_BATCH}
-            if args.mini_batch_size
-            else {"mini_batch_num_tokens": MICRO_BATCH * MAX_LENGTH}
-        )
-    )
+    theirs = Theirs(**({"mini_batch_size": MICRO_BATCH} if args.mini_batch_size else {"mini_batch_num_tokens": TOKENS}))
     reports: list[Any] = []
     totals = [0.0, 0.0]
     warm = batch_of(nli_rows(4))
@@ -250,6 +305,7 @@ def main() -> None:
         totals = [totals[0] + peer, totals[1] + own]
     padding = 1 - sum(report.tokens for report in reports) / sum(report.padded_tokens for report in reports)
     figures.show(time_ratio=totals[0] / totals[1], padding_share=padding)
+    measure_kept_graphs(figures, ours, theirs, 8 if args.quick else UNPADDED)
     figures.write(args.json)
 
 

@@ -254,7 +254,9 @@ def test_autocast_casts_the_matrices_in_every_forward_pass() -> None:
     values = wider_values(Path("shards"), "contrastive")
     recipe, planned = recipe_of(values), planned_model(recipe_of(values), 2000)
     texts = Texts.alike(0, 30)
-    zero, one = (scaling.moved_bytes(recipe, planned, texts, stage=s, ranks=1, micro_batches=5) for s in (0, 1))
+    zero, one = (
+        scaling.moved_bytes(costs_of(recipe), planned, texts, stage=s, ranks=1, micro_batches=5) for s in (0, 1)
+    )
     assert zero - one == 5 * (2 * planned.trained + 2 * 6 * matrices)  # with caching, two forward passes
 
 

@@ -38,7 +38,7 @@ PARAMETER_TOLERANCE = 1e-5  # absolute, after steps that move parameters by up t
 NORM_TOLERANCE = 2e-5  # relative; squares are summed in another order
 
 STAGES = (0, 1, 2, 3)
-AT_EVERY_STAGE = ("smae", "srl", "stored")
+AT_EVERY_STAGE = ("smae", "srl", "stored", "kept")
 # All other ways in which a step runs the engine: one or two passes, one or two models, decoders, layers that a step
 # leaves out, micro-batches and ranks without anything to learn, and a step that is not clipped (adaptive). Each at
 # stage 3, whose parameters are gathered as they are used, and at one of 0 to 2, which differ in what is divided
@@ -46,7 +46,7 @@ AT_EVERY_STAGE = ("smae", "srl", "stored")
 AT_TWO_STAGES = ("mlm", "direct", "two_d", "one", "enhanced", "spans", "guided", "guided_masked_pairs")
 AT_TWO_STAGES += ("smae_lonely", "srl_lonely", "guided_lonely", "enhanced_lonely", "spans_lonely", "sparse")
 AT_TWO_STAGES += ("espresso", "adaptive", "distill", "distill_heads", "distill_lonely", "related", "taught", "left_out")
-AT_TWO_STAGES += ("blocks",)
+AT_TWO_STAGES += ("blocks", "kept_lonely")
 # These use the engine as one of those above does. They differ only in the loss, which is computed from the engine's
 # outputs: whole float32 tensors at every stage.
 AT_ONE_STAGE = ("mrl", "cosent", "coordinates", "weighted", "crowded", "filtered", "margins")
@@ -59,7 +59,7 @@ AT_ONE_STAGE += ("by_log_of_layers", "two_d_by_layers", "smae_by_log_of_layers")
 AT_ONE_STAGE += ("spread", "spread_by_dot", "spread_lonely", "spread_masked_pairs", "spread_graded")
 AT_ONE_STAGE += ("spread_symmetric_spans", "left_out_lonely")
 AT_ONE_STAGE += ("srl_uneven", "smae_uneven", "related_directly", "related_lonely", "similarity", "gram", "order")
-AT_ONE_STAGE += ("stored_directly", "stored_lonely", "matched", "matched_lonely", "stored_masked_pairs")
+AT_ONE_STAGE += ("kept_related", "stored_directly", "stored_lonely", "matched", "matched_lonely", "stored_masked_pairs")
 # In `make test`, one a stage.
 LAUNCHED = [("srl", 0), ("smae", 1), ("srl", 2), ("smae", 3)]
 # These take a second step, which would find gradients left over.
@@ -291,8 +291,13 @@ def recipes(
         cases[f"{name}_lonely"] = copy.deepcopy(cases[name])
         cases[f"{name}_lonely"]["train"] |= {"steps": 0, "epochs": 1 / (24 if name == "stored" else 300)}
     cases["stored_lonely"]["objective"] |= {"false_negative_margin": -1.0}
+    # Graphs of about 0.8 MiB, of which two are kept.
+    cases["kept"] = pairs(micro=3)
+    cases["kept_related"] = copy.deepcopy(cases["related"])
+    for name in ("kept", "kept_related"):
+        cases[name]["train"] |= {"activation_memory_mib": 2.0}
     # Last batches of 11 samples, and of one: the other ranks then have none.
-    for name in ("asymmetric", "spread", "espresso"):
+    for name in ("asymmetric", "spread", "espresso", "kept"):
         cases[f"{name}_lonely"] = copy.deepcopy(cases[name])
         cases[f"{name}_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
     for name, samples in (("uneven", 11), ("lonely", 1)):

@@ -62,6 +62,8 @@ CACHES = Condition(
     'a loss that compares a batch\'s texts (objective.name = "contrastive", or relational weights in [teacher])',
     lambda recipe: recipe.compares_texts,
 )
+CACHED = Condition('objective.backward = "grad_cache"', lambda recipe: recipe.objective.backward == "grad_cache")
+KEPT = Condition("train.activation_checkpointing = false", lambda recipe: not recipe.train.activation_checkpointing)
 PAIRS = Condition('objective.pairs = "spans" or "tuples"', lambda recipe: recipe.pairs != "none")
 SPANS = Condition('objective.pairs = "spans"', lambda recipe: recipe.pairs == "spans")
 DECODER = Condition("objective.decoder = true", lambda recipe: recipe.objective.decoder)
@@ -243,6 +245,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "train.max_skipped_steps": ALWAYS,
     "train.global_batch_size": ALWAYS,
     "train.micro_batch_size": (LAYERS_OR_GUIDE,),
+    "train.activation_memory_mib": (EMBEDS, CACHES, LAYERS, CACHED, KEPT),
     "train.activation_checkpointing": (LAYERS,),
     "train.compile": (LAYERS,),
     "train.logits_memory_mib": (MASKED,),

@@ -5,6 +5,7 @@ Torch-free, because login nodes check and submit recipes without a GPU stack.
 
 from __future__ import annotations
 
+import math
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -111,6 +112,11 @@ class Recipe(Sections):
     def compares_texts(self) -> bool:
         """Whether a text's gradient depends on the other texts of its batch."""
         return self.kind.compares_texts(self)
+
+    @property
+    def graph_bytes(self) -> float:
+        """Bytes of graphs that gradient caching may keep; infinite where one pass keeps the whole batch's graph."""
+        return math.inf if self.objective.backward == "direct" else self.train.activation_memory_mib * 2**20
 
     @property
     def compresses(self) -> bool:

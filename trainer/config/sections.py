@@ -498,6 +498,12 @@ class TrainConfig:
         le=_TEXTS,
         description="Texts of the longest length in a micro-batch of a rank; of shorter texts more fit.",
     )
+    activation_memory_mib: float = Field(
+        default=0.0,
+        ge=0,
+        le=_LARGEST,
+        description="MiB of activations that gradient caching may keep, so that it embeds fewer texts twice; 0 none.",
+    )
     activation_checkpointing: bool = Field(
         default=False, description="Keeps one activation a layer and computes the others again."
     )

@@ -25,9 +25,13 @@ _BF16 = 2.0  # bytes an element
 
 @dataclass(frozen=True)
 class ObjectiveCosts:
-    """The costs of an objective that only embeds texts. Subclasses add the costs of their losses."""
+    """The costs of an objective that only embeds texts. Subclasses add the costs of their losses.
+
+    kept: the share of the texts whose graphs gradient caching keeps (train.activation_memory_mib).
+    """
 
     recipe: Recipe
+    kept: float = 0.0
 
     # Whether its progress is told in tokens read of a corpus.
     pretrains: ClassVar[bool] = False
@@ -76,12 +80,13 @@ class ObjectiveCosts:
         return not self.recipe.trains_heads_alone
 
     @property
-    def forward_passes(self) -> int:
+    def forward_passes(self) -> float:
         """How often the encoder runs forward for a text: once more by caching, and by checkpointing."""
-        return 1 + self.caches + (self.sends_back and self.recipe.train.activation_checkpointing)
+        again = self.caches * (1 - self.kept)
+        return 1 + again + (self.sends_back and self.recipe.train.activation_checkpointing)
 
     @property
-    def encoder_passes(self) -> int:
+    def encoder_passes(self) -> float:
         """The encoder's work in forward passes, of which backward counts as two."""
         return self.forward_passes + needed_passes(trains_encoder=self.sends_back) - 1
 
@@ -486,3 +491,16 @@ def costs_of(recipe: Recipe) -> ObjectiveCosts:
     if recipe.kind.contrasts:
         return ContrastiveCosts(recipe)
     return DistillationCosts(recipe) if recipe.is_taught else ObjectiveCosts(recipe)
+
+
+def with_kept_graphs(
+    costs: ObjectiveCosts, shape: Shape, *, micro: Texts, micro_batches: int, width: float
+) -> ObjectiveCosts:
+    """The costs where as many micro-batches' graphs are kept as the recipe gives memory for, each as large as `micro`.
+
+    width: bytes an element.
+    """
+    if not costs.recipe.train.activation_memory_mib:
+        return costs
+    fitting = int(costs.recipe.graph_bytes // costs.activation_bytes(shape, micro, width=width))
+    return replace(costs, kept=min(1.0, fitting / micro_batches))

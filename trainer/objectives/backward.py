@@ -3,9 +3,9 @@
 `micro_batches` cuts a rank's texts by length and a token budget, so that little is computed on padding. `accumulate` is
 for losses that add up over micro-batches. `grad_cache` is for losses that compare all texts with all others (GradCache,
 Gao et al. 2021): it embeds everything without a graph, takes the loss's gradient with respect to the embeddings once,
-then embeds again micro-batch by micro-batch and sends that gradient through. Both are exact at any ZeRO stage, because
-every backward pass directly follows its own engine forward pass, and gradients are summed, never averaged, over
-micro-batches.
+then embeds again micro-batch by micro-batch and sends that gradient through. Where there is memory for them, graphs of
+the first pass are kept, and their micro-batches are not embedded again. Both functions are exact at any ZeRO stage:
+gradients are summed, never averaged, over micro-batches.
 
 Ranks may have different numbers of micro-batches, and a rank may have no text at all. A rank with fewer than the others
 runs EMPTY micro-batches, a filler text without weight, because ZeRO's collectives must match on all ranks.
@@ -13,8 +13,9 @@ runs EMPTY micro-batches, a filler text without weight, because ZeRO's collectiv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -172,38 +173,78 @@ def grad_cache(
     embed: Embed,
     loss_and_gradients: LossAndGradients,
     seed: int,
-    cached: bool = True,
+    graph_bytes: float = 0.0,
 ) -> dict[str, Tensor]:
     """Gradient of a loss over all texts of all ranks, a chunk at a time.
 
     chunks: int64 row numbers; together they hold each of 0..n-1 once. embed(rows): an engine forward pass, K of
     [len(rows), d_k]; `embed(EMPTY)` must go through the engine too.
     loss_and_gradients(K of float32 [n, d_k]) -> (metrics, K of d GLOBAL loss / d these rows [n, d_k]).
+    graph_bytes: how many bytes of the first pass's graphs each rank may keep; math.inf for all of them. Chunks whose
+    graphs are kept are embedded once and share one backward pass; all others are embedded again. While a graph is found
+    to be too large, a rank holds that one more.
     Dropout is the same in both passes, because each chunk's forward pass is seeded by (seed, chunk).
-    `cached` False: there is one chunk and one pass, whose graph is kept while the loss is computed.
     """
-    assert cached or len(chunks) <= 1, "without caching there is one chunk"
     count = max_over_ranks(len(chunks), engine.device)
+    kept: list[tuple[Tensor, ...]] = []
 
     def forward(index: int) -> tuple[Tensor, ...]:
         torch.manual_seed(derive_seed(seed, index))
         return embed(chunks[index] if index < len(chunks) else EMPTY)
 
-    outputs: tuple[Tensor, ...] = ()
-    if cached:
-        with torch.no_grad():
-            embeddings = _collect(chunks, map(forward, range(count)))
-    else:
-        outputs = forward(0)
-        embeddings = _collect(chunks, [outputs])
+    def first_pass() -> Iterator[tuple[Tensor, ...]]:
+        room, largest = graph_bytes, 0
+        for index in range(count):
+            if len(kept) < index or room <= 0 or room < largest:
+                with torch.no_grad():
+                    yield forward(index)
+                continue
+            counting: AbstractContextManager[dict[int, int]] = counting_saved() if room < math.inf else nullcontext({})
+            with counting as saved:
+                outputs = forward(index)
+            used = sum(saved.values())
+            room, largest = room - used, max(largest, used)
+            if room >= 0:
+                kept.append(outputs)
+            yield outputs
+
+    def sent_back(index: int, outputs: Sequence[Tensor]) -> Tensor:
+        if index >= len(chunks):
+            return torch.stack([out.float().sum() * 0.0 for out in outputs]).sum()
+        pairs = zip(outputs, gradients)
+        return torch.stack([(out.float() * grad[chunks[index]]).sum() for out, grad in pairs]).sum()
+
+    embeddings = _collect(chunks, first_pass())
+    if 0 < graph_bytes < math.inf:
+        # Every rank keeps as many, because ZeRO's collectives must match.
+        del kept[-max_over_ranks(-len(kept), engine.device) :]
     metrics, gradients = loss_and_gradients(embeddings)
     with engine.accumulation():
-        for index in range(count):
-            if cached:
-                outputs = forward(index)
-            if index < len(chunks):
-                parts = [(out.float() * grad[chunks[index]]).sum() for out, grad in zip(outputs, gradients)]
-            else:
-                parts = [out.float().sum() * 0.0 for out in outputs]
-            engine.backward(torch.stack(parts).sum())
+        first = len(kept)
+        if kept:
+            whole = torch.stack([sent_back(index, outputs) for index, outputs in enumerate(kept)]).sum()
+            kept.clear()
+            engine.backward(whole)
+        for index in range(first, count):
+            engine.backward(sent_back(index, forward(index)))
     return metrics
+
+
+@contextmanager
+def counting_saved() -> Iterator[dict[int, int]]:
+    """Counts the bytes that the graphs built inside keep for backward: address -> bytes of a storage, weights left out.
+
+    What checkpointed layers keep is not seen.
+    """
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        owner = tensor if tensor._base is None else tensor._base
+        if owner.is_leaf and owner.requires_grad:
+            return tensor
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # an output that is kept by its own graph would never be freed
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found

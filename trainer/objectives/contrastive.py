@@ -6,6 +6,7 @@ through the embeddings: through an encoder in micro-batches or at once, and thro
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from data.collate import PairBatch, concatenate
@@ -30,16 +31,16 @@ from trainer.objectives.size_schedules import Schedule
 
 @dataclass(frozen=True)
 class ContrastiveObjective:
-    """Trains an encoder: by gradient caching where `cached`, else in one pass whose graph is kept.
+    """Trains an encoder: by gradient caching, or in one micro-batch where all graphs are kept.
 
-    trains_encoder: false where heads alone train.
+    graph_bytes: as in `grad_cache`. trains_encoder: false where heads alone train.
     """
 
     schedule: Schedule
     shape: Shape
     token_budget: int
     packed: bool
-    cached: bool
+    graph_bytes: float
     seed: int
     loss: ContrastiveLoss
     trains_encoder: bool = True
@@ -48,17 +49,17 @@ class ContrastiveObjective:
         plan = self.schedule(step)
         texts = concatenate(batch.queries, batch.passages)
         lengths = texts.lengths
-        if self.cached:
-            chunks = micro_batches(lengths, token_budget=self.token_budget, packed=self.packed)
-        else:
+        if self.graph_bytes == math.inf:
             chunks = in_one(lengths)
+        else:
+            chunks = micro_batches(lengths, token_budget=self.token_budget, packed=self.packed)
         losses = grad_cache(
             engine,
             chunks,
             embed=lambda rows: embed_texts(engine, texts, rows, sizes=plan.sizes),
             loss_and_gradients=lambda embeddings: self.loss.loss_and_gradients(embeddings, batch, plan, engine),
             seed=derive_seed(self.seed, step, engine.world.rank),
-            cached=self.cached,
+            graph_bytes=self.graph_bytes,
         )
         flops = needed_passes(trains_encoder=self.trains_encoder) * encoder_flops(self.shape, lengths)
         return StepReport(losses, batch.num_tokens, padded_tokens(lengths, chunks, packed=self.packed), flops)
@@ -110,7 +111,7 @@ def contrastive(recipe: Recipe, materials: Materials) -> ContrastiveObjective | 
         materials.shape,
         token_budget=recipe.token_budget,
         packed=materials.packed,
-        cached=recipe.objective.backward == "grad_cache",
+        graph_bytes=recipe.graph_bytes,
         seed=recipe.run.seed,
         loss=loss,
         trains_encoder=not recipe.trains_heads_alone,

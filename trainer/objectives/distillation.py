@@ -9,6 +9,7 @@ batch before their gradient: by gradient caching or, where one pass fits in memo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,7 @@ from trainer.objectives.teacher import Teaching, TextGroup, texts_of_all_ranks
 class DistillationObjective:
     """Every size learns the teacher's vectors.
 
-    cached: gradient caching, not one pass, where terms compare texts. trains_encoder: false where heads alone train.
+    graph_bytes: as in `grad_cache`, where terms compare texts. trains_encoder: false where heads alone train.
     """
 
     schedule: Schedule
@@ -47,7 +48,7 @@ class DistillationObjective:
     teaching: Teaching
     token_budget: int
     packed: bool
-    cached: bool
+    graph_bytes: float
     seed: int
     trains_encoder: bool = True
 
@@ -55,10 +56,10 @@ class DistillationObjective:
         plan, texts = self.schedule(step), batch.texts
         lengths = texts.lengths
         compares = self.teaching.weights.compares_texts
-        if self.cached or not compares:
-            chunks = micro_batches(lengths, token_budget=self.token_budget, packed=self.packed)
-        else:
+        if compares and self.graph_bytes == math.inf:
             chunks = in_one(lengths)
+        else:
+            chunks = micro_batches(lengths, token_budget=self.token_budget, packed=self.packed)
         taught = self.teaching.teacher.vectors(batch, device=engine.device, heartbeat=engine.heartbeat)
         everything = [TextGroup(texts_of_all_ranks(len(texts), engine.device))]
 
@@ -81,7 +82,7 @@ class DistillationObjective:
                 embed=embed,
                 loss_and_gradients=learn,
                 seed=derive_seed(self.seed, step, engine.world.rank),
-                cached=self.cached,
+                graph_bytes=self.graph_bytes,
             )
         else:
             losses = {}
@@ -112,7 +113,7 @@ def distillation(recipe: Recipe, materials: Materials) -> DistillationObjective:
         materials.teaching,
         token_budget=recipe.token_budget,
         packed=materials.packed,
-        cached=recipe.objective.backward == "grad_cache",
+        graph_bytes=recipe.graph_bytes,
         seed=recipe.run.seed,
         trains_encoder=not recipe.trains_heads_alone,
     )

@@ -133,6 +133,11 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     "objective.filter_by": ("full", FILTERS, [[], MASKED, SPANS]),
     "objective.false_negative_margin": ("0.1", FILTERS, [[], MASKED, SPANS]),
     "objective.backward": ("direct", [], [MASKED, SPANS, STATIC, DISTILL]),
+    "train.activation_memory_mib": (
+        "100.0",
+        [],
+        [MASKED, SPANS, STATIC, DISTILL, ["objective.backward=direct"], ["train.activation_checkpointing=true"]],
+    ),
     "guide.model": ("a/guide", ["objective.kl_teacher=guide"], [[], FILTERS, [*SPANS, *FILTERS]]),
     "guide.store": ("a/store", ["objective.kl_teacher=guide"], [[], FILTERS, [*SPANS, *FILTERS]]),
     "guide.pooling": ("cls", FILTERED_BY_GUIDE, [[]]),

@@ -14,6 +14,7 @@ from trainer.costs.objective_costs import (
     MaskedCosts,
     ObjectiveCosts,
     costs_of,
+    with_kept_graphs,
 )
 
 SHAPE, TEXTS, VECTORS = Shape(48, 96, 3, 2000), Texts(10, 200, 4000), 40.0
@@ -91,6 +92,19 @@ def test_distillation_without_relational_terms_compares_nothing() -> None:
     # Negative control.
     costs = costs_of(recipe_of(recipe_values("shards", objective={"name": "distill"}, **TEACHER)))
     assert costs.vectors(TEXTS) == TEXTS.count and costs.caches
+
+
+def test_kept_graphs_spare_their_second_pass() -> None:
+    """With memory for two graphs of four, half of the texts are embedded twice."""
+    micro, width = TEXTS.part(0.25), 4.0
+    plain = costs_of(recipe_of(recipe_values("shards")))
+    graph = plain.activation_bytes(SHAPE, micro, width=width)
+    room = {"train": {"activation_memory_mib": 2.5 * graph / 2**20}}
+    costs = costs_of(recipe_of(recipe_values("shards", **room)))
+    kept = with_kept_graphs(costs, SHAPE, micro=micro, micro_batches=4, width=width)
+    assert (plain.encoder_passes, kept.encoder_passes) == (4, 3.5)
+    assert with_kept_graphs(costs, SHAPE, micro=micro, micro_batches=1, width=width).encoder_passes == 3
+    assert with_kept_graphs(plain, SHAPE, micro=micro, micro_batches=4, width=width) is plain
 
 
 PAIRS: dict[str, tuple[dict[str, Any], float, float, float]] = {
