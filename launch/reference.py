@@ -108,13 +108,13 @@ def commands_page() -> str:
         "`deepspeed --module trainer.finetune --config RECIPE.toml`.",
     ]
     for group, commands in GROUPS.items():
-        parts.append(f"## Commands: {group}")
+        parts.append(f"## {group.capitalize()}")
         for name, command in commands.items():
             parts += [f"### {name}", *_command(command.module, also=f"barista {name}")]
-    parts += ["## Commands that other commands start", "These are the pieces of jobs and launchers."]
+    parts += ["## Started by other commands", "The jobs of `launch.submit` start them."]
     for module in STARTED_BY_OTHERS:
         parts += [f"### {module}", *_command(module)]
-    parts += ["## Commands of the repository", "They make or measure what is in this repository."]
+    parts += ["## For developers", "They make or measure what is in the repository."]
     rows = [
         (f"`python -m {module}`", escaped(_described(_first_paragraph(_docstring(module)))))
         for module in developers_commands()
