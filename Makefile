@@ -50,7 +50,7 @@ check: setup
 
 # Into build/docs; a warning is an error. Nothing is fetched, and the pages load nothing from other hosts.
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/site/mkdocs.yml
 
 format: setup
 	$(BIN)/ruff format .

@@ -49,6 +49,7 @@ def test_lists_are_lists_in_python_markdown_too(page: str, for_python: str) -> N
         ("docs/page.md", "[the list](../records/x/table.md)", "[the list](records/x/table.md)"),
         ("docs/page.md", "[start](../README.md#two-commands)", "[start](README.md#two-commands)"),
         ("docs/page.md", "[the code](../trainer/loop.py)", "the code"),
+        ("docs/page.md", "[nowhere](missing.md)", ""),  # mkdocs finds it and warns
         ("docs/page.md", "[here](#here), [there](https://example.org/docs/data.md)", ""),
         ("docs/page.md", "docs/data.md and docs/missing.md", "[docs/data.md](data.md) and docs/missing.md"),
         ("docs/page.md", "smae/README.md, my/docs/data.md, `python docs/data.md`", ""),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
@@ -46,7 +46,10 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages outside docs/, and what is beside a record's page."""
     beside = [each for page in records() for each in (ROOT / page.parent).rglob("*") if each.suffix in (".md", ".png")]
     for path in [*OUTSIDE, *(each.relative_to(ROOT).as_posix() for each in beside)]:
-        files.append(File(path, str(ROOT), config.site_dir, use_directory_urls=False))
+        file = File(path, str(ROOT), config.site_dir, use_directory_urls=False)
+        if not path.endswith("README.md"):  # a figure, or a page that others link to
+            file.inclusion = InclusionLevel.NOT_IN_NAV
+        files.append(file)
     return files
 
 
@@ -90,9 +93,10 @@ def linked(line: str, *, place: str, pages: Set[str]) -> str:
                 return part[0]
             repository = posixpath.normpath(posixpath.join(posixpath.dirname(place), path))
             found = _from(place, repository, pages)
-            # A file that is not in the site has no address, so its link's text stays alone.
-            text = part["before"].removeprefix("[").removesuffix("](")
-            return f"{part['before']}{found}{mark}{anchor}{part['after']}" if found else text
+            if not found and (ROOT / repository).exists():
+                # The site has no address of this file, so the link's text stays alone.
+                return part["before"].removeprefix("[").removesuffix("](")
+            return f"{part['before']}{found or path}{mark}{anchor}{part['after']}"
         found = _from(place, part["code"] or part["mention"], pages)
         return f"[{part[0]}]({found})" if found else part[0]
 
