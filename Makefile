@@ -1,5 +1,5 @@
 # `make demo` is the whole road on this machine; QUICK=1 is its short form, FROM_SCRATCH=1 begins with random weights.
-# `make check` and `make test-all` are what CI runs.
+# `make check`, `make docs` and `make test-all` are what CI runs.
 #
 # Tests run in three lanes, each of which contains the one before it (CONTRIBUTING.md):
 #   make test-fast   no process is started: 3 minutes on two plain cores
@@ -16,7 +16,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --durations=20
 # Of what is chosen by ARGS a lane may hold nothing, which pytest tells by 5.
 CHOSEN = $(if $(ARGS),$(ARGS) || test $$? -eq 5)
 
-.PHONY: setup demo test-fast test test-all check format clean
+.PHONY: setup demo test-fast test test-all check docs format clean
 
 setup: $(VENV)/installed
 
@@ -47,6 +47,10 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Into build/docs; a warning is an error. Nothing is fetched, and the pages load nothing from other hosts.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/site/mkdocs.yml
 
 format: setup
 	$(BIN)/ruff format .

@@ -40,7 +40,7 @@ from data.ground.records import Record, read_record
 from models.sizes import Ladder
 from trainer.config.schema import Recipe
 from trainer.config.sections import ModelConfig
-from trainer.monitoring.names import CHECKPOINT, EVALUATION, loss_of, score_of
+from trainer.monitoring.names import CHECKPOINT, EVALUATION, FAULTY, STEP, loss_of, score_of
 
 _PATIENCE_SECONDS = 600.0
 _PATIENCE_RECORDS = 4.0
@@ -49,21 +49,9 @@ _SCORES = {"ndcg_cut_10": "nDCG@10", "recip_rank_10": "MRR@10", "spearman": "Spe
 _HEADLINES = ("ndcg_cut_10", "spearman")
 _SLOW_FEED = 0.2
 _MUCH_PADDING = 0.5
-
 # Keys of a line of metrics.jsonl that must be numbers if present, beside losses by size, scores and checkpoints' costs.
-_NUMBERS = (
-    "data_wait_share",
-    "epoch",
-    "grad_norm",
-    "loss",
-    "lr",
-    "memory_mib",
-    "mfu",
-    "padding_share",
-    "seconds",
-    "skipped_steps",
-    "tokens_per_second",
-)
+# The line of a fault has a list of samples.
+_NUMBERS = STEP.keys() - FAULTY.keys()
 _MOST = 2**53  # of a count, beyond which it is none
 _MOST_SECONDS = 1e10
 _LONGEST_WATCH = 86400.0

@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,6 +27,16 @@ from data.ground.secrets import without_secrets
 TRACEBACK_VARIABLE = "BARISTA_TRACEBACK"
 USER_ERROR_CODE = UserError.exit_code
 INTERRUPTED_CODE = 130
+READER_GONE_CODE = 141
+# What an exit code means that no CommandEnd has.
+OTHER_CODES: Mapping[str, str] = {
+    "0": "The command is done.",
+    "1": "A crash, with its traceback; a rank that died or hung, named in one sentence; or, from `launch.doctor`, a "
+    "machine that is not fit to train.",
+    str(INTERRUPTED_CODE): "Ctrl-C.",
+    str(READER_GONE_CODE): "The reader of the output has closed it, as `| head` does.",
+    "128 + n": "Signal n ended the process, as shells report it: 137 is a kill, 143 is SIGTERM.",
+}
 
 # Launchers check their processes once a second, so this is enough for the first rank's exit to end the others.
 _SECONDS_FOR_FIRST_RANK = 5.0
@@ -129,7 +139,7 @@ def _reader_gone() -> int:
     # Without this, Python would report an error when it flushes stdout at exit.
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 141
+    return READER_GONE_CODE
 
 
 def _rank() -> str:

@@ -1,13 +1,7 @@
 """What a person watches: metrics.jsonl, a progress bar and the dashboard, all fed with one record a logged step.
 
-Records are means over the steps since the last record. `metrics.jsonl` has one JSON object a line with: step, epoch,
-samples; loss and its parts by size; lr; grad_norm (before clipping, of the last step); tokens_per_second (without
-padding, all ranks); mfu (model FLOPs utilisation, trainer/costs/flops.py); padding_share (of the tokens computed);
-data_wait_share (of the time); memory_mib (peak on this rank's device; resident on CPU); seconds (a step); skipped_steps
-(so far; their losses are not in the means). Evaluations, checkpoints and faults write lines of their own: step, then
-evaluation/…; checkpoint/seconds, /still_seconds and /mib; or fault (trainer/resilience/anomalies.py), loss and
-grad_norm as texts under fault/, by_rank (each rank's part of the loss) and samples (source and index of each sample of
-the global batch).
+`metrics.jsonl` has one JSON object a line. A record has means over the steps since the last record; evaluations,
+checkpoints and faults write lines of their own. trainer/monitoring/names.py says what each name means.
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ from data.ground.records import parse_json
 from trainer.costs.flops import peak_flops
 from trainer.distributed import World, gather_objects, sum_over_ranks
 from trainer.monitoring.dashboard import Dashboard
-from trainer.monitoring.names import CHECKPOINT, EVALUATION, FAULT
+from trainer.monitoring.names import EVALUATION, FAULT, SAVED
 from trainer.objectives.backward import StepReport
 from trainer.resilience.anomalies import Fault
 
@@ -202,9 +196,7 @@ class Metrics:
 
     def checkpoint(self, step: int, *, seconds: float, still_seconds: float, mib: float) -> None:
         """What a checkpoint cost: seconds to write it, seconds that training stood still, and MiB over all ranks."""
-        names = ("seconds", "still_seconds", "mib")
-        costs = {f"{CHECKPOINT}{name}": value for name, value in zip(names, (seconds, still_seconds, mib))}
-        self._write({"step": step, **costs})
+        self._write({"step": step, **dict(zip(SAVED, (seconds, still_seconds, mib)))})
 
     def fault(self, kind: Fault, step: int, *, loss: float, own_loss: float, grad_norm: float, batch: Any) -> None:
         """Name a step's samples and each rank's part of the loss; all ranks call it."""
