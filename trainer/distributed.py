@@ -124,10 +124,15 @@ def sum_over_ranks(values: Sequence[float] | Tensor, device: torch.device) -> Te
 
 
 def max_over_ranks(value: int, device: torch.device) -> int:
-    largest = torch.tensor(value, dtype=torch.int64, device=device)
+    return int(largest_over_ranks(torch.tensor(value, dtype=torch.int64, device=device)))
+
+
+def largest_over_ranks(values: Tensor) -> Tensor:
+    """Element-wise maximum over ranks."""
+    largest = values.clone(memory_format=torch.contiguous_format)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return int(largest)
+    return largest
 
 
 def gather_objects(value: T) -> list[T]:

@@ -328,6 +328,7 @@ def _encoding(
         device=choose_device(args.device),
         batch_tokens=args.batch_tokens,
         progress=sys.stderr.isatty(),
+        dtype=getattr(torch, getattr(args, "dtype", "float32")),  # only some commands let the user choose
     )
 
 

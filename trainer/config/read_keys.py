@@ -48,6 +48,7 @@ COMPARISONS = Condition(
     lambda recipe: recipe.kind.contrasts or recipe.pairs != "none",
 )
 SIMILARITY = Condition(COMPARISONS.words, lambda recipe: COMPARISONS.holds(recipe) or recipe.is_taught)
+COSINE = Condition('objective.similarity = "cosine"', lambda recipe: recipe.objective.similarity == "cosine")
 NEGATIVES = Condition(
     'objective.loss = "infonce"',
     lambda recipe: not recipe.kind.contrasts or recipe.objective.loss == "infonce",
@@ -206,6 +207,8 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "objective.detach_teacher": (CONTRASTIVE, KL, OWN_TEACHER, STUDENTS),
     "objective.asymmetric_weight": (CONTRASTIVE, NEGATIVES, LAYERS, SMALLER_SIZES),
     "objective.spread_weight": (COMPARISONS,),
+    "objective.int8_weight": (CONTRASTIVE, COSINE),
+    "objective.binary_weight": (CONTRASTIVE, COSINE),
     "objective.compression_weight": (CONTRASTIVE, NARROW_SIZES),
     "objective.compression_temperature": (CONTRASTIVE, NARROW_SIZES, COMPRESSION),
     "objective.negatives": (COMPARISONS, NEGATIVES),

@@ -82,12 +82,7 @@ def add_sizes(added: SubParsers, name: str) -> argparse.ArgumentParser:
         help="the --output of another evaluation: test every size against its (without: against BM25, then untrained)",
     )
     add("--holm", action="store_true", help="correct p for the number of tests in a task's table")
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of the encoder's matrix products (%(default)s)",
-    )
+    _dtype_option(parser)
     return parser
 
 
@@ -182,6 +177,7 @@ def add_quantised(added: SubParsers, name: str) -> argparse.ArgumentParser:
     _task_options(parser)
     add("--top-k", type=count(), default=DEFAULT_TOP_K, help="documents searched for (%(default)s)")
     add("--rescored", type=count(), default=100, metavar="N", help="found by bits, scored in int8 (%(default)s)")
+    _dtype_option(parser)
     add(
         "--output",
         type=Path,
@@ -256,6 +252,15 @@ def _task_options(parser: argparse.ArgumentParser) -> None:
     add("--sts", nargs="+", default=[], type=Path, metavar="FILE", help="TSV (score, sentence, sentence) or jsonl")
     add("--beir", nargs="+", default=[], type=Path, metavar="FOLDER", help="BEIR folders")
     add("--split", default="test", help="which qrels of the BEIR folders (%(default)s)")
+
+
+def _dtype_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the encoder's matrix products (%(default)s)",
+    )
 
 
 def _model_options(parser: argparse.ArgumentParser) -> None:

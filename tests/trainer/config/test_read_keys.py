@@ -35,6 +35,7 @@ GUIDE = ["guide.model=a/guide"]
 FILTERS = ["objective.filter_false_negatives=true"]
 FILTERED_BY_GUIDE = [*GUIDE, *FILTERS, "objective.filter_by=guide"]
 COSENT = ["objective.loss=cosent", "objective.kl=none"]
+DOT = ["objective.similarity=dot"]
 STS = ['evaluation.sts=["a.tsv"]']
 DISTILL = ["objective.name=distill"]
 TAUGHT = ["teacher.model=a/teacher"]
@@ -120,6 +121,8 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     ),
     "objective.asymmetric_weight": ("0.5", [], [MASKED, COSENT, ["objective.sizes=full"], ONE_SIZE]),
     "objective.spread_weight": ("0.5", COSENT, [MASKED, DISTILL]),
+    "objective.int8_weight": ("0.5", COSENT, [MASKED, SPANS, DISTILL, DOT]),
+    "objective.binary_weight": ("0.5", [], [MASKED, SPANS, DISTILL, DOT]),
     "objective.compression_weight": (
         "0.5",
         [],

@@ -41,6 +41,7 @@ from trainer.evaluation.results.raw import read_raw
 from trainer.evaluation.results.significance import p_text
 from trainer.evaluation.tasks.retrieval import SearchOptions, evaluate_retrieval, in_blocks, retrieval_data
 from trainer.evaluation.tasks.sts import STSTask
+from trainer.exporting.model_folder import write_model_folder
 from trainer.exporting.sizes import export_sizes
 
 SIZES = [Size(1, 8), Size(1, 32)]
@@ -279,3 +280,25 @@ def test_the_command(
             assert value[record["task"], size, FLOAT32] == pytest.approx(record["value"], abs=1e-6)
     capsys.readouterr()
     assert main(words) == 2 and "nothing to evaluate on" in capsys.readouterr().err
+
+
+def test_the_encoder_may_multiply_in_bf16(tiny_tokenizer, docstrings: list[str], tmp_path: Path) -> None:
+    """The scores of whole embeddings are then those of `sizes --dtype bfloat16`, and others than without it."""
+    torch.manual_seed(0)
+    model = build_masked_lm(MODEL, vocab_size=len(tiny_tokenizer), pad_token_id=0).base_model
+    settings = EmbeddingSettings("mean", ladder=((3, 48),), query_max_length=32, passage_max_length=32)
+    write_model_folder(tmp_path / "model", model, tiny_tokenizer, settings, torch.nn.ModuleDict())
+    texts = [" ".join(text.split()[:12]) for text in docstrings[:31]]
+    (tmp_path / "pairs.tsv").write_text("".join(f"{i % 6}\t{texts[i]}\t{texts[i + 1]}\n" for i in range(30)))
+
+    def cosines(command: str, dtype: str) -> np.ndarray:
+        output = tmp_path / f"{command}_{dtype}"
+        words = ["--model", str(tmp_path / "model"), "--sts", str(tmp_path / "pairs.tsv"), "--dtype", dtype]
+        assert main([command, *words, "--output", str(output)]) == 0
+        folder = output / RAW_FOLDERS[FLOAT32] if command == "quantised" else output
+        ((_, columns),) = read_raw(folder / "raw.jsonl.gz").values.items()
+        return columns["cosine"]
+
+    in_bf16 = cosines("quantised", "bfloat16")
+    np.testing.assert_allclose(in_bf16, cosines("sizes", "bfloat16"), atol=1e-6)
+    assert np.abs(in_bf16 - cosines("quantised", "float32")).max() > 1e-4  # negative control

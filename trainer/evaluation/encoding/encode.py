@@ -107,10 +107,11 @@ def embedder_of(
     device: torch.device | str,
     batch_tokens: int = DEFAULT_BATCH_TOKENS,
     progress: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Embedder:
     """An encoder as an Embedder of one rank; it is moved to the device and put into eval mode."""
     return Embedder(
-        encoder_forward(encoder.to(device).eval(), sizes),
+        encoder_forward(encoder.to(device).eval(), sizes, dtype=dtype),
         tokenizer,
         sizes,
         World.alone(device),
