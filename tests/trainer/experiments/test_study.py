@@ -925,14 +925,18 @@ def test_the_matryoshka_study_is_sound() -> None:
 
 
 def test_the_study_from_a_real_start_is_sound() -> None:
-    """All that is fine-tuned has the same budget, and the two masked backbones the same tokens from the same start."""
+    """All that is fine-tuned has the same budget, and the two masked backbones the same tokens from the same start.
+
+    One arm has more steps: as many layers' steps as the separate models together.
+    """
     study = load_study(ROOT / "launch" / "studies" / "minilm.toml")
     runs, results = {run.name: run for run in runs_of(study)}, results_of(study)
     assert set(study.arms) == {
         "minilm/as_it_is", "closed_form/as_it_is", "resized/as_it_is", "minilm/full", "minilm/separate", "minilm/two_d",
         "minilm/mrl", "minilm/srl", "mlm/srl", "smae/srl", "resized/srl", "minilm/srl_without_kl",
+        "minilm/srl_longer",
     }  # fmt: skip
-    fine_tuned = len(study.seeds) * (8 + len(study.ladder))
+    fine_tuned = len(study.seeds) * (9 + len(study.ladder))
     assert len(runs) == 3 + fine_tuned and len(results) == 3 + fine_tuned
     mlm, smae, resized = (runs[f"pretrain/{name}"].recipe for name in ("mlm", "smae", "resized"))
     assert (
@@ -943,7 +947,15 @@ def test_the_study_from_a_real_start_is_sound() -> None:
     assert {mlm.model.source, smae.model.source} == {study.backbones["minilm"].source} == {resized.teacher.model}
     assert resized.model.source == study.backbones["closed_form"].source and resized.data.shards == mlm.data.shards
     tuned = [run.recipe for run in runs.values() if run.module == "trainer.finetune"]
-    assert len({(str(each.train), str(each.optim), str(each.data)) for each in tuned}) == 1
+    assert (
+        len({(str(dataclasses.replace(each.train, steps=0)), str(each.optim), str(each.data)) for each in tuned}) == 1
+    )
+    steps = {run.name: run.recipe.train.steps for run in runs.values() if run.module == "trainer.finetune"}
+    layers = sum(size.layers for size in study.ladder) / study.ladder.full.layers
+    assert {name for name, each in steps.items() if each != 60} == {
+        f"runs/minilm/srl_longer/seed_{n}" for n in (1, 2, 3)
+    }
+    assert {each for each in steps.values() if each != 60} == {round(60 * layers)}
     assert all(each.model.dropout == 0.0 and each.model.pooling == "mean" for each in (*tuned, mlm, smae, resized))
 
 
