@@ -528,7 +528,7 @@ def test_every_recipe_is_in_the_product(recipes: dict[str, Any]) -> None:
         ("taught", "srl_without_dropout"),
         ("stored", "guided"),
         ("stored_masked_pairs", "masked_pairs"),
-        ("matched", "unbalanced"),
+        pytest.param("matched", "unbalanced", marks=pytest.mark.full),  # half a minute
     ],
 )
 def test_what_a_recipe_is_for_acts(name: str, other: str, expected: Results) -> None:
