@@ -246,57 +246,69 @@ def _naive_decoder(decoder: Any, asking: Tensor, states: Tensor, seen: Tensor) -
 
 
 def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe, step: int) -> Tensor:
-    sizes, weights, kl_weights = plan_of(recipe, step)
-    queries, passages, targets, gold, whole = [], [], [], [], []
-    seen = 0
+    sizes, *_ = plan_of(recipe, step)
+    embeddings, whole = [], []
     for rank, batch in enumerate(batches):
         wanted = [*sizes, *(Size(size.layers, recipe.ladder.full.dim) for size in sizes)]
-        embeddings = _embed_naively(module, batch, recipe, wanted, step=step, rank=rank)
-        count = len(batch.queries)
-        embeddings, each_whole = embeddings[: len(sizes)], embeddings[len(sizes) :]
-        whole.append(each_whole)
-        queries.append([each[:count] for each in embeddings])
-        passages.append([each[count:] for each in embeddings])
-        targets.append(batch.targets + seen)
-        seen += len(batch.passages)
-        if batch.scores is not None:
-            gold.append(batch.scores)
-    objective = recipe.objective
+        found = _embed_naively(module, batch, recipe, wanted, step=step, rank=rank)
+        embeddings.append(found[: len(sizes)])
+        whole.append(found[len(sizes) :])
+    taught = None
+    if recipe.teacher.vectors == "stored":
+        taught = torch.cat([torch.cat(naive_stored(batch, recipe.teacher.store)) for batch in batches])
+    elif recipe.teacher.model:
+        taught = naive_teacher([text for batch in batches for text in _texts_of(batch)], recipe)
     guided = naive_guide(batches, recipe) if recipe.guide.model else {}
-    taught: Any = 0.0
-    if recipe.teacher.model:
-        texts = [text for batch in batches for text in _texts_of(batch)]
-        vectors = [
-            torch.cat([torch.cat([q[size], p[size]]) for q, p in zip(queries, passages)]) for size in range(len(sizes))
-        ]
+    return naive_terms(embeddings, whole, batches, recipe, step, guided=guided, taught=taught)
+
+
+def naive_terms(
+    embeddings: Sequence[Sequence[Tensor]],
+    whole: Sequence[Sequence[Tensor]],
+    batches: Sequence[PairBatch],
+    recipe: Recipe,
+    step: int,
+    *,
+    guided: Mapping[str, Any],
+    taught: Tensor | None,
+) -> Tensor:
+    """The sum of a fine-tuning recipe's terms.
+
+    embeddings: of each batch, K of [n + m, d_k], queries first. whole: the same texts' vectors at the depths of those
+    sizes, K of [n + m, D]. guided: the guide's similarities and temperature (`naive_guide`). taught: the teacher's
+    vectors of all batches' texts.
+    """
+    _, weights, kl_weights = plan_of(recipe, step)
+    objective, total = recipe.objective, torch.zeros(())
+    vectors, depths = ([torch.cat(each) for each in zip(*found)] for found in (embeddings, whole))
+    if taught is not None:
         roles = [role for batch in batches for role in _roles_of(batch)]
-        frozen = naive_teacher(texts, recipe)
-        if recipe.teacher.vectors == "stored":
-            found = [naive_stored(batch, recipe.teacher.store) for batch in batches]
-            frozen = torch.cat([torch.cat(sides) for sides in found])
-        taught = naive_teaching(vectors, frozen, recipe, weights, roles)
+        total = total + naive_teaching(vectors, taught, recipe, weights, roles)
     if objective.compression_weight:
-        for size, weight, vectors in zip(sizes, weights, map(torch.cat, zip(*whole))):
-            if size.dim < vectors.shape[1]:
-                distance = naive_compression(vectors, size.dim, objective.compression_temperature)
-                taught = taught + weight * objective.compression_weight * distance
+        for each, weight, deep in zip(vectors, weights, depths):
+            if each.shape[1] < deep.shape[1]:
+                distance = naive_compression(deep, each.shape[1], objective.compression_temperature)
+                total = total + weight * objective.compression_weight * distance
     counts = [len(batch.queries) for batch in batches]
+    seen = [sum(len(batch.passages) for batch in batches[:number]) for number in range(len(batches))]
+    targets = torch.cat([batch.targets + before for batch, before in zip(batches, seen)])
     owners = [batch.passage_query + sum(counts[:number]) for number, batch in enumerate(batches)]
-    return taught + naive_contrastive_loss(
-        [torch.cat(each) for each in zip(*queries)],
-        [torch.cat(each) for each in zip(*passages)],
-        targets=torch.cat(targets),
-        excluded=naive_false_negatives(batches, torch.cat(targets)) if objective.mask_false_negatives else None,
+    gold = [batch.scores for batch in batches if batch.scores is not None]
+    given = [batch.weights for batch in batches if batch.weights is not None]
+    masks = objective.mask_false_negatives
+    return total + naive_contrastive_loss(
+        [torch.cat([own[:count] for own, count in zip(each, counts)]) for each in zip(*embeddings)],
+        [torch.cat([own[count:] for own, count in zip(each, counts)]) for each in zip(*embeddings)],
+        targets=targets,
+        excluded=naive_false_negatives(batches, targets) if masks else None,
         gold=torch.cat(gold) if gold else None,
         weights=weights,
         kl_weights=[weight * objective.kl_weight for weight in kl_weights],
         objective=objective,
         passage_query=torch.cat(owners),
-        query_weights=torch.cat([batch.weights for batch in batches]) if batches[0].weights is not None else None,
+        query_weights=torch.cat(given) if given else None,
         owners=naive_owners(batches),
-        excluded_queries=(
-            naive_false_negative_queries(batches, torch.cat(targets)) if objective.mask_false_negatives else None
-        ),
+        excluded_queries=naive_false_negative_queries(batches, targets) if masks else None,
         **guided,
     )
 
