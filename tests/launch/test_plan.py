@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -37,6 +36,7 @@ from trainer.costs.objective_costs import ObjectiveCosts, costs_of
 from trainer.costs.parameters import embedding_parameters, encoder_parameters
 from trainer.costs.shapes import Shape
 from trainer.distributed import World
+from trainer.objectives.backward import counting_saved
 from trainer.replay import PlainEngine
 
 RECIPE = "launch/recipes/smae_bert_base_fineweb.toml"
@@ -282,12 +282,9 @@ def test_stored_activations_are_as_counted(name: str, drops: bool, document_shar
         for each, share in ((labels, 0.2), (decoder_labels, 0.4)):
             each[:, 1 : 1 + round(share * length)] = 7
         inputs |= {"labels": labels, "decoder": DecoderInputs(ids, decoder_labels), "size_weights": [1.0] * 3}
-    kept: dict[int, torch.Tensor] = {}
-    with saved_tensors_hooks(lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t) is None or t, lambda t: t):
-        parts.module.train()(ids, torch.ones_like(ids), **inputs)
-    for parameter in parts.module.parameters():
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
-    stored = sum(each.untyped_storage().nbytes() for each in kept.values())
+    with counting_saved() as saved:
+        _graph = parts.module.train()(ids, torch.ones_like(ids), **inputs)  # alive, so that no address is used twice
+    stored = sum(saved.values())
     shape = planned_model(recipe, sources[0].vocabulary.size).shape
     counted = Texts(texts, texts * length, texts * length**2)
     costs = costs_of(recipe)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -67,10 +68,16 @@ def below(schema: type[Record]) -> Iterator[type[Record]]:
 def test_every_chart_of_losses_is_of_a_family_on_the_page() -> None:
     names = (loss_of(f"{family}/demi") for family in FAMILIES)
     tags = {name.tag for name in names if name}
+    weights = ("asymmetric_weight", "spread_weight", "int8_weight", "binary_weight", "compression_weight")
+    with_all_terms = replace(Recipe(), objective=replace(Recipe().objective, **dict.fromkeys(weights, 1.0)))
     charts = [
-        pattern for kind in KINDS.values() for patterns in kind.charts(Recipe())[1].values() for pattern in patterns
+        pattern
+        for kind in KINDS.values()
+        for recipe in (Recipe(), with_all_terms)
+        for patterns in kind.charts(recipe)[1].values()
+        for pattern in patterns
     ]
-    assert len(charts) > 3
+    assert len(charts) > 3 and {"^losses/int8", "^losses/binary"} <= set(charts)
     for pattern in charts:
         assert pattern.removeprefix("^") in tags, pattern
 
