@@ -11,8 +11,8 @@ went wrong. Rank 0 writes the manifest, renames the folder (the commit) and move
 folder is removed and all ranks go on training. Before a checkpoint is loaded, every file is hashed; a damaged
 checkpoint is named in a warning, and the one before it is used. A checkpoint that cannot be read at this moment, or
 that another version wrote, is not damaged: the start ends with one sentence and changes nothing. A run removes
-checkpoints that it has neither written nor looked at only if they are whole and older than what is kept. `latest` is
-for people; the run loads the newest whole folder.
+checkpoints that it has neither written nor looked at only if they are whole and older than what is kept. The file
+`latest` only informs readers; a resumed run loads the newest undamaged checkpoint.
 
 Training goes on while files are written: each rank copies its fragments to host memory, and a thread writes the copy.
 The thread takes part in no collective, because its collectives could mix with those of training. Instead, the ranks

@@ -28,7 +28,7 @@ TRACEBACK_VARIABLE = "BARISTA_TRACEBACK"
 USER_ERROR_CODE = UserError.exit_code
 INTERRUPTED_CODE = 130
 READER_GONE_CODE = 141
-# What an exit code means that no CommandEnd has.
+# The meanings of the exit codes that do not come from a CommandEnd.
 OTHER_CODES: Mapping[str, str] = {
     "0": "The command is done.",
     "1": "A crash, with its traceback; a rank that died or hung, named in one sentence; or, from `launch.doctor`, a "

@@ -6,7 +6,7 @@
     <folder>/units/00042.json         completion marker of input split 42
     <folder>/tokenizer/               the tokenizer that made the ids, so that the folder is self-contained
     <folder>/manifest.json            written last: shards, their sha256, byte offsets of every member, totals, and
-                                      the frame and the prompts of the texts where they are not the usual ones
+                                      how texts are framed and prompted, if not in the usual way
 
 A folder is read from a local disk, or from a remote store through a cache (data/remote.py).
 

@@ -244,7 +244,7 @@ def loss_seconds(encoder: Encoder, queries: int, *, repeats: int) -> dict[str, f
 
 
 def step_seconds(queries: int, *, repeats: int) -> dict[str, float]:
-    """CPU seconds of a training step with each setting."""
+    """How many CPU seconds a training step takes, by setting."""
     ours, batch = srl_step.Ours(), srl_step.batch_of(srl_step.nli_rows(queries))
     steps, few = {}, srl_step.batch_of(srl_step.nli_rows(min(4, queries)))
     with tempfile.TemporaryDirectory() as scratch:

@@ -181,8 +181,8 @@ def grad_cache(
     [len(rows), d_k]; `embed(EMPTY)` must go through the engine too.
     loss_and_gradients(K of float32 [n, d_k]) -> (metrics, K of d GLOBAL loss / d these rows [n, d_k]).
     graph_bytes: how many bytes of the first pass's graphs each rank may keep; math.inf for all of them. Chunks whose
-    graphs are kept are embedded once and share one backward pass; all others are embedded again. While a graph is found
-    to be too large, a rank holds that one more.
+    graphs are kept are embedded once and share one backward pass; all others are embedded again. A graph's size is
+    known only when it has been built, so for a moment a rank can hold one graph more than that.
     Dropout is the same in both passes, because each chunk's forward pass is seeded by (seed, chunk).
     """
     count = max_over_ranks(len(chunks), engine.device)
