@@ -443,11 +443,9 @@ def test_a_slower_link_and_a_smaller_gpu_are_noticed() -> None:
     assert old["compute_seconds"] > 1.5 * fast["compute_seconds"]
 
 
-def test_a_guide_is_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("bare_checkout")
+def test_a_guide_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its weights whole on every GPU, its pass, its passages' vectors; a table costs memory alone."""
-    monkeypatch.chdir(ROOT)
     bert = {"hidden_size": 768, "num_hidden_layers": 12, "vocab_size": 30522}
     table = {"model_type": "static", "hidden_size": 1024, "vocab_size": 30522}
     found = {}
@@ -466,11 +464,9 @@ def test_a_guide_is_counted(
     assert gathered[1] / gathered[0] == pytest.approx(1024 / 768)
 
 
-def test_a_stored_guide_makes_no_passes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("bare_checkout")
+def test_a_stored_guide_makes_no_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a guide whose vectors are stored, there are the vectors alone: their scores, and the passages' gathered."""
-    monkeypatch.chdir(ROOT)
     config = {"hidden_size": 768, "num_hidden_layers": 12, "vocab_size": 30522}
     (tmp_path / "bert.json").write_text(json.dumps(config))
     (tmp_path / "store").mkdir()
@@ -520,20 +516,18 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (("absent.toml",), "absent.toml"),
     ],
 )
+@pytest.mark.usefixtures("bare_checkout")
 def test_a_user_error_is_one_sentence(
-    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(ROOT)
     assert plan.main(arguments) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith("error: ") and said in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "launch/recipes").glob("*.toml")), ids=lambda path: path.stem)
-def test_every_recipe_can_be_planned(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
+@pytest.mark.usefixtures("bare_checkout")
+def test_every_recipe_can_be_planned(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if load_recipe(recipe).model.source in set(KNOWN) - {"google-bert/bert-base-uncased"}:
         row = planned(capsys, str(recipe), "--nodes", "1")
         assert row["recommended"]["step_seconds"] > 0
@@ -564,11 +558,9 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
     return row
 
 
-def test_a_later_step_of_a_chain_is_planned(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("bare_checkout")
+def test_a_later_step_of_a_chain_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     """It starts from a model that does not exist yet, whose shape is that of the one from which its recipe starts."""
-    monkeypatch.chdir(ROOT)
     for recipe in ("srl_msmarco", "cosent_stsb", "srl_guided_msmarco"):
         command = (f"launch/recipes/{recipe}.toml", "--nodes", "2")
         assert planned(capsys, *command) == planned(capsys, *command, "--model", "google-bert/bert-base-uncased")
@@ -580,8 +572,8 @@ def of_decoder(source: str, layers: int, hidden: int) -> tuple[str, ...]:
     return ("launch/recipes/srl_msmarco.toml", *settings, "--model.pooling=last", "--model.direction=causal")
 
 
-def test_decoders_are_planned_by_name(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+@pytest.mark.usefixtures("bare_checkout")
+def test_decoders_are_planned_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     small = planned(capsys, *of_decoder("Qwen/Qwen3-Embedding-0.6B", 28, 1024), "--nodes", "1")
     large = planned(capsys, *of_decoder("intfloat/e5-mistral-7b-instruct", 32, 4096), "--nodes", "1")
     assert small["recommended"] and large["recommended"]["stage"]
@@ -663,11 +655,9 @@ def test_configs_that_no_encoder_has(
     assert f"{key} = {value!r} must be a whole number" in capsys.readouterr().err
 
 
-def test_special_tokens_are_those_of_the_shards(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("bare_checkout")
+def test_special_tokens_are_those_of_the_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Enhanced decoding predicts all tokens but these."""
-    monkeypatch.chdir(ROOT)
     command = [str(ROOT / "launch/recipes/retromae_bert_base_wikipedia.toml"), "--nodes=1", "--document-tokens=40"]
     absent = planned(capsys, *command)
     found = []

@@ -10,7 +10,6 @@ import tomli_w
 from data.ground.errors import ConfigError
 from launch.known_models import KNOWN
 from launch.sources import config_of
-from tests import ROOT
 from trainer.costs.parameters import encoder_parameters
 from trainer.costs.shapes import Shape
 
@@ -80,8 +79,8 @@ def test_a_model_that_no_recipe_makes_is_refused(tmp_path: Path) -> None:
         config_of("runs/first/model", "--model", tmp_path)
 
 
-def test_the_shipped_chains_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+@pytest.mark.usefixtures("bare_checkout")
+def test_the_shipped_chains_are_followed() -> None:
     recipes = Path("launch/recipes")
     for name in ("runs/smae_bert_base_fineweb/model", "runs/srl_msmarco/model", "runs/srl_nli/model"):
         assert config_of(name, "--model", recipes)[0] == KNOWN["google-bert/bert-base-uncased"], name
