@@ -9,8 +9,8 @@ a depth, without training), and exported as a folder for sentence-transformers.
 With --train heads the model itself does not change by a bit: only the linear maps of its depths are trained.
 
 RUN holds start/ (the model as it is), shards/, closed_form/, training/ (a run like any other), evaluation/, export/,
-resize.json and table.md. After a kill the same command goes on. Under the deepspeed launcher all ranks train. With
---prepare-only the command ends before training, and without it goes on from there.
+figures/, resize.json and table.md. After a kill the same command goes on. Under the deepspeed launcher all ranks train.
+With --prepare-only the command ends before training, and without it goes on from there.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ from trainer.exporting.folders import weights_megabytes
 from trainer.exporting.model_folder import write_model_folder
 from trainer.exporting.sizes import export_sizes
 from trainer.resizing.closed_form import FITTED_TEXTS, HELD_OUT_TEXTS, depth_states, fit_heads
+from trainer.resizing.figures import draw
 from trainer.resizing.table import AS_IT_IS, CLOSED_FORM, RESIZED, TO_WHOLE, Row, Table, as_markdown
 from trainer.run import execute
 from trainer.teacher_vectors import store_vectors
@@ -372,12 +373,17 @@ def agreement(encoder: Encoder, tokenizer: Any, settings: EmbeddingSettings, tex
 
 
 def _report(asked: Resize, tasks: tuple[list[STSTask], list[RetrievalData]]) -> str:
-    """The table as Markdown. It is measured and the sizes are exported only if resize.json does not exist yet."""
+    """The table as Markdown. It is measured and the sizes are exported only if resize.json does not exist yet.
+
+    The table and the figures are made from resize.json, every time.
+    """
     path = asked.output / "resize.json"
     if not path.exists():
         write_atomically(path, _measured(asked, *tasks).model_dump_json(indent=2) + "\n")
-    text = as_markdown(read_record(path, Table, hint="delete it, and the same command evaluates again").records)
+    rows = read_record(path, Table, hint="delete it, and the same command evaluates again").records
+    text = as_markdown(rows)
     write_atomically(asked.output / "table.md", text)
+    draw(rows, asked.output / "figures")
     return text
 
 

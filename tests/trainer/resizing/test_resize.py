@@ -111,6 +111,8 @@ def test_the_command_leaves_a_model_of_every_size_and_a_table(resized: Path) -> 
     assert records[-1][AS_IT_IS] == records[-1][CLOSED_FORM] == pytest.approx(1.0, abs=1e-6)
     assert records[0][CLOSED_FORM] != records[0][AS_IT_IS]  # what the maps are worth: test_closed_form
     assert "| 1x8 " in (resized / "table.md").read_text()
+    drawn = sorted(path.name for path in (resized / "figures").iterdir())
+    assert drawn == ["agreement_by_milliseconds.png", "agreement_by_size.png"]
     settings = EmbeddingSettings.load(resized / TRAINING / "model")
     assert settings is not None and settings.pooling == "mean" and settings.passage_max_length == 48
     assert set(load_encoder(resized / TRAINING / "model").heads) == {"1", "2"}
