@@ -27,7 +27,7 @@ _QUOTED_SECTION = re.compile(r"\b(docs/\w+\.md), \"([^\"]+?),?\"")
 
 def pages(folder: Path) -> list[Path]:
     """The pages of a checkout."""
-    tops = [folder / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+    tops = [folder / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
     return [
         *(page for page in tops if page.is_file()),
         *(page for name in ("docs", "records", ".github") for page in sorted((folder / name).rglob("*.md"))),

@@ -17,7 +17,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parents[2]
-OUTSIDE = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
+OUTSIDE = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 
 _FENCE = re.compile(r"^ *(`{3,}|~{3,})")
 _ITEM = re.compile(r"^( *)(?:[-*]|\d+\.) ")
@@ -25,7 +25,7 @@ _ITEM = re.compile(r"^( *)(?:[-*]|\d+\.) ")
 _PARTS = re.compile(
     r"(?P<before>!?\[[^\]]*\]\()(?P<target>[^)\s]+)(?P<after>[^)]*\))"
     r"|`(?P<code>[^`]+)`"
-    r"|(?<![\w/.-])(?P<mention>docs/[\w/.-]+\.md|CONTRIBUTING\.md|SECURITY\.md)\b"
+    r"|(?<![\w/.-])(?P<mention>docs/[\w/.-]+\.md|CONTRIBUTING\.md|SECURITY\.md|CHANGELOG\.md)\b"
 )
 _ELSEWHERE = re.compile(r"(?:[a-z][a-z0-9+.-]*:)?//|mailto:", re.IGNORECASE)
 _REMOTE_IN_CSS = re.compile(r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^)\"']+)")
