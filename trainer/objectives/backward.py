@@ -101,6 +101,13 @@ def in_one(lengths: Tensor) -> list[Tensor]:
     return [lengths.argsort(descending=True, stable=True)] if len(lengths) else []
 
 
+def cached_micro_batches(lengths: Tensor, *, token_budget: int, packed: bool, graph_bytes: float) -> list[Tensor]:
+    """All texts at once where every graph is kept (`graph_bytes` infinite), else `micro_batches`."""
+    if graph_bytes == math.inf:
+        return in_one(lengths)
+    return micro_batches(lengths, token_budget=token_budget, packed=packed)
+
+
 def padded_tokens(lengths: Tensor, chunks: Sequence[Tensor], *, packed: bool) -> int:
     """Tokens that these micro-batches compute, padding included."""
     return int(lengths.sum() if packed else sum(len(rows) * int(lengths[rows].max()) for rows in chunks))

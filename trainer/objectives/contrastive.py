@@ -6,7 +6,6 @@ through the embeddings: through an encoder in micro-batches or at once, and thro
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from data.collate import PairBatch, concatenate
@@ -17,11 +16,10 @@ from trainer.objectives.backward import (
     FILLER,
     Passes,
     StepReport,
+    cached_micro_batches,
     embed_texts,
     grad_cache,
     hand_over,
-    in_one,
-    micro_batches,
     padded_tokens,
 )
 from trainer.objectives.contrastive_loss import ContrastiveLoss, contrastive_loss
@@ -49,10 +47,9 @@ class ContrastiveObjective:
         plan = self.schedule(step)
         texts = concatenate(batch.queries, batch.passages)
         lengths = texts.lengths
-        if self.graph_bytes == math.inf:
-            chunks = in_one(lengths)
-        else:
-            chunks = micro_batches(lengths, token_budget=self.token_budget, packed=self.packed)
+        chunks = cached_micro_batches(
+            lengths, token_budget=self.token_budget, packed=self.packed, graph_bytes=self.graph_bytes
+        )
         losses = grad_cache(
             engine,
             chunks,

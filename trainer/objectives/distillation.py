@@ -9,7 +9,6 @@ batch before their gradient: by gradient caching or, where one pass fits in memo
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +23,10 @@ from trainer.objectives.backward import (
     Passes,
     StepReport,
     accumulate,
+    cached_micro_batches,
     embed_texts,
     grad_cache,
     hand_over,
-    in_one,
-    micro_batches,
     padded_tokens,
 )
 from trainer.objectives.materials import Materials
@@ -56,10 +54,12 @@ class DistillationObjective:
         plan, texts = self.schedule(step), batch.texts
         lengths = texts.lengths
         compares = self.teaching.weights.compares_texts
-        if compares and self.graph_bytes == math.inf:
-            chunks = in_one(lengths)
-        else:
-            chunks = micro_batches(lengths, token_budget=self.token_budget, packed=self.packed)
+        chunks = cached_micro_batches(
+            lengths,
+            token_budget=self.token_budget,
+            packed=self.packed,
+            graph_bytes=self.graph_bytes if compares else 0.0,
+        )
         taught = self.teaching.teacher.vectors(batch, device=engine.device, heartbeat=engine.heartbeat)
         everything = [TextGroup(texts_of_all_ranks(len(texts), engine.device))]
 
