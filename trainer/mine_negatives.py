@@ -38,6 +38,7 @@ from data.ground.files import sha256_of
 from data.ground.options import LARGEST_SEED, count, real
 from data.ground.records import read_record
 from data.ground.whole_folder import check_place
+from data.model_folders import SETTINGS_FILE
 from data.passages import is_built
 from models.sizes import Size
 from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS, embedder_of
@@ -111,6 +112,8 @@ def load_miner(args: argparse.Namespace) -> tuple[Miner, dict[str, Any]]:
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     folder = Path(args.model)
+    if not folder.is_dir():
+        raise ConfigError(f"--model {folder} is no folder; give a model's, which a name on the hub is not")
     settings = trained_settings(folder)
     encoder, tokenizer, _ = load_model(folder, pooling=settings.pooling)
     ladder = settings.sizes
@@ -131,15 +134,23 @@ def load_miner(args: argparse.Namespace) -> tuple[Miner, dict[str, Any]]:
             prompt=settings.query_prompt if queries else settings.passage_prompt,
         )
 
-    files = [*sorted(folder.glob("*.safetensors")), folder / "barista.json", *sorted(folder.glob("tokenizer.json"))]
     identity = {
-        "files": {path.name: sha256_of(path) for path in files},
+        "files": {path.relative_to(folder).as_posix(): sha256_of(path) for path in _files_that_decide(folder)},
         "size": str(small),
         "rerank": str(large),
         "batch_tokens": args.batch_tokens,
         "device": device,
     }
     return Miner(encode_side, small, large, device), identity
+
+
+def _files_that_decide(folder: Path) -> list[Path]:
+    """A model folder's weights, tokenizer and settings; those of sentence-transformers have some in subfolders."""
+    if (folder / SETTINGS_FILE).is_file():
+        found = [*folder.glob("*.safetensors"), folder / SETTINGS_FILE, *folder.glob("tokenizer.json")]
+    else:
+        found = [each for pattern in ("*.safetensors", "*.bin", "*.json") for each in folder.rglob(pattern)]
+    return sorted(found)
 
 
 _READING = (
@@ -180,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("inputs", nargs="+", metavar="INPUT", help="queries with positives: files or folders, as for data.prepare")
-    add("--model", required=True, metavar="FOLDER", help="of a run: Hugging Face files and barista.json")
+    add("--model", required=True, metavar="FOLDER", help="of a run, or of sentence-transformers")
     add("--output", required=True, metavar="FOLDER", help="new or empty, or an unfinished one: tuples.jsonl comes here")
     add("--size", metavar="SIZE", help="that searches: demi, 2x32 (the model's largest)")
     add("--rerank", metavar="SIZE", help="a larger size that orders and scores the best (none)")

@@ -135,10 +135,13 @@ def check_sizes(sizes: Iterable[Size], encoder: Encoder) -> None:
 
 
 def trained_settings(folder: str | Path) -> EmbeddingSettings:
-    """The settings of a model folder that training wrote; other folders are refused."""
+    """The settings of a model folder that training wrote, or of sentence-transformers; other folders are refused."""
     settings = EmbeddingSettings.load(folder)
     if settings is None or not settings.ladder:
-        raise ConfigError(f"{folder} has no barista.json with a ladder; give the model folder of a trained run")
+        raise ConfigError(
+            f"{folder} has no barista.json with a ladder and is no folder of sentence-transformers; give the model "
+            "folder of a trained run"
+        )
     return settings
 
 

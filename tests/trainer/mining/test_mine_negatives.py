@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import BertConfig, BertModel
 
 from data.collate import PairCollator
 from data.ground.command import run_command
@@ -375,7 +376,7 @@ def test_what_is_mined_trains(pairs: Path, model: Path, tiny_tokenizer_path: Pat
         (["--size", "2x16"], "outgrows"),
         (["--corpus", "absent.jsonl"], "absent.jsonl does not exist"),
         (["--query-column", "absent"], "'absent'"),
-        (["--model", "absent"], "has no barista.json"),
+        (["--model", "absent"], "is no folder"),
     ],
 )
 def test_user_errors_are_one_sentence_and_leave_nothing(
@@ -409,6 +410,26 @@ def test_layers_mine_as_tables_do(tiny_tokenizer, pairs: Path, tmp_path: Path) -
     settings.save(tmp_path / "bert")
     got = run(pairs, tmp_path / "bert", tmp_path / "out", "--size", "1x4", "--rerank", "2x16", "--limit", "40")
     assert len(got) == 40 and all(len(line["negatives"]) == 3 for line in got)
+
+
+def test_folders_of_sentence_transformers_mine_as_those_of_runs_do(tiny_tokenizer, pairs: Path, tmp_path: Path) -> None:
+    """The same weights, saved by the library in its own layout; other weights there are another model."""
+    library = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers, whose folder it is")
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+
+    torch.manual_seed(2)
+    shape = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    config = BertConfig(vocab_size=len(tiny_tokenizer), max_position_embeddings=64, **shape)
+    own, theirs = tmp_path / "own", tmp_path / "theirs"
+    BertModel(config, add_pooling_layer=False).save_pretrained(own)
+    tiny_tokenizer.save_pretrained(own)
+    modules = [Transformer(str(own), max_seq_length=32), Pooling(16, pooling_mode="mean"), Normalize()]
+    library.SentenceTransformer(modules=modules, device="cpu").save(str(theirs))
+    EmbeddingSettings("mean", "cosine", ((2, 16),), query_max_length=32, passage_max_length=32).save(own)
+    expected = run(pairs, own, tmp_path / "of_own", "--limit", "40")
+    assert run(pairs, theirs, tmp_path / "of_theirs", "--limit", "40") == expected
+    identity = json.loads((tmp_path / "of_theirs" / IDENTITY).read_text())
+    assert any(name.endswith("model.safetensors") for name in identity["model"]["files"])
 
 
 # The peer
