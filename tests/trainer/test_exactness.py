@@ -33,7 +33,10 @@ from trainer.teacher_vectors import store_vectors
 pytestmark = pytest.mark.long
 
 LADDER_PAIRS = tuple((layers, dim) for layers, dim in LADDER)
-LOSS_TOLERANCE = 1e-6  # relative
+LOSS_TOLERANCE = 1e-6  # relative, at the first step
+# The later losses' tolerance, as a multiple: AdamW's first step divides a gradient by its own size, and so makes a step of
+# what is mostly rounding where a gradient is nearly 0. The tolerance of parameters allows it.
+LATER_LOSSES = 5.0
 PARAMETER_TOLERANCE = 1e-5  # absolute, after steps that move parameters by up to 0.1
 NORM_TOLERANCE = 2e-5  # relative; squares are summed in another order
 
@@ -434,11 +437,13 @@ def starts(recipes: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
 def differences(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> tuple[float, float, float]:
     """Largest over steps: loss (relative, of 4 where it is below), norm (relative), any parameter (absolute).
 
-    A loss is a difference of logits of 20 and more, which float32 holds to 2e-6, however small the difference.
+    A loss is a difference of logits of 20 and more, which float32 holds to 2e-6, however small the difference. A
+    difference of later losses counts 1 / LATER_LOSSES.
     """
     loss = norm = parameter = 0.0
-    for ours, theirs in zip(got, want):
-        loss = max(loss, abs(ours["loss"] - theirs["loss"]) / max(4.0, abs(theirs["loss"])))
+    for number, (ours, theirs) in enumerate(zip(got, want)):
+        difference = abs(ours["loss"] - theirs["loss"]) / max(4.0, abs(theirs["loss"]))
+        loss = max(loss, difference / LATER_LOSSES if number else difference)
         norm = max(norm, abs(ours["norm"] - theirs["norm"]) / theirs["norm"])
         assert ours["parameters"].keys() == theirs["parameters"].keys()
         for name, value in theirs["parameters"].items():

@@ -36,7 +36,7 @@ from trainer import build, engine, run
 from trainer.config.kinds import kind_named
 from trainer.config.schema import Recipe
 from trainer.distributed import World, gather_counts, gather_objects, gather_rows, seed_step, start, sum_over_ranks
-from trainer.objectives import backward, compression, contrastive, distillation, infonce_terms, masked, spread, teacher
+from trainer.objectives import backward, compression, infonce_terms, masked, spread, teacher
 
 # Control -> the module that sums its Gram matrices over ranks.
 GRAM_MATRICES: dict[str, Any] = {
@@ -178,18 +178,15 @@ class LiveBytes(TorchDispatchMode):
 @contextlib.contextmanager
 def counted_chunks() -> Iterator[list[int]]:
     counts: list[int] = []
+    cut = backward.micro_batches
 
     def counted(lengths: torch.Tensor, **options: Any) -> list[torch.Tensor]:
-        chunks = backward.micro_batches(lengths, **options)
+        chunks = cut(lengths, **options)
         counts.append(len(chunks))
         return chunks
 
     patch = unittest.mock.patch.object
-    with (
-        patch(contrastive, "micro_batches", counted),
-        patch(masked, "micro_batches", counted),
-        patch(distillation, "micro_batches", counted),
-    ):
+    with patch(backward, "micro_batches", counted), patch(masked, "micro_batches", counted):
         yield counts
 
 
