@@ -34,8 +34,8 @@ pytestmark = pytest.mark.long
 
 LADDER_PAIRS = tuple((layers, dim) for layers, dim in LADDER)
 LOSS_TOLERANCE = 1e-6  # relative, at the first step
-# The later losses' tolerance, as a multiple: AdamW's first step divides a gradient by its own size, and so makes a step of
-# what is mostly rounding where a gradient is nearly 0. The tolerance of parameters allows it.
+# The later losses' tolerance, as a multiple: AdamW's first step divides a gradient by its own size. Where a gradient is
+# nearly 0, it so makes a whole step of rounding, which the tolerance of parameters allows.
 LATER_LOSSES = 5.0
 PARAMETER_TOLERANCE = 1e-5  # absolute, after steps that move parameters by up to 0.1
 NORM_TOLERANCE = 2e-5  # relative; squares are summed in another order
