@@ -201,7 +201,7 @@ def recipes(
     cases["masked_pairs"]["model"] |= {"source": str(backbone), "config": {}, "pooling": "mean"}
     cases["crowded"] = pairs(crowded_shards)
     cases["uncrowded"] = pairs(crowded_shards, mask_false_negatives=False)
-    cases["filtered"] = pairs(crowded_shards, filter_false_negatives=True, false_negative_margin=0.005)
+    cases["filtered"] = pairs(crowded_shards, filter_false_negatives=True, false_negative_margin=0.02)
     guide = {"filter_false_negatives": True, "filter_by": "guide", "false_negative_margin": 0.05}
     cases["guided"] = pairs(crowded_shards, **guide) | {"guide": {"model": str(guide_folder)}}
     cases["guided_lonely"] = copy.deepcopy(cases["guided"])
