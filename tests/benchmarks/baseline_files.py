@@ -59,7 +59,7 @@ class Baseline(Record):
     benchmark: str
     quick: bool
     commit: str
-    # Whether files differed from that commit.
+    # Whether files differed from that commit, other than baselines.
     changed: bool
     date: str
     # What else is to be known of the run, such as other work on the machine.
@@ -118,11 +118,12 @@ def all_baselines() -> Sequence[Baseline]:
 def baseline_of(benchmark: str, figures: dict[str, float], *, quick: bool, note: str) -> Baseline:
     """A baseline of figures that were just measured on this machine."""
     checkout = commit(ROOT)
+    own = str(FOLDER.relative_to(ROOT))
     return Baseline(
         benchmark=benchmark,
         quick=quick,
         commit=checkout.commit if checkout else "unknown",
-        changed=checkout.dirty if checkout else True,
+        changed=checkout is None or any(not path.startswith(own) for path in checkout.changed),
         date=datetime.now(UTC).date().isoformat(),
         note=note,
         machine=this_machine(),

@@ -176,7 +176,9 @@ def chosen(names: Sequence[str], *, quick: bool, save: bool) -> list[str]:
     found = list(names) or [name for name in HEADLINES if file_of(machine, name, quick=quick).is_file()]
     if not found:
         size = "with --quick" if quick else "of the full size"
-        raise ConfigError(f"no benchmark has a baseline {size} for this kind of machine, {machine.kind}; make some by --save")
+        raise ConfigError(
+            f"no benchmark has a baseline {size} for this kind of machine, {machine.kind}; make some by --save"
+        )
     return found
 
 

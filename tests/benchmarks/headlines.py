@@ -57,7 +57,9 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
         Headline("scifact_same", "higher", 0.01, "share of the negatives that both find"),
     ),
     "no_duplicates": (
-        Headline("distinct_rate_1024", "higher", 0.25, "samples a second without duplicates ÷ with them, batches of 1,024"),
+        Headline(
+            "distinct_rate_1024", "higher", 0.25, "samples a second without duplicates ÷ with them, batches of 1,024"
+        ),
         Headline("copies_left_1024", "lower", 0.01, "copies of texts that are left, for each 1,000 samples"),
     ),
     "search": (
