@@ -5,7 +5,8 @@
 Widths 32, 64, 128, 256, 512, 768, InfoNCE at all, KL from the last to the others. Times are CPU time, the best of a few
 taken in turn; memory is the peak of a process of its own, beyond inputs and the gradients handed out.
   gemm_ratio_N           our time ÷ the time of the sizes' matrix products alone (scores, queries' and passages'
-                         gradients: three a size) in the same blocks, N queries × 2N passages; both kinds of run have gemm_ratio_2048
+                         gradients: three a size) in the same blocks, N queries × 2N passages
+                         (gemm_ratio_2048 in every run)
   gemm_ratio_slice       the same for two tiles of the queries of a batch with 131,072 passages (--quick: 16,384)
   gemm_ratio_two_sweeps  for those tiles where memory forces two sweeps, over the four products a size they need
   gemm_ratio_bare_*      the two-sweep time over three products a size; the margin filter's and the moving teacher's

@@ -9,8 +9,9 @@ Figures a global batch size (128, 1024, 4096), CPU time of one thread:
   planned_samples_per_second    the part that every loader process does for the whole global batch: read, draw, hash and
                                 exchange a window of batches, nothing collated
   plain_repeats, distinct_repeats   samples that share a text with another of their batch, per 1,000
-  copies_left, copies_forced    (copies_left_1024, …) copies of a text beyond a batch's first, per 1,000 samples: what no_duplicates leaves,
-                                and what any exchange must leave, for a text has more copies than a window batches
+  copies_left, copies_forced    copies of a text beyond a batch's first, per 1,000 samples: what no_duplicates leaves
+                                (copies_left_1024 in batches of 1,024), and what any exchange must leave, for a text
+                                has more copies than a window has batches
 --quick: a quarter of the samples; less than a minute.
 """
 

@@ -3,9 +3,9 @@
     python -m tests.benchmarks.search [--quick] [--json FILE]
 
 Vectors of unit length drawn at random, 500 queries against 100,000 documents of 384 dimensions, the best 100 and the
-best 1,000, both sides with the vectors in memory; FAISS' time contains adding them. Taken in turn. Figures, K = 100 and 1,000:
+best 1,000, both sides with the vectors in memory; FAISS' time contains adding them. Taken in turn. Figures:
   faiss_ratio_100, faiss_ratio_1000         theirs ÷ ours, CPU seconds, the best of the turns
-  semantic_ratio_100, semantic_ratio_1000   the same for `semantic_search` (its query blocks of 100, corpus blocks of 500,000)
+  semantic_ratio_100, semantic_ratio_1000   the same for `semantic_search` (blocks of 100 queries and 500,000 texts)
   faiss_same_100, semantic_same_100, …      share of the answers that both give
   seconds_100, seconds_1000                 ours
 --quick: 200 queries against 50,000 documents of the same dimensions; half a minute.

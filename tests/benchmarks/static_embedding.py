@@ -14,8 +14,8 @@ a WordPiece tokenizer of 30,522 tokens trained on both. Theirs: `StaticEmbedding
   encode_ratio              theirs ÷ ours, CPU seconds to encode the texts of both data sets, the faster of its default
                             batches of 32 and ones of 1,024
   sparse_ratio              backward and optimizer with sparse gradients and SparseAdam ÷ dense with AdamW
---quick: training is timed as in a full run; memory at batch 8,192 ÷ at 2,048 with the English table alone; 2,000 pairs of
-each data set are encoded. About a minute and a half.
+--quick: training is timed as in a full run; memory at batch 8,192 ÷ at 2,048 with the English table alone; 2,000 pairs
+of each data set are encoded. About a minute and a half.
 """
 
 from __future__ import annotations
