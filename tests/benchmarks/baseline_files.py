@@ -103,11 +103,14 @@ def read_baseline(machine: Machine, benchmark: str, *, quick: bool) -> Baseline:
     """
     path = file_of(machine, benchmark, quick=quick)
     if not path.is_file():
-        size = "with --quick" if quick else "of the full size"
-        raise ConfigError(
-            f"{benchmark} has no baseline {size} for this kind of machine, {machine.kind}; make one by --save"
-        )
+        raise no_baseline(f"{benchmark} has no baseline", machine, quick=quick)
     return read_record(path, Baseline, what="baseline", hint="make it again by --save")
+
+
+def no_baseline(sentence: str, machine: Machine, *, quick: bool) -> ConfigError:
+    """The error that begins with this sentence and says of which runs and machine."""
+    size = "with --quick" if quick else "of the full size"
+    return ConfigError(f"{sentence} {size} for this kind of machine, {machine.kind}; make one by --save")
 
 
 def all_baselines() -> Sequence[Baseline]:

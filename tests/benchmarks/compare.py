@@ -36,6 +36,7 @@ from tests.benchmarks.baseline_files import (
     all_baselines,
     baseline_of,
     file_of,
+    no_baseline,
     read_baseline,
     this_machine,
     write_baseline,
@@ -104,16 +105,15 @@ def shown(rows: Sequence[Row]) -> str:
             ratio = f"{row.now / row.before:.3f}" if row.before else "-"
             cells.append((row.figure, f"{row.before:.4g}", f"{row.now:.4g}", ratio, row.verdict))
     widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = ["  ".join(map(_aligned, line, widths, (str.ljust, *(str.rjust,) * 3, str.ljust))) for line in cells]
+    lines = []
+    for figure, *numbers, verdict in cells:
+        columns = [cell.rjust(width) for cell, width in zip(numbers, widths[1:])]
+        lines.append("  ".join([figure.ljust(widths[0]), *columns, verdict]).rstrip())
     gone = [f"{row.figure} ({MISSING})" if row.verdict else row.figure for row in rows if row.now is None]
     new = [row.figure for row in rows if row.before is None]
     lines += [f"only in the baseline: {', '.join(gone)}"] if gone else []
     lines += [f"only now: {', '.join(new)}"] if new else []
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _aligned(cell: str, width: int, align: object) -> str:
-    return align(cell, width)  # type: ignore[operator]
+    return "\n".join(lines)
 
 
 def table(baselines: Iterable[Baseline]) -> str:
@@ -175,10 +175,7 @@ def chosen(names: Sequence[str], *, quick: bool, save: bool) -> list[str]:
         read_baseline(machine, name, quick=quick)
     found = list(names) or [name for name in HEADLINES if file_of(machine, name, quick=quick).is_file()]
     if not found:
-        size = "with --quick" if quick else "of the full size"
-        raise ConfigError(
-            f"no benchmark has a baseline {size} for this kind of machine, {machine.kind}; make some by --save"
-        )
+        raise no_baseline("no benchmark has a baseline", machine, quick=quick)
     return found
 
 
