@@ -114,10 +114,10 @@ def write_litdata(source: Path, folder: Path) -> None:
 
 
 def documents_of_share(share: tuple[str, int, int]) -> Iterator[np.ndarray]:
-    """A part of the documents of documents.npz: (its path, the part's number, how many parts there are)."""
+    """A part of documents.npz. A share is its path, the number of the part, and how many parts there are."""
     path, number, parts = share
     with np.load(path) as content:
-        yield from np.array_split(np.split(content["ids"], content["ends"][:-1]), parts)[number]
+        yield from np.split(content["ids"], content["ends"][:-1])[number::parts]
 
 
 WRITERS = {"mosaic": write_mosaic, "litdata": write_litdata}
