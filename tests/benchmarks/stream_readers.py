@@ -88,8 +88,8 @@ def mosaic(folder: Path, workers: int) -> Iterable[Flat]:
 def lit_data(folder: Path, workers: int) -> Iterable[Flat]:
     from litdata import StreamingDataLoader, StreamingDataset
 
-    # Its defaults shuffle blocks of 256 neighbours. To permute a whole chunk, as here, is slow unless it is also decoded
-    # whole, and then it is faster than the defaults.
+    # The defaults shuffle blocks of 256 neighbours. Shuffling a whole chunk, as here, is slow unless the chunk is also
+    # decoded as a whole; then it is no slower than the defaults.
     shuffle = {"shuffle": True, "seed": 1, "item_shuffle_window": "full", "batch_decode": "all"}
     dataset = StreamingDataset(str(folder), **shuffle)
     return StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers, collate_fn=flat)
