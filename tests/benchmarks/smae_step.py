@@ -19,7 +19,7 @@ decoder pass a size; both forward and backward. Figures, all ratios of CPU time 
   masking_ratio_bare        our collator ÷ the same loop over a plain list of the vocabulary
   masking_ratio_transformers   our collator ÷ transformers' own whole-word collator (no token budget, [MASK] only)
   padding_share             of the tokens computed, real documents at 512, 128 a step, budget 8 × 512 tokens
---quick: 6 layers × 384 with the same vocabulary and lengths, three real documents, nothing compiled; two to three
+--quick: 6 layers × 384 with the same vocabulary and lengths, three real documents, nothing compiled; about three
 minutes. The head takes a larger share of the time than in BERT-base, so its ratios compare with themselves alone.
 On a machine with CUDA, one more part runs: 64 × 512 tokens in bf16 there, tokens a second, MFU, peak memory of both
 ways and the profile's top ten.
