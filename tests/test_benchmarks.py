@@ -15,7 +15,7 @@ import pytest
 
 from data.ground.errors import ConfigError
 from tests import ROOT
-from tests.benchmarks import baseline_files, compare
+from tests.benchmarks import baseline_files, compare, contrastive_loss
 from tests.benchmarks.baseline_files import all_baselines, baseline_of, file_of, machine_of, read_baseline, this_machine
 from tests.benchmarks.compare import BETTER, MISSING, SAME, WORSE, BenchmarkFailed, Row, compared, is_worse, verdict_of
 from tests.benchmarks.headlines import HEADLINES, Headline
@@ -180,6 +180,15 @@ def test_a_benchmark_has_the_options_that_the_comparison_gives_it(name):
         "the docstring says what it measures"
     )
     assert "mean nothing" not in docstrings()[name]
+
+
+def test_the_products_alone_run_in_the_tiles_of_the_loss():
+    """With enough memory, and with so little that two sweeps are needed."""
+    for mib in (256.0, 2.0**-6):
+        found = contrastive_loss.gemm_ratios(150, 300, repeats=1, score_memory_mib=mib)
+        assert found.keys() == {"ratio", "bare", "seconds", "gflops"} and min(found.values()) > 0
+        queries, passages = (contrastive_loss.unit_vectors(rows, seed=1) for rows in (150, 300))
+        assert contrastive_loss.tiling_of(queries, passages, mib).keeps_rows == (mib > 1)
 
 
 # The documentation

@@ -84,20 +84,20 @@ def tiling_of(queries: Side, passages: Side, score_memory_mib: float) -> Tiling:
 def products_alone(queries: Side, passages: Side, tiling: Tiling, *, score_products: int = 1) -> Callable[[], None]:
     """The matrix products of the loss and its gradients in its blocks, and nothing else."""
     query_grads, passage_grads = ([torch.zeros_like(each) for each in side] for side in (queries, passages))
-    scratch = torch.empty(tiling.queries * tiling.passages)
+    scratch = torch.empty(tiling.queries * tiling.columns)
 
     @torch.no_grad()
     def run() -> None:
         for start in range(0, len(queries[0]), tiling.queries):
             for q, p, query_grad, passage_grad in zip(queries, passages, query_grads, passage_grads):
                 rows = q[start : start + tiling.queries]
-                for first in range(0, len(p), tiling.passages):
-                    block = p[first : first + tiling.passages]
+                for first in range(0, len(p), tiling.columns):
+                    block = p[first : first + tiling.columns]
                     scores = scratch[: len(rows) * len(block)].view(len(rows), len(block))
                     for _ in range(score_products):
                         torch.mm(rows, block.t(), out=scores)
                     query_grad[start : start + tiling.queries].addmm_(scores, block, beta=0 if first == 0 else 1)
-                    passage_grad[first : first + tiling.passages].addmm_(scores.t(), rows, beta=0 if start == 0 else 1)
+                    passage_grad[first : first + tiling.columns].addmm_(scores.t(), rows, beta=0 if start == 0 else 1)
 
     return run
 
