@@ -19,7 +19,7 @@ Figures:
   kept_<n>_time_ratio       ours with no graph kept ÷ with n % of them kept, on the same pairs
   kept_<n>_memory_mib       what the step adds to the idle model
   kept_difference           the largest difference of a gradient from that with no graph kept, ÷ the largest gradient
---quick: batches of 32 and no kept graphs (with --kept-graphs, those of 16 pairs); three minutes. Fewer texts leave more
+--quick: batches of 32 and no kept graphs (with --kept-graphs, those of 16 pairs); two minutes. Fewer texts leave more
 padding on both sides.
 """
 
