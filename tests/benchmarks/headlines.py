@@ -1,7 +1,8 @@
 """The headline figures of every benchmark: which way is better, and how much of a change noise explains.
 
 `HEADLINES` is their one owner. A benchmark prints many figures; these are the ones that a change of the code must not
-make worse. Each exists in a full run and in one with --quick.
+make worse. Each exists in a full run and in one with --quick. `scaling`, which needs root, and the study
+`static_tatoeba` have none: nobody runs them after each change.
 """
 
 from __future__ import annotations
