@@ -3,12 +3,12 @@
     python -m tests.benchmarks.checkpoint [--quick] [--json FILE]
 
 One process, ZeRO stage 1, float32, AdamW with its moments; into the temporary folder's disk. Figures:
-  mib                 of the checkpoint
+  mib                 of the checkpoint; bytes_a_parameter: of it, for each parameter that is trained
   save_seconds        written, hashed, fsynced and committed while nothing else happens
   still_seconds       what training stands still for when a thread writes a copy
   still_share         still_seconds ÷ save_seconds
   load_seconds        verified and loaded
---quick: a tiny model, to see that the benchmark runs; its figures mean nothing.
+--quick: 2 of the 12 layers, some 450 MiB; half a minute. Seconds are less than those of BERT-base, shares are alike.
 """
 
 from __future__ import annotations
@@ -31,17 +31,21 @@ from trainer.distributed import start
 from trainer.engine import Engine, read_ds_config
 
 BASE = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)
-TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128)
+QUICK = {**BASE, "num_hidden_layers": 2}
 
 
 def build_engine(folder: Path, *, quick: bool) -> Engine:
-    masked_lm = build_masked_lm({"model_type": "bert", **(TINY if quick else BASE)}, vocab_size=30522, pad_token_id=0)
+    shape = QUICK if quick else BASE
+    masked_lm = build_masked_lm({"model_type": "bert", **shape}, vocab_size=30522, pad_token_id=0)
     path = folder / "zero1.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     recipe = build_recipe({"engine": {"ds_config": str(path)}})
     engine = Engine(Encoder(base_of(masked_lm), "mean"), recipe, start(), read_ds_config(path))
-    layers, width = (2, 64) if quick else (12, 768)
-    (vectors,) = engine(torch.tensor([[2, 7, 8, 3]]), torch.ones(1, 4, dtype=torch.long), sizes=[Size(layers, width)])
+    (vectors,) = engine(
+        torch.tensor([[2, 7, 8, 3]]),
+        torch.ones(1, 4, dtype=torch.long),
+        sizes=[Size(shape["num_hidden_layers"], shape["hidden_size"])],
+    )
     engine.backward(vectors.sum())
     engine.step(1e-5)  # for the moments
     return engine
@@ -60,6 +64,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         engine = build_engine(Path(name), quick=args.quick)
+        parameters = sum(each.numel() for each in engine.module.parameters())
         checkpointer = Checkpointer(Path(name) / "checkpoints", keep=1)
         alone = checkpointer.save(engine, {"step": 1})
         # What follows the copy is a wait for the thread here; in training there is a step instead.
@@ -69,6 +74,7 @@ def main() -> None:
         assert alone is not None and committed is not None
         figures = {
             "mib": alone.mib,
+            "bytes_a_parameter": alone.mib * 2**20 / parameters,
             "save_seconds": alone.seconds,
             "still_seconds": committed.still_seconds,
             "still_share": committed.still_seconds / alone.seconds,

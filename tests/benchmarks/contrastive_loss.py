@@ -6,12 +6,14 @@ Widths 32, 64, 128, 256, 512, 768, InfoNCE at all, KL from the last to the other
 taken in turn; memory is the peak of a process of its own, beyond inputs and the gradients handed out.
   gemm_ratio_N           our time ÷ the time of the sizes' matrix products alone (scores, queries' and passages'
                          gradients: three a size) in the same blocks, N queries × 2N passages
-  gemm_ratio_slice       the same for two tiles of the queries of a batch with 131,072 passages
+                         (gemm_ratio_2048 in every run)
+  gemm_ratio_slice       the same for two tiles of the queries of a batch with 131,072 passages (--quick: 16,384)
   gemm_ratio_two_sweeps  for those tiles where memory forces two sweeps, over the four products a size they need
   gemm_ratio_bare_*      the two-sweep time over three products a size; the margin filter's and the moving teacher's
   naive_time_ratio, naive_memory_ratio   whole matrices and autograd ÷ ours, 2,048 queries × 4,096 passages
   memory_mib_N           extra memory of N queries × 16,384 passages; memory_growth: largest ÷ smallest
---queries, --passages: time and memory of this one shape instead. --quick: small shapes, to see that the benchmark runs.
+--queries, --passages: time and memory of this one shape instead. --quick: up to 2,048 × 4,096; about a minute and a
+half.
 """
 
 from __future__ import annotations
@@ -82,20 +84,20 @@ def tiling_of(queries: Side, passages: Side, score_memory_mib: float) -> Tiling:
 def products_alone(queries: Side, passages: Side, tiling: Tiling, *, score_products: int = 1) -> Callable[[], None]:
     """The matrix products of the loss and its gradients in its blocks, and nothing else."""
     query_grads, passage_grads = ([torch.zeros_like(each) for each in side] for side in (queries, passages))
-    scratch = torch.empty(tiling.queries * tiling.passages)
+    scratch = torch.empty(tiling.queries * tiling.columns)
 
     @torch.no_grad()
     def run() -> None:
         for start in range(0, len(queries[0]), tiling.queries):
             for q, p, query_grad, passage_grad in zip(queries, passages, query_grads, passage_grads):
                 rows = q[start : start + tiling.queries]
-                for first in range(0, len(p), tiling.passages):
-                    block = p[first : first + tiling.passages]
+                for first in range(0, len(p), tiling.columns):
+                    block = p[first : first + tiling.columns]
                     scores = scratch[: len(rows) * len(block)].view(len(rows), len(block))
                     for _ in range(score_products):
                         torch.mm(rows, block.t(), out=scores)
                     query_grad[start : start + tiling.queries].addmm_(scores, block, beta=0 if first == 0 else 1)
-                    passage_grad[first : first + tiling.passages].addmm_(scores.t(), rows, beta=0 if start == 0 else 1)
+                    passage_grad[first : first + tiling.columns].addmm_(scores.t(), rows, beta=0 if start == 0 else 1)
 
     return run
 
@@ -162,8 +164,8 @@ def main() -> None:
 
 
 def measure_ladder(figures: Figures, *, quick: bool) -> None:
-    ladder = (64, 128) if quick else (1024, 2048, 4096, 8192)
-    many = 1024 if quick else 131072
+    ladder = (512, 2048) if quick else (1024, 2048, 4096, 8192)
+    many = 16384 if quick else 131072
     for num_queries in ladder:
         found = gemm_ratios(num_queries, 2 * num_queries, repeats=2 if num_queries > 4096 else 4)
         figures.show(
@@ -175,7 +177,7 @@ def measure_ladder(figures: Figures, *, quick: bool) -> None:
         )
     # Every tile of the largest batch costs what these do.
     figures.show(gemm_ratio_slice=gemm_ratios(512, many, repeats=2)["ratio"])
-    found = gemm_ratios(512, many, repeats=2, score_memory_mib=0.5 if quick else 64.0)
+    found = gemm_ratios(512, many, repeats=2, score_memory_mib=8.0 if quick else 64.0)
     figures.show(gemm_ratio_two_sweeps=found["ratio"], gemm_ratio_bare_two_sweeps=found["bare"])
     queries, passages = unit_vectors(ladder[1], seed=1), unit_vectors(2 * ladder[1], seed=2)
     floor = products_alone(queries, passages, tiling_of(queries, passages, 256.0))

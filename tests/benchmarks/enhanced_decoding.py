@@ -13,7 +13,8 @@ all ratios of CPU time:
   enhanced_time_ratio_2x512        the same, 2 × 512 tokens
   enhanced_time_ratio_same_masks   4 × 128 tokens with masks of 0.3 and 0.5 on both sides
   retromae_time_ratio     enhanced ÷ basic at the full size alone, masks of 0.3 and 0.5
---quick: a small model and fewer texts, to see that the benchmark runs; its figures mean nothing.
+--quick: the masks are those of a full run; steps are of a model of 6 layers × 384, 4 × 128 tokens alone, where the head
+takes a larger share than in BERT-base. About a minute.
 """
 
 from __future__ import annotations
@@ -168,21 +169,23 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     figures = Figures()
-    figures.show(**visibility_ratios(2 if args.quick else 8, repeats=1 if args.quick else 3))
+    figures.show(**visibility_ratios(8, repeats=3))
     subject = Subject(quick=args.quick)
-    short, long = (Step(subject, *((4, 32) if args.quick else shape)) for shape in ((4, 128), (2, 512)))
+    short = Step(subject, 4, 128)
     ladder, full = subject.sizes, subject.sizes[-1:]
     short.run(ladder, 0.3, 0.5, enhanced=True)
-    for name, step, sizes, basic in (
+    cases = [
         ("enhanced_time_ratio", short, ladder, (0.2, 0.4)),
-        ("enhanced_time_ratio_2x512", long, ladder, (0.2, 0.4)),
         ("enhanced_time_ratio_same_masks", short, ladder, (0.3, 0.5)),
         ("retromae_time_ratio", short, full, (0.3, 0.5)),
-    ):
+    ]
+    if not args.quick:
+        cases.insert(1, ("enhanced_time_ratio_2x512", Step(subject, 2, 512), ladder, (0.2, 0.4)))
+    for name, step, sizes, basic in cases:
         enhanced_seconds, basic_seconds = alternate(
             partial(step.run, sizes, 0.3, 0.5, enhanced=True),
             partial(step.run, sizes, *basic, enhanced=False),
-            1 if args.quick else 2,
+            2,
         )
         figures.show(**{name: enhanced_seconds / basic_seconds, f"{name}_seconds": enhanced_seconds})
     figures.write(args.json)

@@ -1,24 +1,26 @@
 """Benchmark: one contrastive step of a small BERT, ours against sentence-transformers, alternating, one thread.
 
-    python -m tests.benchmarks.srl_step [--quick] [--json FILE]
+    python -m tests.benchmarks.srl_step [--quick] [--batch N] [--json FILE]
 
 The same encoder (6 layers × 384), the same tokens, the same batch, cosine at τ = 0.05, mean pooling, AdamW. Theirs:
 `CachedMultipleNegativesRankingLoss` inside `MatryoshkaLoss`, six widths of the last layer (it cannot do layers), texts
 padded by column as its collator does, in mini-batches by its own token budget, the same as ours (its default of 32
 texts is slower: --mini-batch-size measures that instead). Ours: six (layers, width) sizes with KL to the full one,
 through the objective and the engine that training uses (ZeRO stage 0).
-Batches of 512 are real: NLI triplets; SciFact claims with their abstracts; and the pairs of both, half and half, mixed.
+Batches of 256 are real: NLI triplets; SciFact claims with their abstracts; and the pairs of both, half and half, mixed.
 Figures:
   time_ratio                theirs ÷ ours, CPU seconds a step, the three batches together
   nli_time_ratio, scifact_time_ratio, mixed_time_ratio   the batches one by one
-  peak_memory_growth        our process' peak at 4,096 triplets ÷ at 512, in micro-batches that both batches fill
+  peak_memory_growth        our process' peak at 4,096 triplets ÷ at 512 (--quick: at 512 ÷ at 128), in micro-batches
+                            that both batches fill
   step_memory_growth        the same of what a step takes above the idle model: vectors and their gradients grow
   padding_share             of the tokens ours computes
-  unpadded_time_ratio       theirs ÷ ours on 128 of SciFact's pairs, all of ours' graphs kept
+  unpadded_time_ratio       theirs ÷ ours on 64 of SciFact's pairs, all of ours' graphs kept
   kept_<n>_time_ratio       ours with no graph kept ÷ with n % of them kept, on the same pairs
   kept_<n>_memory_mib       what the step adds to the idle model
   kept_difference           the largest difference of a gradient from that with no graph kept, ÷ the largest gradient
---quick: small batches, to see that the benchmark runs; its figures mean nothing.
+--quick: batches of 32 and no kept graphs (with --kept-graphs, those of 16 pairs); two minutes. Fewer texts leave more
+padding on both sides.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 MAX_LENGTH = 256
 MICRO_BATCH = 32
 TOKENS = MICRO_BATCH * MAX_LENGTH  # of a micro-batch
-UNPADDED = 128  # SciFact's pairs whose graphs are all kept: those of 512 take 30 GiB
+UNPADDED, QUICK_UNPADDED = 64, 16  # SciFact's pairs whose graphs are all kept: those of 512 take 30 GiB
+QUICK_BATCH = 32
 KEPT = (0, 25, 50, 100)  # per cent of the graphs
 MEMORY_MICRO_BATCH = 4  # 1,024 tokens: cut by length, 512 triplets fill no micro-batch of 8,192
 
@@ -271,6 +274,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--batch", type=int, default=256, metavar="N", help="samples of a step (%(default)s)")
     parser.add_argument("--mini-batch-size", action="store_true", help="theirs in mini-batches of 32 texts")
     parser.add_argument("--kept-graphs", action="store_true", help="only the figures of kept graphs")
     parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
@@ -283,11 +287,12 @@ def main() -> None:
         print(*measure_memory(args.memory_of, kept=args.kept))
         return
     figures = Figures()
-    small, large = (8, 64) if args.quick else (512, 4096)
+    unpadded = QUICK_UNPADDED if args.quick else UNPADDED
     if args.kept_graphs:
-        measure_kept_graphs(figures, Ours(), Theirs(mini_batch_num_tokens=TOKENS), 8 if args.quick else UNPADDED)
+        measure_kept_graphs(figures, Ours(), Theirs(mini_batch_num_tokens=TOKENS), unpadded)
         figures.write(args.json)
         return
+    small, large = (128, 512) if args.quick else (512, 4096)
     (peak, step), (large_peak, large_step) = peak_memory(small), peak_memory(large)
     figures.show(peak_memory_growth=large_peak / peak, peak_memory_mib=peak, large_peak_memory_mib=large_peak)
     figures.show(step_memory_growth=large_step / step, step_memory_mib=step, large_step_memory_mib=large_step)
@@ -299,13 +304,14 @@ def main() -> None:
     theirs.step(columns_of(warm))
     ours.step(warm)
     for data, rows_of in (("nli", nli_rows), ("mixed", mixed_rows), ("scifact", scifact_rows)):
-        batch = batch_of(rows_of(small))
+        batch = batch_of(rows_of(QUICK_BATCH if args.quick else args.batch))
         peer, own = alternate(partial(theirs.step, columns_of(batch)), lambda b=batch: reports.append(ours.step(b)), 1)
         figures.show(**{f"{data}_seconds_theirs": peer, f"{data}_seconds_ours": own, f"{data}_time_ratio": peer / own})
         totals = [totals[0] + peer, totals[1] + own]
     padding = 1 - sum(report.tokens for report in reports) / sum(report.padded_tokens for report in reports)
     figures.show(time_ratio=totals[0] / totals[1], padding_share=padding)
-    measure_kept_graphs(figures, ours, theirs, 8 if args.quick else UNPADDED)
+    if not args.quick:
+        measure_kept_graphs(figures, ours, theirs, unpadded)
     figures.write(args.json)
 
 

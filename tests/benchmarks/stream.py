@@ -1,15 +1,17 @@
 """Benchmark: our reader and our tokenizing beside what else reads and tokenizes text, over the same 100,000 documents.
 
-    python -m tests.benchmarks.stream [--quick] [--json FILE] [--mosaic PYTHON] [--rounds N]
+    python -m tests.benchmarks.stream [--quick] [--json FILE] [--mosaic PYTHON] [--litdata PYTHON] [--rounds N]
 
 Documents are pieces of the real texts in ../shared/data/text, repeated until there are 100,000 of about 300 tokens.
 Readers (tests/benchmarks/stream_readers.py), each an epoch, or 20 seconds of it, in a fresh process, without and with
-two loader workers, N times (3), the best kept: ours (Stream over shards), webdataset (a tar member a document),
-parquet (datasets, streaming), mosaic (mosaicml-streaming, in a virtual environment of its own that --mosaic names or
-that is made in the temporary folder; several GB).
+two loader workers, in turn, N times (3), the best kept: ours (Stream over shards), webdataset (a tar member a
+document), parquet (datasets, streaming), mosaic (mosaicml-streaming) and litdata (an item a document). The last two
+require packages of other versions than ours; each is in a virtual environment of its own that --mosaic and --litdata
+name, or that a full run makes in the temporary folder, several GB each. --quick leaves out what is not named.
 Figures:
-  <reader>_<documents|tokens>_per_second_<workers>, <reader>_memory_mib_<workers>, and <reader>_disk_overhead, which is
-                      bytes on disk for each byte of uint16 ids, less one
+  <reader>_<documents|tokens>_per_second_<workers>, <reader>_memory_mib_<workers>, and <reader>_disk_overhead
+                      (ours_disk_overhead, …), which is bytes on disk for each byte of uint16 ids, less one
+  <reader>_documents_per_cpu_second   in one process; cpu_ratio_to_webdataset, cpu_ratio_to_parquet, …: ours ÷ theirs
   ratio_to_best_peer  ours to the fastest other reader, documents a second, the lesser of both numbers of workers
   seek_seconds_<10|50|90>, seek_seconds_max   open the folder, seek to that percentage of an epoch, get a batch of 256
   cold_seek_seconds_max                       the same where no shard was verified before: their hashes are counted
@@ -17,7 +19,7 @@ Figures:
   prepare_mb_per_second, datasets_map_mb_per_second, prepare_ratio_to_datasets_map   2 processes, one tokenizer; ours
                       from jsonl to finished shards, theirs from a loaded data set to its cached file
   prepare_cpu_ratio_to_datasets_map           the same by CPU seconds, which other work on the machine does not change
---quick: 4,000 documents, to see that the benchmark runs; its figures mean nothing.
+--quick: 16,000 documents, in two turns; three minutes.
 """
 
 from __future__ import annotations
@@ -49,8 +51,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared" / "data"
 FILES = 8
 PROCESSES = 2
-DOCUMENTS = 100_000
+DOCUMENTS, QUICK_DOCUMENTS = 100_000, 16_000
 MEAN_CHARACTERS = 1350
+READERS_SCRIPT = Path(__file__).with_name("stream_readers.py")
+# The packages of readers in virtual environments of their own, and their files.
+APART = {"mosaic": "mosaicml-streaming", "litdata": "litdata"}
+PATTERNS = {"ours": "*.tar", "webdataset": "*.tar", "parquet": "*.parquet", "mosaic": "*.mds", "litdata": "*.bin"}
 
 
 def pieces() -> list[str]:
@@ -140,32 +146,63 @@ def write_peers(source: ShardFolder, scratch: Path) -> None:
     np.savez(scratch / "documents.npz", ids=np.concatenate(documents), ends=ends)
 
 
-def mosaic_python(scratch: Path) -> str | None:
-    folder = scratch / "mosaic-venv"
+def peer_python(reader: str, scratch: Path) -> str | None:
+    """The Python of a new virtual environment with a reader's package; None, and a line of print, if it fails."""
+    folder = scratch / f"{reader}-venv"
     venv.create(folder, with_pip=True)
     python = str(folder / "bin" / "python")
-    command = [python, "-m", "pip", "install", "-q", "mosaicml-streaming"]
+    command = [python, "-m", "pip", "install", "-q", APART[reader]]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        print(f"mosaic is skipped: {' '.join(command)} failed: {result.stderr.strip().splitlines()[-1]}")
+        print(f"{reader} is skipped: {' '.join(command)} failed: {result.stderr.strip().splitlines()[-1]}")
         return None
     return python
 
 
-def read(reader: str, folder: Path, *, workers: int, python: str, rounds: int) -> dict[str, float]:
+def readers_of(scratch: Path, *, quick: bool, named: dict[str, str | None]) -> dict[str, str]:
+    """Which Python runs each reader. Readers whose folders our own environment cannot write write them here."""
+    pythons = dict.fromkeys(("ours", "webdataset", "parquet"), sys.executable)
+    for reader in APART:
+        python = named[reader] or (None if quick else peer_python(reader, scratch))
+        if python is None:
+            continue
+        command = [python, str(READERS_SCRIPT), reader, str(scratch / reader)]
+        subprocess.run([*command, "--write", str(scratch / "documents.npz")], check=True)
+        pythons[reader] = python
+    return pythons
+
+
+def read(reader: str, folder: Path, *, workers: int, python: str) -> dict[str, float]:
     script = ["-m", "tests.benchmarks.stream_readers"] if reader == "ours" else [str(READERS_SCRIPT)]
     command = [python, *script, reader, str(folder), "--workers", str(workers)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    runs = []
-    for _ in range(rounds):
-        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        if result.returncode:
-            sys.exit(f"error: {reader} failed\n{result.stderr}")
-        runs.append(json.loads(result.stdout.splitlines()[-1]))
-    return max(runs, key=lambda run: run["documents_per_second"])
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if result.returncode:
+        sys.exit(f"error: {reader} failed\n{result.stderr}")
+    return json.loads(result.stdout.splitlines()[-1])
 
 
-READERS_SCRIPT = Path(__file__).with_name("stream_readers.py")
+def time_readers(scratch: Path, pythons: dict[str, str], *, rounds: int) -> dict[str, float]:
+    """Each reader's best figures of several rounds, in each of which every reader has its turn."""
+    figures: dict[str, float] = {}
+    ratios = []
+    for workers in (0, 2):
+        runs: dict[str, list[dict[str, float]]] = {reader: [] for reader in pythons}
+        for _ in range(rounds):
+            for reader, python in pythons.items():
+                runs[reader].append(read(reader, scratch / reader, workers=workers, python=python))
+        best = {reader: max(found, key=lambda run: run["documents_per_second"]) for reader, found in runs.items()}
+        for reader, found in best.items():
+            for name in ("documents_per_second", "tokens_per_second", "memory_mib"):
+                figures[f"{reader}_{name}_{workers}"] = found[name]
+        rates = {reader: found["documents_per_second"] for reader, found in best.items()}
+        ratios.append(rates.pop("ours") / max(rates.values()))
+        if not workers:  # the CPU time of workers is not counted
+            rates = {reader: max(run["documents_per_cpu_second"] for run in found) for reader, found in runs.items()}
+            figures |= {f"{reader}_documents_per_cpu_second": rate for reader, rate in rates.items()}
+            own = rates.pop("ours")
+            figures |= {f"cpu_ratio_to_{reader}": own / rate for reader, rate in rates.items()}
+    return {**figures, "ratio_to_best_peer": min(ratios)}
 
 
 def disk_bytes(folder: Path, pattern: str) -> int:
@@ -197,12 +234,12 @@ def verify_rate(folder: Path) -> float:
     return rounds * len(content) / 1e9 / (time.perf_counter() - start)
 
 
-def measure(scratch: Path, *, documents: int, rounds: int, mosaic: str | None) -> dict[str, float]:
+def measure(scratch: Path, *, quick: bool, rounds: int, named: dict[str, str | None]) -> dict[str, float]:
     from transformers import BertTokenizerFast
 
     tokenizer = scratch / "tokenizer"
     BertTokenizerFast(str(SHARED / "vocab" / "bert-base-uncased-vocab.txt")).save_pretrained(tokenizer)
-    paths = write_jsonl(scratch / "texts", documents)
+    paths = write_jsonl(scratch / "texts", QUICK_DOCUMENTS if quick else DOCUMENTS)
     megabytes = sum(path.stat().st_size for path in paths) / 1e6
     figures: dict[str, float] = {}
     shards = scratch / "ours"
@@ -216,23 +253,10 @@ def measure(scratch: Path, *, documents: int, rounds: int, mosaic: str | None) -
     source = ShardFolder(shards)
     figures["documents"], figures["tokens"] = source.num_samples, source.num_tokens
     write_peers(source, scratch)
-    pythons = dict.fromkeys(("ours", "webdataset", "parquet"), sys.executable)
-    patterns = {"ours": "*.tar", "webdataset": "*.tar", "parquet": "*.parquet", "mosaic": "*.mds"}
-    if (python := mosaic or mosaic_python(scratch)) is not None:
-        command = [python, str(READERS_SCRIPT), "write-mosaic", str(scratch / "mosaic")]
-        subprocess.run([*command, "--source", str(scratch / "documents.npz")], check=True)
-        pythons["mosaic"] = python
-    ratios = []
-    for workers in (0, 2):
-        for reader, python in pythons.items():
-            found = read(reader, scratch / reader, workers=workers, python=python, rounds=rounds)
-            for name in ("documents_per_second", "tokens_per_second", "memory_mib"):
-                figures[f"{reader}_{name}_{workers}"] = found[name]
-        rates = {reader: figures[f"{reader}_documents_per_second_{workers}"] for reader in pythons}
-        ratios.append(rates.pop("ours") / max(rates.values()))
-    figures["ratio_to_best_peer"] = min(ratios)
+    pythons = readers_of(scratch, quick=quick, named=named)
+    figures |= time_readers(scratch, pythons, rounds=rounds)
     for reader in pythons:
-        size = disk_bytes(scratch / reader, patterns[reader])
+        size = disk_bytes(scratch / reader, PATTERNS[reader])
         figures[f"{reader}_disk_overhead"] = size / (2 * source.num_tokens) - 1
     return {**figures, **time_seeks(shards, scratch), "verify_gb_per_second": verify_rate(shards)}
 
@@ -242,6 +266,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--mosaic", metavar="PYTHON", help="of an environment that has mosaicml-streaming")
+    parser.add_argument("--litdata", metavar="PYTHON", help="of an environment that has litdata")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     if not SHARED.is_dir():
@@ -249,9 +274,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         figures = measure(
             Path(scratch),
-            documents=4000 if args.quick else DOCUMENTS,
-            rounds=1 if args.quick else args.rounds,
-            mosaic=args.mosaic,
+            quick=args.quick,
+            rounds=2 if args.quick else args.rounds,
+            named={"mosaic": args.mosaic, "litdata": args.litdata},
         )
     for name, value in figures.items():
         print(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")

@@ -5,7 +5,7 @@
 Every reader hands (ids uint16 [tokens], lengths [documents]) of 256 documents to this process, batched where the
 documents are read, for an epoch or 20 seconds, whichever ends first. Prints one JSON line. The clock starts at the
 first batch, so that starting workers is not counted.
-A script by itself, because mosaicml-streaming lives in a virtual environment that has nothing of ours.
+A script by itself, because mosaicml-streaming and litdata live in virtual environments that have nothing of ours.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 
 BATCH = 256
 SECONDS = 20.0
+PROCESSES = 2  # that write
 BUFFER = 1000  # documents in the shuffle buffers of those who need one
 Flat = tuple[np.ndarray, np.ndarray]
 
@@ -84,7 +85,17 @@ def mosaic(folder: Path, workers: int) -> Iterable[Flat]:
     return DataLoader(dataset, batch_size=BATCH, num_workers=workers, collate_fn=flat_rows)
 
 
-READERS = {"ours": ours, "webdataset": web_dataset, "parquet": parquet, "mosaic": mosaic}
+def lit_data(folder: Path, workers: int) -> Iterable[Flat]:
+    from litdata import StreamingDataLoader, StreamingDataset
+
+    # The defaults shuffle blocks of 256 neighbours. Shuffling a whole chunk, as here, is slow unless the chunk is also
+    # decoded as a whole; then it is no slower than the defaults.
+    shuffle = {"shuffle": True, "seed": 1, "item_shuffle_window": "full", "batch_decode": "all"}
+    dataset = StreamingDataset(str(folder), **shuffle)
+    return StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers, collate_fn=flat)
+
+
+READERS = {"ours": ours, "webdataset": web_dataset, "parquet": parquet, "mosaic": mosaic, "litdata": lit_data}
 
 
 def write_mosaic(source: Path, folder: Path) -> None:
@@ -94,6 +105,25 @@ def write_mosaic(source: Path, folder: Path) -> None:
     with np.load(source) as content, MDSWriter(out=str(folder), columns={"ids": "ndarray:uint16"}) as writer:
         for ids in np.split(content["ids"], content["ends"][:-1]):
             writer.write({"ids": ids})
+
+
+def write_litdata(source: Path, folder: Path) -> None:
+    """Chunks of 64 MB from documents.npz, an item a document: bare uint16 ids."""
+    from litdata import optimize
+
+    shares = [(str(source), number, PROCESSES) for number in range(PROCESSES)]
+    options = {"num_workers": PROCESSES, "keep_data_ordered": False, "verbose": False}
+    optimize(documents_of_share, shares, str(folder), chunk_bytes="64MB", **options)
+
+
+def documents_of_share(share: tuple[str, int, int]) -> Iterator[np.ndarray]:
+    """A part of documents.npz. A share is its path, the number of the part, and how many parts there are."""
+    path, number, parts = share
+    with np.load(path) as content:
+        yield from np.split(content["ids"], content["ends"][:-1])[number::parts]
+
+
+WRITERS = {"mosaic": write_mosaic, "litdata": write_litdata}
 
 
 def private_bytes(process: int | str) -> int:
@@ -110,7 +140,7 @@ def measured(batches: Iterator[Flat]) -> dict[str, float]:
     documents = tokens = 0
     before = private_bytes("self")
     next(batches)
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     memory = 0
     for count, (ids, lengths) in enumerate(batches):
         documents += len(lengths)
@@ -118,26 +148,28 @@ def measured(batches: Iterator[Flat]) -> dict[str, float]:
         if time.perf_counter() - start > SECONDS:
             break
         if count % 32 == 31:
-            paused = time.perf_counter()
+            paused, cpu_paused = time.perf_counter(), time.process_time()
             memory = max(memory, private_bytes("self") - before + sum(map(private_bytes, children())))
             start += time.perf_counter() - paused
-    seconds = time.perf_counter() - start
+            cpu_start += time.process_time() - cpu_paused
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     return {
         "documents_per_second": documents / seconds,
         "tokens_per_second": tokens / seconds,
+        "documents_per_cpu_second": documents / cpu_seconds,
         "memory_mib": memory / 2**20,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("reader", choices=[*READERS, "write-mosaic"])
+    parser.add_argument("reader", choices=READERS)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--source", type=Path)
+    parser.add_argument("--write", type=Path, metavar="NPZ", help="write the reader's folder from these documents")
     args = parser.parse_args()
-    if args.reader == "write-mosaic":
-        write_mosaic(args.source, args.folder)
+    if args.write:
+        WRITERS[args.reader](args.write, args.folder)
         return
     sys.stdout.write(json.dumps(measured(iter(READERS[args.reader](args.folder, args.workers)))) + "\n")
 
