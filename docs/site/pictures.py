@@ -216,7 +216,20 @@ def smae(theme: Mapping[str, str]) -> Canvas:
     canvas.arrow((510, 90), (535, 90), (535, 120), (558, 120))
     canvas.arrow((510, 90), (535, 90), (535, 164), (558, 164))
     canvas.text(615, 48, "states of each size", size=12, colour="quiet")
-    canvas.box(720, 60, 160, 120, "loss", ["fused MLM head", "one for all sizes: size d", "takes its first d columns;", "masked tokens of the", "encoder"])
+    canvas.box(
+        720,
+        60,
+        160,
+        120,
+        "loss",
+        [
+            "fused MLM head",
+            "one for all sizes: size d",
+            "takes its first d columns;",
+            "masked tokens of the",
+            "encoder",
+        ],
+    )
     for y in (76, 120, 164):
         canvas.arrow((670, y), (718, y))
     canvas.box(380, 250, 290, 60, "model", ["decoder, one layer", "one pass for all sizes together"])
@@ -228,7 +241,7 @@ def smae(theme: Mapping[str, str]) -> Canvas:
     canvas.arrow((670, 280), (718, 280))
     for number, line in enumerate(
         [
-            "The decoder sees too little of the text to restore it alone, so the one vector of each size must carry it.",
+            "The decoder sees too little of the text to restore it alone, so each size's one vector must carry it.",
             "The loss is the mean over sizes of both losses. The logits of all tokens are never in memory together.",
         ]
     ):
