@@ -178,7 +178,9 @@ def test_a_page_has_blocks_that_are_understood_and_a_measured_time(name: str) ->
     assert any(block.language == "sh" for block in tutorial.blocks)
     if name != "index":
         assert tutorial.needs and set(tutorial.needs) < set(NAMES)
-        assert re.search(r"^(Measured: \d+ CPU seconds.* \d{4}-\d\d-\d\d|Not measured yet)", tutorial.page, re.MULTILINE)
+        assert re.search(
+            r"^(Measured: \d+ CPU seconds.* \d{4}-\d\d-\d\d|Not measured yet)", tutorial.page, re.MULTILINE
+        )
 
 
 def test_what_is_read_from_a_page(tmp_path: Path) -> None:

@@ -83,6 +83,11 @@ class Canvas:
             f'fill="{self.theme[colour]}"{weight}>{escape(text)}</text>'
         )
 
+    def notes(self, y: float, *lines: str) -> None:
+        """Lines below the drawing, from the left."""
+        for number, line in enumerate(lines):
+            self.text(20, y + 20 * number, line, size=12, colour="quiet", anchor="start")
+
     def box(self, x: float, y: float, width: float, height: float, fill: str, lines: Sequence[str]) -> None:
         """A rectangle with centred lines; the first one is bold, and the others are small."""
         self.rectangle(x, y, width, height, fill)
@@ -185,19 +190,15 @@ def training_loop(theme: Mapping[str, str]) -> Canvas:
     canvas.arrow((210, middle), (172, middle))
     canvas.arrow((285, bottom), (285, top + height + 2), dashed=True)
     canvas.text(275, (top + height + bottom) / 2 + 4, "the next step", size=11, colour="quiet", anchor="end")
-    canvas.text(
-        20,
+    canvas.notes(
         302,
         "The loop knows no loss, model or data. Which samples a step has follows from the seed and the step alone.",
-        size=12,
-        colour="quiet",
-        anchor="start",
     )
     return canvas
 
 
 def smae(theme: Mapping[str, str]) -> Canvas:
-    """Masked pre-training: two masks, one encoder, a head for each size, one decoder, one MLM head."""
+    """Masked pre-training: two masks, one encoder, the states of each size, one decoder, and one MLM head."""
     canvas = Canvas(900, 400, "SMAE: masked pre-training at every size", theme)
     canvas.text(20, 28, "SMAE: masked pre-training at every size", size=16, bold=True, anchor="start")
     canvas.box(20, 150, 120, 60, "data", ["a text", "of the stream"])
@@ -239,13 +240,11 @@ def smae(theme: Mapping[str, str]) -> Canvas:
     canvas.text(607, 229, "stands at position 0", size=11, colour="quiet", anchor="end")
     canvas.box(720, 250, 160, 60, "loss", ["MLM head", "the same; masked", "tokens of the decoder"])
     canvas.arrow((670, 280), (718, 280))
-    for number, line in enumerate(
-        [
-            "The decoder sees too little of the text to restore it alone, so each size's one vector must carry it.",
-            "The loss is the mean over sizes of both losses. The logits of all tokens are never in memory together.",
-        ]
-    ):
-        canvas.text(20, 352 + 20 * number, line, size=12, colour="quiet", anchor="start")
+    canvas.notes(
+        352,
+        "The decoder sees too little of the text to restore it alone, so each size's one vector must carry it.",
+        "The loss is the mean over sizes of both losses. The logits of all tokens are never in memory together.",
+    )
     return canvas
 
 
