@@ -81,7 +81,9 @@ def pretrained(runs: Path, shown: dict[str, list[float]]) -> None:
     scratch, after = ndcg(runs / "scores/srl_from_scratch"), ndcg(runs / "scores/srl_after_smae")
     untrained = ndcg(runs / "scores/srl_from_scratch", "untrained")
     for size in TINY_SIZES:
-        assert losses[-1][f"encoder/{size}"] < losses[0][f"encoder/{size}"]
+        of_size = [row[f"encoder/{size}"] for row in losses]
+        half = len(of_size) // 2
+        assert sum(of_size[half:]) / len(of_size[half:]) < sum(of_size[:half]) / half - 0.05
         assert shown[size] == pytest.approx([untrained[size], scratch[size], after[size]], abs=TOLERANCE)
     assert scratch[TINY_SIZES[-1]] > 1.2 * untrained[TINY_SIZES[-1]]
 
