@@ -101,6 +101,7 @@ def submitted(runs: Path, shown: dict[str, list[float]]) -> None:
     here, there = ({row["step"]: row["loss"] for row in steps_of(runs / run)} for run in ("smae", "slurm"))
     assert here == pytest.approx(there, abs=1e-3) and len(set(here.values())) > 10
     assert json.loads((runs / "slurm/environment.json").read_text())["world_size"] == 2
+    assert shown and all(shown[step] == pytest.approx([here[int(step)]] * 2, abs=TOLERANCE) for step in shown)
 
 
 # What a page promises, beside the files that it names.
