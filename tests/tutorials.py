@@ -28,7 +28,7 @@ CHECKOUT = ("data", "ds_configs", "launch", "models", "trainer")
 _BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 _NEEDS = re.compile(r"^You need (?:.+\n)+", re.MULTILINE)
 _OTHER_PAGE = re.compile(r"\]\((?P<name>\w+)\.md(?:#[\w-]+)?\)")
-_OUTPUT = re.compile(r"\bruns/tutorials/[\w./-]*\w")
+_OUTPUT = re.compile(r"\bruns/tutorials/[\w./-]*\w(?![\w./-]*\*)")  # a pattern with * is no name
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
