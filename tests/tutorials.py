@@ -30,6 +30,7 @@ _NEEDS = re.compile(r"^You need (?:.+\n)+", re.MULTILINE)
 _OTHER_PAGE = re.compile(r"\]\((?P<name>\w+)\.md(?:#[\w-]+)?\)")
 _OUTPUT = re.compile(r"\bruns/tutorials/[\w./-]*\w(?![\w./-]*\*)")  # a pattern with * is no name
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_LONGEST_SECONDS = 1800.0  # of a page on a busy machine; the pages take one to three minutes of CPU time
 
 
 @dataclass(frozen=True)
@@ -121,5 +122,7 @@ class Workplace:
         for other in tutorial.needs:
             self.run(other)
         script = tutorial.script(self.scripts)
-        run_process(["bash", "-c", script], cwd=self.checkout, environment=environment)
+        run_process(
+            ["bash", "-c", script], cwd=self.checkout, environment=environment, timeout_seconds=_LONGEST_SECONDS
+        )
         self._done.add(name)
