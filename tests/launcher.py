@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests import ROOT
@@ -48,12 +48,21 @@ def launch(
 
 
 def run_process(
-    command: Sequence[str], *, timeout_seconds: float = 900.0, expect: int | None = 0
+    command: Sequence[str],
+    *,
+    timeout_seconds: float = 900.0,
+    expect: int | None = 0,
+    cwd: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end in a session of its own; a timeout ends all of it.
+
+    environment: variables in addition to those of `environment_of_ranks`.
+    """
     process = subprocess.Popen(
         command,
-        cwd=ROOT,
-        env=environment_of_ranks(),
+        cwd=cwd,
+        env={**environment_of_ranks(), **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

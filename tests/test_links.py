@@ -16,6 +16,7 @@ from tests import ROOT
 
 # [text](target), ![text](target "title"); a text has no bracket of its own, except around an image.
 _LINK = re.compile(r"\]\(\s*<?([^()\s>]*(?:\([^()\s]*\)[^()\s>]*)*)>?(?:\s+\"[^\"]*\")?\s*\)")
+_SOURCE = re.compile(r'<(?:img|source)\b[^>]*?\b(?:src|srcset)="([^"]+)"')
 _DEFINITION = re.compile(r"^\[[^\]]+\]:\s+(\S+)", re.MULTILINE)
 _ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 _HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$")
@@ -77,7 +78,7 @@ def broken(folder: Path) -> Iterator[str]:
         text = page.read_text("utf-8")
         name = page.relative_to(folder)
         prose = without_code(text)
-        for target in (*_LINK.findall(prose), *_DEFINITION.findall(prose)):
+        for target in (*_LINK.findall(prose), *_DEFINITION.findall(prose), *_SOURCE.findall(prose)):
             if not _ELSEWHERE.match(target) and (wrong := _wrong_link(page, target)):
                 yield f"{name}: ({target}) {wrong}"
         if name.parts[0] == "records":
@@ -121,6 +122,9 @@ def test_every_reference_leads_somewhere() -> None:
         ("```\n[code](missing.md)\n```", []),
         ("`trainer/there.py`", []),
         ('docs/other.md, "Two words"', []),
+        ('<img alt="a picture" src="figures/there.png">', []),
+        ('<img alt="no picture" src="figures/missing.png">', ["(figures/missing.png) leads to no file"]),
+        ('<source srcset="figures/missing.png">', ["(figures/missing.png) leads to no file"]),
         ("[nowhere](missing.md)", ["(missing.md) leads to no file"]),
         ("[nowhere][1]\n\n[1]: missing.md", ["(missing.md) leads to no file"]),
         ("![no picture](figures/missing.png)", ["(figures/missing.png) leads to no file"]),

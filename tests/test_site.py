@@ -33,6 +33,21 @@ def test_lists_are_lists_in_python_markdown_too(page: str, for_python: str) -> N
     assert hooks.as_python_markdown(page, place="docs/page.md", pages=PAGES) == for_python
 
 
+def test_a_picture_follows_the_palette_of_the_site() -> None:
+    page = """<picture>
+  <source media="(prefers-color-scheme: dark)" srcset="figures/a_dark.svg">
+  <img alt="What it shows" src="figures/a_light.svg">
+</picture>
+"""
+    pages = {"figures/a_light.svg", "figures/a_dark.svg"}
+    shown = hooks.as_python_markdown(page, place="docs/page.md", pages=pages)
+    light, dark = (f"![What it shows](figures/a_{form}.svg#only-{form})" for form in ("light", "dark"))
+    assert shown == f"{light} {dark}\n"
+    # A picture of another form is left as it is; then every reader sees the light one.
+    other = page.replace("<img", "<img width='3'")
+    assert hooks.as_python_markdown(other, place="docs/page.md", pages=pages) == other
+
+
 @pytest.mark.parametrize(
     ("place", "line", "shown"),
     [

@@ -1,7 +1,8 @@
 """What mkdocs needs beside mkdocs.yml: pages from outside docs/, links between pages, and GitHub's Markdown.
 
 Pages are written for GitHub and for a text editor, and mention other pages as docs/NAME.md. In the site such a mention
-is a link.
+is a link. A `<picture>`, by which GitHub follows the reader's system, becomes two images, one for each palette of the
+site, of which the reader chooses.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ _PARTS = re.compile(
     r"(?P<before>!?\[[^\]]*\]\()(?P<target>[^)\s]+)(?P<after>[^)]*\))"
     r"|`(?P<code>[^`]+)`"
     r"|(?<![\w/.-])(?P<mention>docs/[\w/.-]+\.md|CONTRIBUTING\.md|SECURITY\.md|CHANGELOG\.md)\b"
+)
+# An element over four lines: a source for the dark scheme, and the light image with its text.
+_PICTURE = re.compile(
+    r'<picture>\n\s*<source media="\(prefers-color-scheme: dark\)" srcset="(?P<dark>[^"]+)">\n'
+    r'\s*<img alt="(?P<alt>[^"]+)" src="(?P<light>[^"]+)">\n</picture>'
 )
 _ELSEWHERE = re.compile(r"(?:[a-z][a-z0-9+.-]*:)?//|mailto:", re.IGNORECASE)
 _REMOTE_IN_CSS = re.compile(r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^)\"']+)")
@@ -66,7 +72,7 @@ def as_python_markdown(text: str, *, place: str, pages: Set[str]) -> str:
     """
     lines: list[str] = []
     fence, in_list = "", False
-    for line in text.splitlines():
+    for line in _PICTURE.sub(_by_palette, text).splitlines():
         mark = _FENCE.match(line)
         if mark or fence:
             lines.append(line)
@@ -81,6 +87,10 @@ def as_python_markdown(text: str, *, place: str, pages: Set[str]) -> str:
             line = "    " + line.lstrip()
         lines.append(line if line.startswith("#") else linked(line, place=place, pages=pages))
     return "\n".join(lines) + "\n"
+
+
+def _by_palette(picture: re.Match[str]) -> str:
+    return " ".join(f"![{picture['alt']}]({picture[form]}#only-{form})" for form in ("light", "dark"))
 
 
 def linked(line: str, *, place: str, pages: Set[str]) -> str:
