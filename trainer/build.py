@@ -444,7 +444,7 @@ def _check_static(recipe: Recipe) -> None:
         )
     if recipe.optim.name == "muon":
         raise ConfigError(
-            'optim.name = "muon" is for the matrices between hidden states, and a static encoder is a table; use "adamw"'
+            'optim.name = "muon" is for matrices between hidden states, and a static encoder is a table; use "adamw"'
         )
     for key, value in (
         ("model.lora_rank", chosen.lora_rank),

@@ -1,9 +1,9 @@
 """Checkpoints that are whole or absent.
 
 A checkpoint is a folder with one safetensors file for each rank, and a manifest. A file holds its rank's fragments:
-ranges of the flattened elements of float32 parameters and of the optimizer's state, each named `kind/start/parameter`. So any
-number of ranks at any ZeRO stage and precision can read a checkpoint, and each rank reads only the ranges that it
-needs. The manifest holds the rest, a few global numbers: random draws are derived from (seed, step, rank) and (seed,
+ranges of the flattened elements of float32 parameters and of the optimizer's state, each named `kind/start/parameter`.
+So any number of ranks at any ZeRO stage and precision can read a checkpoint, and each rank reads only the ranges that
+it needs. The manifest holds the rest, a few global numbers: random draws are derived from (seed, step, rank) and (seed,
 epoch, sample), so no generator is stored. Nothing is pickled, so a checkpoint cannot run code when it is read.
 
 Whole or absent: all ranks write into `tmp-step_N` and fsync. Each rank reports the size and sha256 of its file, or what

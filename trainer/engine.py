@@ -160,7 +160,7 @@ def _check_muon(path: str, ds_config: Mapping[str, Any]) -> None:
     """Refuse engines under which DeepSpeed's Muon takes another step than Muon's (docs/recipe.md has the sizes)."""
     if zero_stage(ds_config) == 2 and has_bf16_weights(ds_config):
         raise ConfigError(
-            f'optim.name = "muon" does not go with {path}, whose stage 2 keeps Muon\'s momentum in bf16; use stage 1 or 3'
+            f'optim.name = "muon" does not go with {path}, whose stage 2 keeps the momentum in bf16; use stage 1 or 3'
         )
     if ds_config.get("zero_optimization", {}).get("offload_optimizer"):
         raise ConfigError(
@@ -400,8 +400,11 @@ class Engine:
 
     def learning_rates(self, lr: float) -> dict[str, float]:
         """The rates of a step by their names in metrics.jsonl. lr: AdamW's."""
-        of_muon = {"muon_lr": lr * group["rate"] for group in self.optimizer.param_groups if group.get("use_muon")}
-        return {"lr": lr, **of_muon}
+        rates = {"lr": lr}
+        for group in self.optimizer.param_groups:
+            if group.get("use_muon"):
+                rates["muon_lr"] = lr * group["rate"]
+        return rates
 
     def step(self, lr: float, *, skip: bool = False) -> float:
         """One optimizer step. Returns the gradient's norm before clipping; with Muon, see docs/metrics.md.

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from data.ground.records import parse_json
 from trainer.costs.flops import peak_flops
 from trainer.distributed import World, gather_objects, sum_over_ranks
 from trainer.monitoring.dashboard import Dashboard
-from trainer.monitoring.names import EVALUATION, FAULT, SAVED
+from trainer.monitoring.names import EVALUATION, FAULT, RATES, SAVED
 from trainer.objectives.backward import StepReport
 from trainer.resilience.anomalies import Fault
 

@@ -23,8 +23,8 @@ STEP: Mapping[str, str] = {
     "loss": "The loss that is trained, over the global batch and all sizes together.",
     "lr": "The learning rate of the last step; AdamW's, where there are two.",
     "muon_lr": 'Muon\'s learning rate of the last step; only with `optim.name = "muon"`.',
-    "grad_norm": "The gradient's norm before clipping, in the last step; absent if it is not finite. With Muon, from ZeRO "
-    "stage 1 on except in bf16 at stage 1, the steps that Muon has made orthogonal are in it in place of their gradients.",
+    "grad_norm": "The gradient's norm before clipping, in the last step; absent if it is not finite. With Muon, "
+    "from ZeRO stage 1 on except in bf16 at stage 1, Muon's orthogonal steps are in it in place of their gradients.",
     "tokens_per_second": "Tokens of all ranks a second, without padding.",
     "mfu": "Model FLOPs utilisation, from 0 to 1 (trainer/costs/flops.py).",
     "padding_share": "The share of padding in the tokens that were computed.",
