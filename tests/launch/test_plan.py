@@ -319,8 +319,10 @@ def launched(
     cases = []
     # Stage 3 comes last: it changes F.linear for its process.
     for config in sorted(CONFIGS, key=lambda each: CONFIGS[each]):
-        for name in shards:
-            values = wider_values(shards[name], name) | {"engine": {"ds_config": f"ds_configs/{config}.json"}}
+        for name in (*shards, "muon"):
+            values = wider_values(shards.get(name, document_shards), name.replace("muon", "masked"))
+            values |= {"engine": {"ds_config": f"ds_configs/{config}.json"}}
+            values |= {"optim": {"name": "muon"}} if name == "muon" else {}
             if f"{name}-{config}" in wanted:
                 cases.append({"name": f"{name}-{config}", "values": values, "steps": 2})
     (folder / "cases.json").write_text(json.dumps(cases))
@@ -403,6 +405,19 @@ def test_bytes_held_are_as_counted(name: str, config: str, counted_bytes: dict[s
     held = min(case["held"])
     print(f"{name} {config}: held {held / 1e6:.1f} MB, ÷ predicted {held / expected:.3f}")
     assert 0.95 < held / expected < 1.05
+
+
+@pytest.mark.parametrize("config", ["zero0", "zero1", "zero3"])
+@pytest.mark.needs("muon-{config}")
+def test_bytes_held_with_muon_are_as_counted(config: str, counted_bytes: dict[str, Any]) -> None:
+    case = counted_bytes[f"muon-{config}"]
+    planned, stage = planned_model(recipe_of(case["values"]), 2000), CONFIGS[config]
+    held, expected = min(case["held"]), scaling.resting_bytes(planned, stage, 2)
+    print(f"muon {config}: held {held / 1e6:.1f} MB, ÷ predicted {held / expected:.3f}")
+    assert 0.95 < held / expected < 1.05
+    # Negative control: with AdamW's two moments.
+    adamw = scaling.resting_bytes(dataclasses.replace(planned, by_muon=0.0), stage, 2)
+    assert stage == 3 or held / adamw < 0.95
 
 
 def predictions(*arguments: str) -> list[dict[str, Any]]:
