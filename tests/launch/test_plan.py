@@ -37,6 +37,7 @@ from trainer.costs.parameters import embedding_parameters, encoder_parameters
 from trainer.costs.shapes import Shape
 from trainer.distributed import World
 from trainer.objectives.backward import counting_saved
+from trainer.optim import hidden_matrices
 from trainer.replay import PlainEngine
 
 RECIPE = "launch/recipes/smae_bert_base_fineweb.toml"
@@ -211,6 +212,23 @@ def test_parameters_are_those_of_the_model(
     assert model.parameters == model.trained == sum(parameters)
     assert model.divided == sum(count for count in parameters if count > scaling.PERSISTENT_ELEMENTS)
     assert 0 < model.divided < model.parameters
+    assert model.by_muon == 0.0
+
+
+@pytest.mark.parametrize("name", ["masked", "contrastive"])
+def test_muons_matrices_are_those_of_the_trainer(name: str, document_shards: Path, tuple_shards: Path) -> None:
+    shards = document_shards if name == "masked" else tuple_shards
+    recipe = recipe_of(wider_values(shards, name) | {"optim": {"name": "muon"}})
+    sources = build.open_shards(recipe)
+    matrices = hidden_matrices(build.build_model(recipe, sources).module)
+    model = planned_model(recipe, sources[0].vocabulary.size)
+    assert model.by_muon == sum(each.numel() for each in matrices) > 0
+    assert scaling.stages_for(recipe) == (0, 1, 3)
+    # Between steps a matrix is one float32 value an element smaller than with AdamW.
+    adamw = dataclasses.replace(model, by_muon=0.0)
+    for stage, ranks in ((0, 2), (1, 2), (3, 2)):
+        spared = scaling.resting_bytes(adamw, stage, ranks) - scaling.resting_bytes(model, stage, ranks)
+        assert spared == 4 * model.by_muon / (ranks if stage else 1)
 
 
 def test_where_heads_alone_train_no_other_parameter_does(wider_heads: Path, tuple_shards: Path) -> None:
