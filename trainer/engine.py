@@ -157,7 +157,7 @@ def checked_ds_config(recipe: Recipe) -> dict[str, Any]:
 
 
 def _check_muon(path: str, ds_config: Mapping[str, Any]) -> None:
-    """Refuse engines under which DeepSpeed's Muon takes another step than Muon's (docs/objectives.md has the figures)."""
+    """Refuse engines under which DeepSpeed's Muon takes another step, or none (docs/objectives.md has the figures)."""
     if zero_stage(ds_config) == 2 and has_bf16_weights(ds_config):
         raise ConfigError(
             f'optim.name = "muon" does not go with {path}, whose stage 2 keeps the momentum in bf16; use stage 1 or 3'
