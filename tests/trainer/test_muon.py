@@ -54,7 +54,8 @@ def launched(
     request: pytest.FixtureRequest, launcher: None, recipes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Results:
     """The steps of the needed of TASK-DS_CONFIG-RANKS."""
-    folder, found, wanted = tmp_path_factory.mktemp("muon"), {}, needed(request)
+    found: Results = {}
+    folder, wanted = tmp_path_factory.mktemp("muon"), needed(request)
     # Stage 3 comes last: it changes F.linear for its process.
     configs = [float32_ds_config(folder, stage) for stage in STAGES[:3]]
     configs += [ROOT / f"ds_configs/{name}.json" for name in SHIPPED[:2]]
