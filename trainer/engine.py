@@ -158,9 +158,14 @@ def checked_ds_config(recipe: Recipe) -> dict[str, Any]:
 
 def _check_muon(path: str, ds_config: Mapping[str, Any]) -> None:
     """Refuse engines under which DeepSpeed's Muon takes another step, or none (docs/objectives.md has the figures)."""
-    if zero_stage(ds_config) == 2 and has_bf16_weights(ds_config):
+    sent, summed = ds_config.get("communication_data_type"), ds_config.get("data_types", {}).get("grad_accum_dtype")
+    is_float32 = sent in (None, "fp32")
+    if has_bf16_weights(ds_config):
+        is_float32 = zero_stage(ds_config) != 2 and sent == summed == "fp32"
+    if not is_float32:
         raise ConfigError(
-            f'optim.name = "muon" does not go with {path}, whose stage 2 keeps the momentum in bf16; use stage 1 or 3'
+            f'optim.name = "muon" does not go with {path}, under which DeepSpeed keeps the momentum in bf16; use '
+            "ds_configs/zero1.json or zero3.json"
         )
     if ds_config.get("zero_optimization", {}).get("offload_optimizer"):
         raise ConfigError(

@@ -203,7 +203,10 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"engine": {"ds_config": "ds_configs/zero2.json"}}, "zero2.json, whose stage 2 keeps the momentum in bf16"),
+        (
+            {"engine": {"ds_config": "ds_configs/zero2.json"}},
+            "zero2.json, under which DeepSpeed keeps the momentum in bf16",
+        ),
         ({"engine": {"ds_config": "ds_configs/zero3_offload.json"}}, "zero3_offload.json, which offloads"),
         ({"model": {"source": "some/encoder", "config": {}, "lora_rank": 4}}, "model.lora_rank = 4"),
     ],

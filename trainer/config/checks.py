@@ -79,7 +79,6 @@ def check(recipe: Recipe) -> None:
     _check_guide(recipe)
     _check_teacher(recipe)
     _check_trained_part(recipe)
-    _check_muon(recipe)
 
 
 def _check_size_weights(recipe: Recipe) -> None:
@@ -178,10 +177,6 @@ def _check_trained_part(recipe: Recipe) -> None:
             f"model.frozen_layers = {model.frozen_layers} freezes all of the {deepest} layers that are trained; "
             f"use at most {deepest - 1}"
         )
-
-
-def _check_muon(recipe: Recipe) -> None:
-    """Muon needs whole matrices. What else it needs depends on the model (trainer/build.py) and on DeepSpeed."""
     if recipe.optim.name == "muon" and recipe.adapter_rank:
         raise ConfigError(
             f'optim.name = "muon" does not go with model.lora_rank = {recipe.adapter_rank}: what is to be orthogonal '
