@@ -143,8 +143,6 @@ def checked_ds_config(recipe: Recipe) -> dict[str, Any]:
             f"train.compile = true does not go with {path}, whose stage 3 fetches weights layer by layer; use a stage "
             "up to 2, or train.compile = false"
         )
-    if recipe.optim.name == "muon":
-        _check_muon(path, ds_config)
     with refused_by("DeepSpeed", f"engine.ds_config {path}", hint="fix that setting", kind=ConfigError):
         values = _Asked(full_ds_config(recipe, ds_config))
         DeepSpeedConfig(values)
@@ -153,6 +151,8 @@ def checked_ds_config(recipe: Recipe) -> dict[str, Any]:
             f"engine.ds_config {path} sets {unknown[0]!r}, which this DeepSpeed does not know; remove it, or fix its "
             "name"
         )
+    if recipe.optim.name == "muon":
+        _check_muon(path, ds_config)
     return ds_config
 
 
