@@ -169,8 +169,8 @@ def _check_muon(path: str, ds_config: Mapping[str, Any]) -> None:
         )
     if ds_config.get("zero_optimization", {}).get("offload_optimizer"):
         raise ConfigError(
-            f'optim.name = "muon" does not go with {path}, which offloads the optimizer; use a configuration that does '
-            "not, or adamw"
+            f'optim.name = "muon" does not go with {path}, which offloads the optimizer: that has not been tried '
+            "with a GPU; use a configuration that does not offload, or adamw"
         )
 
 
