@@ -22,7 +22,6 @@ from data.ground.errors import ConfigError
 from launch.scaling import (
     GPUS,
     INTERCONNECTS,
-    STAGES,
     Assumptions,
     Cluster,
     FrozenGuide,
@@ -32,6 +31,7 @@ from launch.scaling import (
     Prediction,
     best_of_stage,
     recommended,
+    stages_for,
 )
 from launch.sources import config_of, frame_length
 from trainer.config.load import load_recipe, read_json_object
@@ -107,7 +107,9 @@ def plan(
             batch = here.train.global_batch_size
             rows.append(Row(count, (), None, f"train.global_batch_size = {batch} is below {cluster.ranks} GPUs"))
             continue
-        best = [best_of_stage(here, model, cluster, stage=s, lengths=lengths, assumed=assumed) for s in STAGES]
+        best = [
+            best_of_stage(here, model, cluster, stage=s, lengths=lengths, assumed=assumed) for s in stages_for(recipe)
+        ]
         chosen = recommended(best)
         refused = "" if chosen else "no stage fits in the GPU's memory"
         rows.append(Row(count, tuple(best), chosen, refused))

@@ -22,7 +22,7 @@ from trainer.config.schema import Recipe
 from trainer.costs.counts import Texts
 from trainer.costs.layers import kernels, wide_gradients
 from trainer.costs.objective_costs import ObjectiveCosts, costs_of, with_kept_graphs
-from trainer.costs.parameters import embedding_parameters, encoder_parameters, stem_parameters
+from trainer.costs.parameters import embedding_parameters, encoder_parameters, layer_matrices, stem_parameters
 from trainer.costs.shapes import Shape
 
 STAGES = (0, 1, 2, 3)
@@ -96,7 +96,8 @@ class Cluster:
 class Stage:
     """What a ZeRO stage keeps and sends, in bytes a parameter, as the shipped ds_configs set it up.
 
-    Adam's moments in float32 are 8 bytes a parameter, the float32 master 4, a float32 gradient 4.
+    Adam's moments in float32 are 8 bytes a parameter, the float32 master 4, a float32 gradient 4. Muon's momentum is 4
+    (`MUON_SPARES`).
     """
 
     weights: float  # on every rank; at stage 3 while they are gathered, which is all of a micro-batch
@@ -116,6 +117,7 @@ STAGE_CONFIGS = {
     2: Stage(2, 0, 4 + 12, (0, 12), 4, True, 2, 4),
     3: Stage(2, 0, 2 + 4 + 12, (0, 4 + 12), 4, True, 2, 4),
 }
+MUON_SPARES = 4  # bytes of a parameter that is Muon's, where Adam's would keep a second moment
 ZERO1_FLOAT32 = Stage(4, 4, 4 + 12, (0, 12), 4, False, 4, 4)
 
 BUCKET_ELEMENTS = 50_000_000  # reduce_bucket_size of the shipped ds_configs; a BERT's table fits
@@ -158,6 +160,7 @@ class Model:
     trained: float
     divided: float
     whole: float  # of those that train
+    by_muon: float = 0.0  # of those that train
     guide: FrozenGuide | None = None
 
     @classmethod
@@ -181,8 +184,19 @@ class Model:
             trained=sum(trained),
             divided=sum(size for size in sizes if size > PERSISTENT_ELEMENTS),
             whole=sum(size for size in trained if size <= PERSISTENT_ELEMENTS),
+            by_muon=sum(_matrices(recipe, shape)) if recipe.optim.name == "muon" else 0.0,
             guide=guide,
         )
+
+
+def _matrices(recipe: Recipe, shape: Shape) -> list[int]:
+    """Elements of the trained matrices that take hidden states to hidden states."""
+    costs = costs_of(recipe)
+    if not costs.sends_back:
+        return costs.head_parameters(shape)[::2]
+    frozen = recipe.model.frozen_layers
+    projection = [shape.table_width * shape.hidden] if shape.table_width and not frozen else []
+    return layer_matrices(shape) * (shape.layers - frozen) + projection + costs.own_matrices(shape)
 
 
 @dataclass(frozen=True)
@@ -240,7 +254,8 @@ def state_bytes(model: Model, stage: int, ranks: int) -> float:
     if stage == 3:
         frozen = model.parameters - model.trained  # a rank's share of these is not in kept.divided
         weights = kept.weights * (min(model.parameters, LIVE_ELEMENTS) + frozen / ranks)
-    return weights + model.trained * (kept.gradients + shared)
+    spared = MUON_SPARES * model.by_muon / (ranks if stage else 1)
+    return weights + model.trained * (kept.gradients + shared) - spared
 
 
 def resting_bytes(model: Model, stage: int, ranks: int, *, kept: Stage | None = None) -> float:
@@ -250,7 +265,8 @@ def resting_bytes(model: Model, stage: int, ranks: int, *, kept: Stage | None = 
     whole = model.parameters - (model.divided if stage == 3 else 0.0)
     weights = kept.weights * (whole + (model.parameters - whole) / ranks)
     bucket = kept.bucket * BUCKET_ELEMENTS if stage == 3 else 0.0
-    return weights + model.trained * (own + divided / ranks) + bucket
+    spared = MUON_SPARES * model.by_muon / (ranks if stage else 1)
+    return weights + model.trained * (own + divided / ranks) - spared + bucket
 
 
 def memory_of(
@@ -460,6 +476,11 @@ def predict(
 def micro_batch_sizes(samples_per_rank: int) -> list[int]:
     """Powers of two up to the first that holds the whole share."""
     return [2**power for power in range(max(1, samples_per_rank - 1).bit_length() + 1)]
+
+
+def stages_for(recipe: Recipe) -> tuple[int, ...]:
+    """The stages whose shipped configurations a recipe can train with (trainer/engine.py)."""
+    return tuple(stage for stage in STAGES if stage != 2 or recipe.optim.name != "muon")
 
 
 def best_of_stage(

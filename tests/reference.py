@@ -52,7 +52,7 @@ def train_naively(
     sources = open_shards(recipe)
     module = (module or build_model(recipe, sources).module).train()
     shares = [open_stream(recipe, sources, rank=rank, world_size=world_size) for rank in range(world_size)]
-    optimizer = _naive_adamw(module, recipe)
+    optimizers = _naive_optimizers(module, recipe)
     naive: dict[str, Any] = {
         "masked": _naive_masked,
         "contrastive": _naive_contrastive,
@@ -62,10 +62,12 @@ def train_naively(
     results = []
     for step in range(steps):
         loss = loss_of(module, [next(share) for share in shares], recipe, step)
-        optimizer.zero_grad()
+        module.zero_grad()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(module.parameters(), recipe.optim.max_grad_norm or float("inf"))
-        optimizer.step()
+        clipped = recipe.optim.max_grad_norm if recipe.optim.name == "adamw" else 0.0
+        norm = nn.utils.clip_grad_norm_(module.parameters(), clipped or float("inf"))
+        for optimizer in optimizers:
+            optimizer.step()
         parameters = {name: p.detach().clone() for name, p in module.named_parameters()}
         results.append({"loss": loss.item(), "norm": float(norm), "parameters": parameters})
     return results
@@ -119,8 +121,49 @@ def plan_of(recipe: Recipe, step: int) -> tuple[list[Size], list[float], list[fl
     return sizes, [weight * factor for factor in factors], [weight * factor for factor in kl_factors] + [0.0]
 
 
-def _naive_adamw(module: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+def _naive_optimizers(module: nn.Module, recipe: Recipe) -> list[Any]:
     named = dict(module.named_parameters())
+    if recipe.optim.name == "adamw":
+        return [_naive_adamw(named, recipe)]
+    matrices = {name: p for name, p in named.items() if p.ndim == 2 and "embeddings" not in name}
+    others = {name: p for name, p in named.items() if name not in matrices}
+    return [NaiveMuon(list(matrices.values()), recipe.optim), _naive_adamw(others, recipe)]
+
+
+class NaiveMuon:
+    """Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon/), step by step, in float64 but for the state.
+
+    The mean of the gradients is m = b m + (1 - b) g, Nesterov's look ahead u = (1 - b) g + b m, and the step is a
+    polynomial of u that brings its singular values near 1, times sqrt(max(1, rows / columns)).
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], optim: Any) -> None:
+        self.parameters, self.optim = parameters, optim
+        self.momenta = [torch.zeros_like(p) for p in parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        beta, rate = self.optim.muon_momentum, self.optim.muon_lr
+        for parameter, momentum in zip(self.parameters, self.momenta, strict=True):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            momentum.copy_(beta * momentum + (1 - beta) * gradient)
+            ahead = (1 - beta) * gradient + beta * momentum
+            parameter *= 1 - rate * self.optim.weight_decay
+            parameter -= rate * self.scale(*parameter.shape) * self.orthogonal(ahead.double()).float()
+
+    def scale(self, rows: int, columns: int) -> float:
+        return math.sqrt(max(1.0, rows / columns))
+
+    def orthogonal(self, matrix: Tensor) -> Tensor:
+        """Five Newton-Schulz steps x -> (3.4445 + (-4.7750 + 2.0315 x xT) x xT) x, from a Frobenius norm of 1."""
+        x = matrix / (matrix.norm() + 1e-7)
+        for _ in range(5):
+            gram = x @ x.T
+            x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+        return x
+
+
+def _naive_adamw(named: Mapping[str, Tensor], recipe: Recipe) -> torch.optim.AdamW:
     plain = {name for name in named if name.endswith("bias") or "norm" in name.lower()}
     optim = recipe.optim
     groups = [

@@ -442,6 +442,10 @@ def _check_static(recipe: Recipe) -> None:
             f"objective.sizes = {recipe.objective.sizes!r} is of several layers, and a static encoder has one; use "
             '"ladder"'
         )
+    if recipe.optim.name == "muon":
+        raise ConfigError(
+            'optim.name = "muon" is for matrices between hidden states, and a static encoder is a table; use "adamw"'
+        )
     for key, value in (
         ("model.lora_rank", chosen.lora_rank),
         ("model.frozen_layers", chosen.frozen_layers),

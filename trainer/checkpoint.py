@@ -1,9 +1,9 @@
 """Checkpoints that are whole or absent.
 
 A checkpoint is a folder with one safetensors file for each rank, and a manifest. A file holds its rank's fragments:
-ranges of the flattened elements of float32 parameters and Adam moments, each named `kind/start/parameter`. So any
-number of ranks at any ZeRO stage and precision can read a checkpoint, and each rank reads only the ranges that it
-needs. The manifest holds the rest, a few global numbers: random draws are derived from (seed, step, rank) and (seed,
+ranges of the flattened elements of float32 parameters and of the optimizer's state, each named `kind/start/parameter`.
+So any number of ranks at any ZeRO stage and precision can read a checkpoint, and each rank reads only the ranges that
+it needs. The manifest holds the rest, a few global numbers: random draws are derived from (seed, step, rank) and (seed,
 epoch, sample), so no generator is stored. Nothing is pickled, so a checkpoint cannot run code when it is read.
 
 Whole or absent: all ranks write into `tmp-step_N` and fsync. Each rank reports the size and sha256 of its file, or what
@@ -49,7 +49,7 @@ from data.ground.errors import DataError, OtherFormat
 from data.ground.files import sync, write_atomically
 from data.ground.records import Record, check_record, digest_of, parse_json
 from trainer.distributed import Refused, World, gather_objects
-from trainer.engine import MASTER, MOMENTS, Fragment
+from trainer.engine import MASTER, MOMENTS, MOMENTUM, Fragment
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,7 @@ class Loadable(Protocol):
     world: World
 
     def shapes(self) -> dict[str, list[int]]: ...
+    def kept_beside(self) -> Mapping[str, tuple[str, ...]]: ...
     def load(self, read: Callable[[Fragment], Tensor], *, optimizer_steps: int) -> None: ...
 
 
@@ -533,6 +534,10 @@ class _SavedFragments:
             reached = stop
         return reached != numel
 
+    def has(self, name: str, kinds: Sequence[str]) -> bool:
+        """Whether there are values of any of these kinds of a parameter."""
+        return any(self._runs.get((kind, name)) for kind in kinds)
+
     def read(self, fragment: Fragment) -> Tensor:
         """float32 [stop - start]."""
         values = torch.empty(fragment.stop - fragment.start)
@@ -554,10 +559,12 @@ def _open(
         shapes = engine.shapes()
         if manifest["parameters"] != shapes:
             raise DataError("its parameters are not this model's")
-        kinds = (MASTER, *MOMENTS) if manifest["optimizer_steps"] else (MASTER,)
+        beside = engine.kept_beside() if manifest["optimizer_steps"] else {}
         for name, shape in shapes.items():
-            for kind in kinds:
+            for kind in (MASTER, *beside.get(name, ())):
                 if saved.lacks(kind, name, math.prod(shape)):
+                    if kind != MASTER and saved.has(name, {MOMENTS: MOMENTUM, MOMENTUM: MOMENTS}[beside[name]]):
+                        raise OtherFormat(f"{name} was trained with another optimizer than this run's optim.name")
                     raise DataError(f"parts of {kind} of {name} are missing")
 
     return saved, _problem_of(look)

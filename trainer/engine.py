@@ -12,6 +12,9 @@ clipping, optimizer and schedule belong to the recipe and are refused in the JSO
   which must be told to look for it in bf16.
 - At stage 3, rank 0's weights are divided among the ranks one parameter at a time, so the other ranks need no whole
   model (`loads_weights`). DeepSpeed alone would divide them only after every rank has all of them on its device.
+- Muon is DeepSpeed's own, too. Only matrices whose gradient is float32 and whose state is on the device go to it
+  (`_check_muon`). At stage 3 it needs whole gradients on every rank, so `reduce_scatter` is off there. DeepSpeed clips
+  its steps in place of its gradients, except at stages 0 and 1 with bf16, so nothing is clipped at any stage.
 - The values of a checkpoint are handed out as fragments: ranges of a parameter's elements, named by parameter and
   range. They do not depend on the ZeRO stage, the precision or the number of ranks, so any engine can load what any
   other saved, and no rank needs more than its part. DeepSpeed's own files are not used, because it reads them by
@@ -23,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,8 +41,9 @@ from data.ground.errors import ConfigError
 from data.ground.files import refused_by
 from trainer.config.load import read_json_object
 from trainer.config.schema import Recipe
+from trainer.config.sections import OptimConfig
 from trainer.distributed import World
-from trainer.optim import adamw
+from trainer.optim import adamw, hidden_matrices, parameter_groups
 
 _OWNED_BY_RECIPE = {
     "train_batch_size": "train.global_batch_size",
@@ -54,14 +59,15 @@ _OWNED_BY_RECIPE = {
 
 _PART = 1 << 22  # elements that are compared at a time
 
-MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")  # the kinds of values of every trained parameter
+# The kinds of values of a trained parameter: its own, and those that AdamW or Muon keeps beside it.
+MASTER, MOMENTS, MOMENTUM = "master", ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements [start, stop) of a flattened parameter: the float32 values, or one of Adam's moments of them."""
+    """Elements [start, stop) of a flattened parameter: the float32 values, or what the optimizer keeps beside them."""
 
-    kind: str  # master | exp_avg | exp_avg_sq
+    kind: str  # master | exp_avg | exp_avg_sq | momentum_buffer
     name: str
     start: int
     stop: int
@@ -145,7 +151,27 @@ def checked_ds_config(recipe: Recipe) -> dict[str, Any]:
             f"engine.ds_config {path} sets {unknown[0]!r}, which this DeepSpeed does not know; remove it, or fix its "
             "name"
         )
+    if recipe.optim.name == "muon":
+        _check_muon(path, ds_config)
     return ds_config
+
+
+def _check_muon(path: str, ds_config: Mapping[str, Any]) -> None:
+    """Refuse engines under which DeepSpeed's Muon takes another step, or none (docs/objectives.md has the figures)."""
+    sent, summed = ds_config.get("communication_data_type"), ds_config.get("data_types", {}).get("grad_accum_dtype")
+    is_float32 = sent in (None, "fp32")
+    if has_bf16_weights(ds_config):
+        is_float32 = zero_stage(ds_config) != 2 and sent == summed == "fp32"
+    if not is_float32:
+        raise ConfigError(
+            f'optim.name = "muon" does not go with {path}, under which DeepSpeed keeps the momentum in bf16; use '
+            "ds_configs/zero1.json or zero3.json"
+        )
+    if ds_config.get("zero_optimization", {}).get("offload_optimizer"):
+        raise ConfigError(
+            f'optim.name = "muon" does not go with {path}, which offloads the optimizer: that has not been tried '
+            "with a GPU; use a configuration that does not offload, or adamw"
+        )
 
 
 def zero_stage(values: Mapping[str, Any]) -> int:
@@ -176,10 +202,13 @@ def full_ds_config(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
     stage = zero_stage(values)
     coalesce = stage >= 2 and not has_bf16_weights(values)
     # At stage 0, Engine clips.
-    clipping = recipe.optim.max_grad_norm if stage > 0 else 0.0
+    clipping = _clipping(recipe) if stage > 0 else 0.0
     bf16 = {"bf16": {**values["bf16"], "check_grad_overflow": True}} if has_bf16_weights(values) else {}
+    given = copy.deepcopy(dict(values))
+    if stage == 3 and recipe.optim.name == "muon":
+        given["zero_optimization"]["reduce_scatter"] = False
     return {
-        **copy.deepcopy(dict(values)),
+        **given,
         **bf16,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -188,6 +217,50 @@ def full_ds_config(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }
+
+
+def _clipping(recipe: Recipe) -> float:
+    """The norm that gradients are scaled down to; 0: they are not."""
+    return recipe.optim.max_grad_norm if recipe.optim.name == "adamw" else 0.0
+
+
+def _optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+    if optim.name == "muon":
+        return _muon(module, optim)
+    betas = (optim.beta1, optim.beta2)
+    return adamw(module, lr=optim.lr, betas=betas, eps=optim.eps, weight_decay=optim.weight_decay)
+
+
+def _muon(module: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+    """DeepSpeed's Muon for the hidden matrices, with fused AdamW for the other parameters.
+
+    `rate` in a group is the group's learning rate as a multiple of AdamW's.
+    """
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    class Muon(MuonWithAuxAdam):
+        def step(self, closure: Any = None, step_id: Any = None) -> None:
+            # DeepSpeed's takes a gradient that is missing for zeros, but a step that is skipped changes nothing.
+            if any(p.grad is not None for group in self.param_groups for p in group["params"]):
+                super().step(closure, step_id)
+
+    matrices = hidden_matrices(module)
+    taken = {id(parameter) for parameter in matrices}
+    others = ((name, p) for name, p in module.named_parameters() if id(p) not in taken)
+    groups = [
+        {
+            "params": matrices,
+            "use_muon": True,
+            "weight_decay": optim.weight_decay,
+            "momentum": optim.muon_momentum,
+            "rate": optim.muon_lr / optim.lr,
+        },
+        *({"use_muon": False, **group} for group in parameter_groups(others, weight_decay=optim.weight_decay)),
+    ]
+    betas = (optim.beta1, optim.beta2)
+    for group in groups[1:]:
+        group |= {"lr": optim.lr, "betas": betas, "eps": optim.eps}
+    return Muon(groups, torch.optim.AdamW, {"lr": optim.lr, "betas": betas, "eps": optim.eps, "fused": True})
 
 
 class Engine:
@@ -205,17 +278,11 @@ class Engine:
         self.ds_config = full_ds_config(recipe, ds_config)
         self.stage = zero_stage(self.ds_config)
         self._coalesces = bool(self.ds_config["managed_gradient_accumulation"])
-        optim = recipe.optim
-        optimizer = adamw(
-            module,
-            lr=optim.lr,
-            betas=(optim.beta1, optim.beta2),
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-        )
+        optimizer = _optimizer(module, recipe.optim)
+        by_muon = [p for group in optimizer.param_groups if group.get("use_muon") for p in group["params"]]
         self._skips = False
         self._norm_at_stage_0: float | None = None
-        limit = optim.max_grad_norm if optim.max_grad_norm > 0 else float("inf")
+        limit = _clipping(recipe) or float("inf")
 
         def before_step(inner: torch.optim.Optimizer, *_: Any) -> None:
             parameters = [p for group in inner.param_groups for p in group["params"]]
@@ -224,11 +291,13 @@ class Engine:
                 self._skips |= not math.isfinite(self._norm_at_stage_0)
             if self._skips:
                 for parameter in parameters:
-                    parameter.grad = None  # AdamW leaves a parameter without gradient, and its moments, alone
+                    parameter.grad = None  # the optimizer leaves a parameter without gradient, and its state, alone
 
         optimizer.register_step_pre_hook(before_step)
         self.heartbeat: Callable[[str], None] = lambda phase: None  # called at each pass and step
         originals = self._originals(module)
+        for parameter in by_muon:
+            parameter.use_muon = True  # type: ignore[attr-defined]  # DeepSpeed's mark
         # An engine under torch_autocast leaves this on for its process, and stages 2 and 3 of a later run would then
         # send gradients in the weights' type, whatever communication_data_type says. Such an engine sets it again.
         torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
@@ -240,6 +309,12 @@ class Engine:
         self.module = module
         # Any, because DeepSpeed adds its own attributes to parameters.
         self._trained: dict[str, Any] = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        ids = set(map(id, by_muon))
+        self._by_muon = {name for name, p in self._trained.items() if id(p) in ids}
+        # DeepSpeed has a wrapper of its own for it, whose state is divided as the masters are.
+        self._is_stage_1_in_bf16 = hasattr(self.optimizer, "fp32_groups_gradients_flat")
+        if by_muon and self.stage > 0 and not self._is_stage_1_in_bf16:
+            self._drop_whole_steps()
         # Frozen parameters have no masters. Those that rounding has changed are kept as they were.
         frozen = (id(p) for p in module.parameters() if not p.requires_grad)
         self._frozen = {key: originals[key] for key in frozen if key in originals}
@@ -310,16 +385,36 @@ class Engine:
     @contextlib.contextmanager
     def accumulation(self) -> Iterator[None]:
         """A context around all backward calls of a step; gradients are reduced once where the stage allows."""
-        with self.deepspeed.coalesce_grad_reduction() if self._coalesces else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if self._coalesces:
+                stack.enter_context(self.deepspeed.coalesce_grad_reduction())
             yield
+            with self._uncompiled():  # stage 2 takes Muon's steps where it reduces
+                stack.close()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's part of the global loss; parts of all ranks are summed."""
         self.heartbeat("backward")
         self.deepspeed.backward(loss * self.world.size, scale_wrt_gas=False)
 
+    @contextlib.contextmanager
+    def _uncompiled(self) -> Iterator[None]:
+        """A context in which DeepSpeed's Muon, which is for torch.compile, needs no compiler and no minute for it."""
+        with torch.compiler.set_stance("force_eager") if self._by_muon else contextlib.nullcontext():
+            yield
+
+    def learning_rates(self, lr: float) -> dict[str, float]:
+        """The rates of a step by their names in metrics.jsonl. lr: AdamW's."""
+        rates = {"lr": lr}
+        for group in self.optimizer.param_groups:
+            if group.get("use_muon"):
+                rates["muon_lr"] = lr * group["rate"]
+        return rates
+
     def step(self, lr: float, *, skip: bool = False) -> float:
-        """One optimizer step. Returns the gradient's norm before clipping.
+        """One optimizer step. Returns the gradient's norm before clipping; with Muon, see docs/metrics.md.
+
+        lr: AdamW's learning rate. Muon's is the same share of its own highest one.
 
         The step is skipped, and weights and moments stay as they were, where `skip` is true or the norm is not finite.
         `skip` must be the same on all ranks.
@@ -327,10 +422,34 @@ class Engine:
         self.heartbeat("optimizer step")
         self._skips = skip
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.deepspeed.step()
+            group["lr"] = lr * group.get("rate", 1.0)
+        if skip and self._by_muon and self._is_stage_1_in_bf16:
+            for gradients in self.optimizer.fp32_groups_gradients_flat:
+                gradients.fill_(math.nan)  # DeepSpeed then drops the step before Muon's momentum takes them in
+        with self._uncompiled():
+            self.deepspeed.step()
         norm = self._norm_at_stage_0 if self.stage == 0 else self.deepspeed.get_global_grad_norm()
         return float("nan") if norm is None else float(norm)
+
+    def _drop_whole_steps(self) -> None:
+        """Let DeepSpeed drop a step that is skipped, or not finite, before Muon's momentum takes its gradients in.
+
+        For AdamW, which has no part in a step that finds no gradients, the hook before the step is enough.
+        """
+        found, optimizer = self.optimizer.has_overflow, self.optimizer
+
+        def has_overflow(*args: Any, **kwargs: Any) -> bool:
+            return self._skips or found(*args, **kwargs)
+
+        def check(update_scale: bool = True) -> bool:
+            optimizer.check_overflow()
+            return optimizer.overflow
+
+        optimizer.has_overflow = has_overflow
+        if self.stage == 3:  # which otherwise looks for it in fp16 alone
+            optimizer._overflow_check_and_loss_scale_update = check
+        else:
+            optimizer.check_grad_overflow = True
 
     def train(self, mode: bool = True) -> None:
         self.deepspeed.train(mode)
@@ -363,17 +482,33 @@ class Engine:
         """The whole shape of every trained parameter, in the model's order."""
         return {name: list(p.ds_shape if self.stage == 3 else p.shape) for name, p in self._trained.items()}
 
+    def kept_beside(self) -> dict[str, tuple[str, ...]]:
+        """The kinds of values that the optimizer keeps of every trained parameter."""
+        return {name: MOMENTUM if name in self._by_muon else MOMENTS for name in self._trained}
+
     def optimizer_steps(self) -> int:
-        """Steps that Adam has taken, for its bias correction; 0 before it has any moments."""
-        counts = {int(state["step"]) for state in map(self._inner.state.get, self._stepped()) if state}
+        """Steps that AdamW has taken, for its bias correction; 0 before it has any moments.
+
+        It is the number of Muon's steps, too, because every model has norms or biases, which are AdamW's.
+        """
+        states = (self._inner.state.get(tensor) for _, tensor in self._stepped())
+        counts = {int(state["step"]) for state in states if state and "step" in state}
         assert len(counts) <= 1, f"parameters have taken different numbers of steps: {sorted(counts)}"
         return counts.pop() if counts else 0
 
     def fragments(self) -> list[Fragment]:
         """The fragments that this rank holds."""
-        kinds = (MASTER, *MOMENTS) if self.optimizer_steps() else (MASTER,)
-        held = ((name, self._held(p)) for name, p in self._trained.items())
-        return [Fragment(kind, name, *span) for name, span in held if span[0] < span[1] for kind in kinds]
+        return self._fragments(self._held, beside=self.optimizer_steps() > 0)
+
+    def _fragments(self, range_of: Callable[[Any, str], tuple[int, int]], *, beside: bool) -> list[Fragment]:
+        """range_of: of a parameter and a kind of values. beside: whether the optimizer keeps any."""
+        found = []
+        for name, kinds in self.kept_beside().items():
+            for kind in (MASTER, *kinds) if beside else (MASTER,):
+                start, stop = range_of(self._trained[name], kind)
+                if start < stop:
+                    found.append(Fragment(kind, name, start, stop))
+        return found
 
     def fragments_to_save(self) -> list[Fragment]:
         """This rank's share of the fragments. At stage 0 every rank holds all, and they are dealt out in turn."""
@@ -394,30 +529,55 @@ class Engine:
 
     def load(self, read: Callable[[Fragment], Tensor], *, optimizer_steps: int) -> None:
         """Take parameters and optimizer state from `read`, which gives this rank's fragments. All ranks call it."""
-        for tensor in self._stepped():
+        for group, tensor in self._stepped():
             self._inner.state.pop(tensor, None)
             if optimizer_steps:
-                taken = torch.tensor(float(optimizer_steps), dtype=torch.float32, device=tensor.device)
-                moments = {kind: torch.zeros_like(tensor, requires_grad=False) for kind in MOMENTS}
-                self._inner.state[tensor] = {"step": taken, **moments}
+                self._inner.state[tensor] = self._fresh_state(group, tensor, optimizer_steps)
         with torch.no_grad():
-            for fragment in self.fragments():
+            for fragment in self._fragments(self._kept, beside=optimizer_steps > 0):
                 self._write(fragment, read(fragment))
         self._refresh_weights()
 
+    def _fresh_state(self, group: Mapping[str, Any], tensor: Tensor, optimizer_steps: int) -> dict[str, Tensor]:
+        """What the optimizer keeps beside a tensor that it steps, all of it 0."""
+        if not group.get("use_muon"):
+            taken = torch.tensor(float(optimizer_steps), dtype=torch.float32, device=tensor.device)
+            return {"step": taken, **{kind: torch.zeros_like(tensor, requires_grad=False) for kind in MOMENTS}}
+        if not self._keeps_whole_momenta:
+            return {kind: torch.zeros_like(tensor, requires_grad=False) for kind in MOMENTUM}
+        index = next(i for i, each in enumerate(self._inner.param_groups) if each is group)
+        size = sum(p.numel() for p in self.optimizer.params_in_partition[index])
+        return {kind: torch.zeros(size, device=tensor.device) for kind in MOMENTUM}
+
     @property
     def _inner(self) -> torch.optim.Optimizer:
-        """The AdamW inside DeepSpeed's wrapper; at stage 0 there is no wrapper."""
+        """The optimizer inside DeepSpeed's wrapper; at stage 0 there is no wrapper."""
         return self.optimizer if self.stage == 0 else self.optimizer.optimizer
 
-    def _stepped(self) -> list[Tensor]:
-        """The tensors that AdamW steps on this rank: parameters, or from stage 1 on flat float32 runs of them."""
-        if self.stage == 3:
-            return list(self.optimizer.fp32_partitioned_groups_flat)
-        return [tensor for group in self._inner.param_groups for tensor in group["params"]]
+    @property
+    def _keeps_whole_momenta(self) -> bool:
+        """Whether a rank that has a part of a matrix keeps Muon's momentum of all of it."""
+        return self.stage in (1, 2) and not self._is_stage_1_in_bf16
 
-    def _held(self, parameter: Any) -> tuple[int, int]:
-        """The range of a parameter's flattened elements whose optimizer state is on this rank; may be empty."""
+    def _stepped(self) -> list[tuple[Mapping[str, Any], Tensor]]:
+        """The tensors that the optimizer steps on this rank, each with its group.
+
+        They are parameters, or from stage 1 on flat float32 runs of them.
+        """
+        groups = self._inner.param_groups
+        if self.stage == 3:
+            flat = self.optimizer.fp32_partitioned_groups_flat
+            return [(groups[self.optimizer.sub_group_to_group_id[i]], tensor) for i, tensor in enumerate(flat)]
+        return [(group, tensor) for group in groups for tensor in group["params"]]
+
+    def _kept(self, parameter: Any, kind: str) -> tuple[int, int]:
+        """The range of a parameter's flattened elements of which this rank keeps values of a kind."""
+        start, stop = self._held(parameter, kind)
+        whole = kind in MOMENTUM and self._keeps_whole_momenta and start < stop
+        return (0, parameter.numel()) if whole else (start, stop)
+
+    def _held(self, parameter: Any, _kind: str = MASTER) -> tuple[int, int]:
+        """The range of a parameter's flattened elements whose optimizer state is this rank's; may be empty."""
         if self.stage == 0:
             return 0, parameter.numel()
         if self.stage == 3:  # equal parts, the last ones cut short or empty
@@ -436,7 +596,13 @@ class Engine:
             whole = parameter if fragment.kind == MASTER else self._inner.state[parameter][fragment.kind]
             return whole.detach().view(-1)
         mapping = parameter._hp_mapping
-        flat = self._stepped()[mapping.param_group_index]
+        _, flat = self._stepped()[mapping.param_group_index]
+        if fragment.kind in MOMENTUM and self._keeps_whole_momenta:
+            before = itertools.takewhile(
+                lambda p: p is not parameter, self.optimizer.params_in_partition[mapping.param_group_index]
+            )
+            start = sum(p.numel() for p in before) + fragment.start
+            return self._inner.state[flat][fragment.kind].narrow(0, start, fragment.stop - fragment.start)
         if fragment.kind != MASTER:
             flat = self._inner.state[flat][fragment.kind]
         address = mapping.get_hp_fragment_address()

@@ -158,7 +158,7 @@ def train(
             step=state.step,
             epoch=stream.epoch,
             samples=stream.samples,
-            lr=lr,
+            rates=engine.learning_rates(lr),
             grad_norm=grad_norm,
             seconds=time.perf_counter() - begin,
             wait_seconds=wait_seconds,

@@ -1,4 +1,7 @@
-"""AdamW with no decay on biases and norms, and learning rates as a pure function of the step."""
+"""Which parameters each optimizer takes, AdamW, and learning rates as a pure function of the step.
+
+DeepSpeed's Muon is made in trainer/engine.py.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,27 @@ def adamw(module: nn.Module, *, lr: float, betas: tuple[float, float], eps: floa
     """Fused AdamW: as fast on CPU as a compiled one, and without its minute of compiling."""
     groups = parameter_groups(module.named_parameters(), weight_decay=weight_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
+    """The trained matrices that take hidden states to hidden states, each once: the parameters for Muon.
+
+    They are all matrices but tables, whose rows belong to tokens, positions or token types. A head's product with the
+    vocabulary reads the table of tokens, and so is no matrix of its own. A matrix of one row or column is a vector.
+
+    Call before ZeRO-3 partitions parameters and hides their shapes.
+    """
+    tables = {
+        id(parameter)
+        for part in module.modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag)
+        for parameter in part.parameters()
+    }
+    return [
+        parameter
+        for parameter in module.parameters()
+        if parameter.requires_grad and parameter.ndim == 2 and min(parameter.shape) > 1 and id(parameter) not in tables
+    ]
 
 
 def learning_rate(step: int, *, peak: float, total_steps: int, warmup_ratio: float, schedule: str) -> float:

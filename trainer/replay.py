@@ -63,6 +63,9 @@ class PlainEngine:
     def shapes(self) -> dict[str, list[int]]:
         return {name: list(p.shape) for name, p in self.module.named_parameters() if p.requires_grad}
 
+    def kept_beside(self) -> dict[str, tuple[str, ...]]:
+        return {}  # there is no optimizer
+
     def load(self, read: Callable[[Fragment], Tensor], *, optimizer_steps: int) -> None:
         """Load only the weights, because there is no optimizer that needs its moments."""
         with torch.no_grad():

@@ -37,6 +37,7 @@ from trainer.costs.parameters import embedding_parameters, encoder_parameters
 from trainer.costs.shapes import Shape
 from trainer.distributed import World
 from trainer.objectives.backward import counting_saved
+from trainer.optim import hidden_matrices
 from trainer.replay import PlainEngine
 
 RECIPE = "launch/recipes/smae_bert_base_fineweb.toml"
@@ -211,6 +212,23 @@ def test_parameters_are_those_of_the_model(
     assert model.parameters == model.trained == sum(parameters)
     assert model.divided == sum(count for count in parameters if count > scaling.PERSISTENT_ELEMENTS)
     assert 0 < model.divided < model.parameters
+    assert model.by_muon == 0.0
+
+
+@pytest.mark.parametrize("name", ["masked", "contrastive"])
+def test_muons_matrices_are_those_of_the_trainer(name: str, document_shards: Path, tuple_shards: Path) -> None:
+    shards = document_shards if name == "masked" else tuple_shards
+    recipe = recipe_of(wider_values(shards, name) | {"optim": {"name": "muon"}})
+    sources = build.open_shards(recipe)
+    matrices = hidden_matrices(build.build_model(recipe, sources).module)
+    model = planned_model(recipe, sources[0].vocabulary.size)
+    assert model.by_muon == sum(each.numel() for each in matrices) > 0
+    assert scaling.stages_for(recipe) == (0, 1, 3)
+    # Between steps a matrix is one float32 value an element smaller than with AdamW.
+    adamw = dataclasses.replace(model, by_muon=0.0)
+    for stage, ranks in ((0, 2), (1, 2), (3, 2)):
+        spared = scaling.resting_bytes(adamw, stage, ranks) - scaling.resting_bytes(model, stage, ranks)
+        assert spared == 4 * model.by_muon / (ranks if stage else 1)
 
 
 def test_where_heads_alone_train_no_other_parameter_does(wider_heads: Path, tuple_shards: Path) -> None:
@@ -319,8 +337,10 @@ def launched(
     cases = []
     # Stage 3 comes last: it changes F.linear for its process.
     for config in sorted(CONFIGS, key=lambda each: CONFIGS[each]):
-        for name in shards:
-            values = wider_values(shards[name], name) | {"engine": {"ds_config": f"ds_configs/{config}.json"}}
+        for name in (*shards, "muon"):
+            values = wider_values(shards.get(name, document_shards), name.replace("muon", "masked"))
+            values |= {"engine": {"ds_config": f"ds_configs/{config}.json"}}
+            values |= {"optim": {"name": "muon"}} if name == "muon" else {}
             if f"{name}-{config}" in wanted:
                 cases.append({"name": f"{name}-{config}", "values": values, "steps": 2})
     (folder / "cases.json").write_text(json.dumps(cases))
@@ -403,6 +423,19 @@ def test_bytes_held_are_as_counted(name: str, config: str, counted_bytes: dict[s
     held = min(case["held"])
     print(f"{name} {config}: held {held / 1e6:.1f} MB, ÷ predicted {held / expected:.3f}")
     assert 0.95 < held / expected < 1.05
+
+
+@pytest.mark.parametrize("config", ["zero0", "zero1", "zero3"])
+@pytest.mark.needs("muon-{config}")
+def test_bytes_held_with_muon_are_as_counted(config: str, counted_bytes: dict[str, Any]) -> None:
+    case = counted_bytes[f"muon-{config}"]
+    planned, stage = planned_model(recipe_of(case["values"]), 2000), CONFIGS[config]
+    held, expected = min(case["held"]), scaling.resting_bytes(planned, stage, 2)
+    print(f"muon {config}: held {held / 1e6:.1f} MB, ÷ predicted {held / expected:.3f}")
+    assert 0.95 < held / expected < 1.05
+    # Negative control: with AdamW's two moments.
+    adamw = scaling.resting_bytes(dataclasses.replace(planned, by_muon=0.0), stage, 2)
+    assert stage == 3 or held / adamw < 0.95
 
 
 def predictions(*arguments: str) -> list[dict[str, Any]]:

@@ -58,6 +58,9 @@ class Held:
     def shapes(self) -> dict[str, list[int]]:
         return SHAPES
 
+    def kept_beside(self) -> dict[str, tuple[str, ...]]:
+        return dict.fromkeys(SHAPES, MOMENTS)
+
     def optimizer_steps(self) -> int:
         return self.steps
 

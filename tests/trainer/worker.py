@@ -207,11 +207,13 @@ def _counted_bytes() -> Iterator[Counter[str]]:
         return inside
 
     def counting(function: Any) -> Any:
-        def counted(out: Any, given: Any, *args: Any, **options: Any) -> Any:
-            tensor = given if isinstance(given, torch.Tensor) else given[0]
-            if active and tensor.is_floating_point():
-                sent[active[-1]] += tensor.nbytes
-            return function(out, given, *args, **options)
+        def counted(*args: Any, **options: Any) -> Any:
+            if active:
+                given = args[1]
+                tensor = given if isinstance(given, torch.Tensor) else given[0]
+                if tensor.is_floating_point():
+                    sent[active[-1]] += tensor.nbytes
+            return function(*args, **options)
 
         return counted
 

@@ -177,6 +177,11 @@ def _check_trained_part(recipe: Recipe) -> None:
             f"model.frozen_layers = {model.frozen_layers} freezes all of the {deepest} layers that are trained; "
             f"use at most {deepest - 1}"
         )
+    if recipe.optim.name == "muon" and recipe.adapter_rank:
+        raise ConfigError(
+            f'optim.name = "muon" does not go with model.lora_rank = {recipe.adapter_rank}: what is to be orthogonal '
+            "is a matrix's step, and an adapter has two factors of one; use adamw, or lora_rank = 0"
+        )
 
 
 def _check_feed(recipe: Recipe) -> None:

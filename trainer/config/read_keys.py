@@ -120,6 +120,8 @@ MEAN = Condition(
     "model.pooling = " + " or ".join(f'"{kind}"' for kind in MEANS), lambda recipe: recipe.model.pooling in MEANS
 )
 ADAPTERS = Condition("model.lora_rank above 0", lambda recipe: recipe.model.lora_rank > 0)
+ADAMW = Condition('optim.name = "adamw"', lambda recipe: recipe.optim.name == "adamw")
+MUON = Condition('optim.name = "muon"', lambda recipe: recipe.optim.name == "muon")
 NO_WEIGHTS = Condition("no data.weights", lambda recipe: not recipe.data.weights)
 HARD_NEGATIVES = Condition("data.num_negatives above 0", lambda recipe: recipe.data.num_negatives > 0)
 CACHE = Condition(
@@ -232,14 +234,17 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "teacher.order_weight": (TAUGHT,),
     "teacher.temperature": (TAUGHT, SIMILARITIES),
     "teacher.balance": (TAUGHT, CONTRASTIVE),
+    "optim.name": ALWAYS,
     "optim.lr": ALWAYS,
+    "optim.muon_lr": (MUON,),
+    "optim.muon_momentum": (MUON,),
     "optim.weight_decay": ALWAYS,
     "optim.beta1": ALWAYS,
     "optim.beta2": ALWAYS,
     "optim.eps": ALWAYS,
     "optim.schedule": ALWAYS,
     "optim.warmup_ratio": ALWAYS,
-    "optim.max_grad_norm": ALWAYS,
+    "optim.max_grad_norm": (ADAMW,),
     "train.steps": ALWAYS,
     "train.epochs": (EPOCHS,),
     "train.stop_at_step": ALWAYS,

@@ -455,11 +455,25 @@ class TeacherConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class OptimConfig:
-    """AdamW and the course of its learning rate."""
+    """The optimizer and the course of its learning rate."""
 
-    lr: float = Field(default=1e-4, gt=0, le=_LARGEST, description="The highest learning rate.")
+    name: Literal["adamw", "muon"] = Field(
+        default="adamw",
+        description="AdamW for all weights, or Muon for the matrices between hidden states and AdamW for the others.",
+    )
+    lr: float = Field(default=1e-4, gt=0, le=_LARGEST, description="AdamW's highest learning rate.")
+    # The defaults of Keller Jordan's Muon, and of DeepSpeed's.
+    muon_lr: float = Field(
+        default=0.02, gt=0, le=_LARGEST, description="Muon's highest learning rate; it follows the same schedule."
+    )
+    muon_momentum: float = Field(
+        default=0.95, ge=0, lt=1, description="Decay of the gradients' mean that Muon makes orthogonal."
+    )
     weight_decay: float = Field(
-        default=0.01, ge=0, le=_LARGEST, description="Decoupled weight decay; biases and norms have none."
+        default=0.01,
+        ge=0,
+        le=_LARGEST,
+        description="Decoupled weight decay, times each part's own learning rate; biases and norms have none.",
     )
     beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the gradients' mean.")
     beta2: float = Field(default=0.999, ge=0, lt=1, description="Decay of the squared gradients' mean.")

@@ -16,7 +16,7 @@ from models.sizes import Size
 from trainer.config.schema import Recipe
 from trainer.costs.counts import FORWARD_AND_BACKWARD, Texts, encoder_flops, masked_flops, needed_passes
 from trainer.costs.layers import kept_by_a_norm, kept_bytes, kept_for_the_feed_forward, moved_elements
-from trainer.costs.parameters import decoder_parameters, masked_head_parameters
+from trainer.costs.parameters import decoder_parameters, layer_matrices, masked_head_parameters
 from trainer.costs.shapes import Shape
 
 _MIB = 2**20
@@ -48,6 +48,10 @@ class ObjectiveCosts:
 
     def own_parameters(self, shape: Shape) -> list[int]:
         """Elements of every parameter beside the encoder's and the heads'."""
+        return []
+
+    def own_matrices(self, shape: Shape) -> list[int]:
+        """Of these the matrices that take hidden states to hidden states."""
         return []
 
     def head_parameters(self, shape: Shape) -> list[int]:
@@ -315,6 +319,10 @@ class MaskedCosts(InfoNCECosts):
     def own_parameters(self, shape: Shape) -> list[int]:
         decoder = decoder_parameters(shape) if self.recipe.objective.decoder else []
         return masked_head_parameters(shape) + decoder
+
+    def own_matrices(self, shape: Shape) -> list[int]:
+        decoder = layer_matrices(Shape(shape.hidden, shape.inner, 1, shape.vocabulary))
+        return [shape.hidden**2, *(decoder if self.recipe.objective.decoder else [])]
 
     @property
     def caches(self) -> bool:

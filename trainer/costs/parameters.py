@@ -17,6 +17,11 @@ def layer_parameters(shape: Shape, *, norms: int | None = None) -> list[int]:
     return counts + (2 * [shape.width_of_a_head] if vectors.head_norms else [])
 
 
+def layer_matrices(shape: Shape) -> list[int]:
+    """Of these the matrices, which Muon takes where it is chosen (trainer/optim.py)."""
+    return [linear.weights for linear in (*shape.attention, *shape.feed_forward)]
+
+
 def embedding_parameters(shape: Shape) -> list[int]:
     """The parameters before the first layer, and those that all layers share."""
     width, vectors = shape.embedding_width, shape.vectors

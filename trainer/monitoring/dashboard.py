@@ -48,7 +48,9 @@ COMPARED = (
     "teacher.similarity_weight",
     "teacher.gram_weight",
     "teacher.order_weight",
+    "optim.name",
     "optim.lr",
+    "optim.muon_lr",
     "optim.weight_decay",
     "optim.schedule",
     "optim.warmup_ratio",
@@ -176,7 +178,7 @@ def layout_of(recipe: Recipe) -> Layout:
         **({"Evaluation by size": scores} if scores else {}),
         "Training": {
             "loss, all sizes together": ["^train/loss$"],
-            "learning rate": ["^train/lr$"],
+            "learning rate": ["^train/(muon_)?lr$"],
             "gradient norm before clipping": ["^train/grad_norm$"],
             "epoch": ["^train/epoch$"],
             "skipped steps": ["^train/skipped"],

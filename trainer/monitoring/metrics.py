@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from data.ground.records import parse_json
 from trainer.costs.flops import peak_flops
 from trainer.distributed import World, gather_objects, sum_over_ranks
 from trainer.monitoring.dashboard import Dashboard
-from trainer.monitoring.names import EVALUATION, FAULT, SAVED
+from trainer.monitoring.names import EVALUATION, FAULT, RATES, SAVED
 from trainer.objectives.backward import StepReport
 from trainer.resilience.anomalies import Fault
 
@@ -129,7 +130,7 @@ class Metrics:
         step: int,
         epoch: float,
         samples: int,
-        lr: float,
+        rates: Mapping[str, float],
         grad_norm: float,
         seconds: float,
         wait_seconds: float,
@@ -146,7 +147,7 @@ class Metrics:
         self._counted += counts
         if self._samples is not None:
             self._samples.write(json.dumps({"step": step, "samples": samples_of(batch)}))
-        self._last = {"epoch": epoch, "samples": samples, "lr": lr, "grad_norm": grad_norm}
+        self._last = {"epoch": epoch, "samples": samples, **rates, "grad_norm": grad_norm}
         self._skipped_steps = skipped_steps
         for index, amount in enumerate((report.tokens, report.padded_tokens, report.flops)):
             self._work[index] += amount
@@ -176,7 +177,7 @@ class Metrics:
             "epoch": self._last["epoch"],
             "samples": self._last["samples"],
             **losses,
-            "lr": self._last["lr"],
+            **{name: self._last[name] for name in RATES if name in self._last},
             **({"grad_norm": self._last["grad_norm"]} if math.isfinite(self._last["grad_norm"]) else {}),
             "tokens_per_second": tokens / self._seconds,
             "mfu": flops / self._seconds / self._peak,

@@ -21,8 +21,10 @@ STEP: Mapping[str, str] = {
     "epoch": "The position in the data, in passes over the samples.",
     "samples": "The samples that all ranks have read since the beginning.",
     "loss": "The loss that is trained, over the global batch and all sizes together.",
-    "lr": "The learning rate of the last step.",
-    "grad_norm": "The gradient's norm before clipping, in the last step; absent if it is not finite.",
+    "lr": "The learning rate of the last step; AdamW's, where there are two.",
+    "muon_lr": 'Muon\'s learning rate of the last step; only with `optim.name = "muon"`.',
+    "grad_norm": "The gradient's norm before clipping, in the last step; absent if it is not finite. With Muon, "
+    "from ZeRO stage 1 on except in bf16 at stage 1, Muon's orthogonal steps are in it in place of their gradients.",
     "tokens_per_second": "Tokens of all ranks a second, without padding.",
     "mfu": "Model FLOPs utilisation, from 0 to 1 (trainer/costs/flops.py).",
     "padding_share": "The share of padding in the tokens that were computed.",
@@ -31,6 +33,7 @@ STEP: Mapping[str, str] = {
     "seconds": "Seconds a step.",
     "skipped_steps": "The steps skipped since the beginning; their losses are not in the means.",
 }
+RATES = ("lr", "muon_lr")
 # A loss at one size, beside those of a logged step: FAMILY/SIZE.
 FAMILIES: Mapping[str, str] = {
     "encoder": "Masked tokens predicted from the encoder's states.",

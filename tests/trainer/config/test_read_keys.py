@@ -39,6 +39,7 @@ DOT = ["objective.similarity=dot"]
 STS = ['evaluation.sts=["a.tsv"]']
 DISTILL = ["objective.name=distill"]
 TAUGHT = ["teacher.model=a/teacher"]
+MUON = ["optim.name=muon"]
 ONE_SIZE = ["objective.sizes=one", "objective.size=2x32"]
 
 # key -> value, settings under which it is read, and settings under each of which it is not.
@@ -157,6 +158,9 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     "teacher.order_weight": ("2.0", DISTILL, [[], MASKED]),
     "teacher.balance": ("roles", TAUGHT, [[], DISTILL, MASKED]),
     "teacher.temperature": ("0.1", [*DISTILL, "teacher.similarity_weight=1.0"], [[], DISTILL, TAUGHT]),
+    "optim.muon_lr": ("0.001", MUON, [[], MASKED]),
+    "optim.muon_momentum": ("0.9", MUON, [[]]),
+    "optim.max_grad_norm": ("0.5", [], [MUON]),
     "train.epochs": ("2.0", [], [["train.steps=5"]]),
     "train.micro_batch_size": (
         "8",

@@ -862,7 +862,7 @@ def test_all_shipped_studies_are_looked_at() -> None:
     shipped = {path.name for path in (ROOT / "launch" / "studies").glob("*.toml")}
     assert shipped == {
         "starbucks_small.toml", "starbucks_smoke.toml", "starbucks_longer.toml", "matryoshka.toml", "minilm.toml",
-        "terms.toml", "quantised.toml",
+        "terms.toml", "quantised.toml", "muon.toml",
     }  # fmt: skip
 
 
@@ -893,6 +893,23 @@ def test_the_study_of_terms_adds_each_alone_and_then_all() -> None:
     assert {each.recipe for each in study.methods.values()} == {plain.recipe}
     assert dict(everything.settings) == {key: value for each in single for key, value in each.settings.items()}
     assert sum(len(each.settings) for each in single) == len(everything.settings), "no key is in two arms"
+
+
+def test_the_study_of_muon_changes_the_optimizer_alone() -> None:
+    """Each arm with Muon has an arm with AdamW beside it, which differs in the optimizer alone, for the same tokens."""
+    runs = runs_of(load_study(ROOT / "launch" / "studies" / "muon.toml"))
+    of = {run.name: run.recipe for run in runs}
+    pairs = {name: name.replace("_muon", "") for name in of if "_muon" in name and "smae_muon" not in name}
+    pairs |= {f"pretrain/smae_muon{rate}": f"pretrain/smae{rate}" for rate in ("", "_higher")}
+    assert len(pairs) == 2 * 3 + 2 and set(pairs.values()) < set(of)
+    for muon, adamw in pairs.items():
+        ours, theirs = of[muon], of[adamw]
+        assert (ours.optim.name, ours.optim.muon_lr) == ("muon", pytest.approx(4 * ours.optim.lr)), muon
+        assert dataclasses.replace(ours.optim, name="adamw", muon_lr=theirs.optim.muon_lr) == theirs.optim, muon
+        for part in ("data", "objective", "model", "train", "engine"):
+            assert getattr(ours, part) == getattr(theirs, part), (muon, part)
+    tuned = [recipe for name, recipe in of.items() if "pretrain" not in name]
+    assert len(tuned) == 24 and len({recipe.train.steps for recipe in tuned}) == 1
 
 
 @pytest.mark.full

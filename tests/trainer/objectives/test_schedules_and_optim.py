@@ -21,7 +21,7 @@ from trainer.config.schema import keys_of
 from trainer.config.step_sizes import ALONE, DRAWN, EVERY_DEPTH, FIXED, SEVERAL, StepSizes
 from trainer.objectives import size_schedules
 from trainer.objectives.size_schedules import build_schedule, two_dimensional
-from trainer.optim import adamw, learning_rate, parameter_groups
+from trainer.optim import adamw, hidden_matrices, learning_rate, parameter_groups
 
 LADDER = Ladder.of([[2, 8], [4, 16], [6, 24]])
 
@@ -315,6 +315,19 @@ def test_parameter_groups(autoencoder: MaskedAutoencoder) -> None:
     table = autoencoder.encoder.word_embeddings.weight
     assert len(names[id(table)]) == 2  # the tie is real
     assert sum(p is table for p in decayed["params"]) == 1
+
+
+def test_hidden_matrices(autoencoder: MaskedAutoencoder) -> None:
+    """Muon's are the matrices of layers, decoder and head; tables, vectors and matrices of one row are AdamW's."""
+    autoencoder.extra = nn.Linear(48, 1)
+    autoencoder.encoder.backbone.encoder.layer[0].requires_grad_(False)
+    found = {id(parameter) for parameter in hidden_matrices(autoencoder)}
+    names = {name for name, parameter in autoencoder.named_parameters() if id(parameter) in found}
+    of_a_layer = ["attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"]
+    of_a_layer += ["intermediate.dense", "output.dense"]
+    expected = {f"encoder.backbone.encoder.layer.{n}.{name}.weight" for n in (1, 2) for name in of_a_layer}
+    of_decoder = ("query", "key", "value", "attention_output", "up", "down")
+    assert names == expected | {f"decoder.{name}.weight" for name in of_decoder} | {"head.weight"}
 
 
 def test_frozen_parameters_and_empty_groups_are_left_out(autoencoder: MaskedAutoencoder) -> None:

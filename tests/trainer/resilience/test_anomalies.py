@@ -29,7 +29,9 @@ STEPS, BATCH = 6, 12
 NAN = {"kind": "nan", "step": 3, "rank": 1}
 NAN_GRADIENT = {"kind": "nan gradient", "step": 3, "rank": 0}
 SKIP = {"kind": "skip", "step": 3}  # told to, on all ranks
-ENGINES = ("zero0", "zero1", "zero2", "bf16", "zero3")
+BY_MUON = tuple(f"muon_{engine}" for engine in ("zero0", "zero1", "zero2", "bf16", "zero3"))
+# Stage 3 comes last: it changes its process.
+ENGINES = ("zero0", "zero1", "zero2", "bf16", *BY_MUON[:-1], "zero3", BY_MUON[-1])
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +60,13 @@ def launched(request: pytest.FixtureRequest, launcher: None, folder: Path) -> di
     engines["bf16"] = str(ROOT / "ds_configs/zero1.json")
 
     def case(name: str, engine: str, fault: dict[str, Any] | None, *more: str, task: str = "contrastive") -> dict:
-        chosen = [f"--run.output={folder / name}", f"--engine.ds_config={engines[engine]}", *more]
+        ds_config = engines[engine.removeprefix("muon_")]
+        chosen = [f"--run.output={folder / name}", f"--engine.ds_config={ds_config}", *more]
+        chosen += ["--optim.name=muon", "--optim.muon_lr=5e-3"] if engine in BY_MUON else []
         return {"task": task, "arguments": ["--config", str(folder / f"{task}.toml"), *chosen], "fault": fault}
 
     cases = {name: case(name, "zero0", None) for name in ("zero0-fine", "zero0-again")}
-    for engine in ENGINES:  # stage 3 comes last: it changes its process
+    for engine in ENGINES:
         task = "masked" if engine == "zero2" else "contrastive"
         for kind, fault in (("skip", SKIP), ("nan", NAN), ("gradient", NAN_GRADIENT)):
             cases[f"{engine}-{kind}"] = case(f"{engine}-{kind}", engine, fault, task=task)
