@@ -30,6 +30,7 @@ from torch import Tensor
 from tests.benchmarks.support import Figures, alternate, peak_mib
 from tests.trainer.losses.autograd import multi_size_contrastive
 from trainer.losses import tiles
+from trainer.losses.row_sums import STATISTICS
 from trainer.losses.tiles import Tiling, choose_tiling
 
 WIDTHS = (32, 64, 128, 256, 512, 768)
@@ -73,7 +74,7 @@ def tiling_of(queries: Side, passages: Side, score_memory_mib: float) -> Tiling:
         len(queries[0]),
         len(passages[0]),
         matrices=2,
-        statistics=tiles.STATISTICS * len(WIDTHS),
+        statistics=STATISTICS * len(WIDTHS),
         scores_in_memory=int(score_memory_mib * 2**20) // 4,
         block_scores=tiles.CPU_BLOCK_SCORES,
     )
@@ -82,20 +83,20 @@ def tiling_of(queries: Side, passages: Side, score_memory_mib: float) -> Tiling:
 def products_alone(queries: Side, passages: Side, tiling: Tiling, *, score_products: int = 1) -> Callable[[], None]:
     """The matrix products of the loss and its gradients in its blocks, and nothing else."""
     query_grads, passage_grads = ([torch.zeros_like(each) for each in side] for side in (queries, passages))
-    scratch = torch.empty(tiling.queries * tiling.passages)
+    scratch = torch.empty(tiling.queries * tiling.columns)
 
     @torch.no_grad()
     def run() -> None:
         for start in range(0, len(queries[0]), tiling.queries):
             for q, p, query_grad, passage_grad in zip(queries, passages, query_grads, passage_grads):
                 rows = q[start : start + tiling.queries]
-                for first in range(0, len(p), tiling.passages):
-                    block = p[first : first + tiling.passages]
+                for first in range(0, len(p), tiling.columns):
+                    block = p[first : first + tiling.columns]
                     scores = scratch[: len(rows) * len(block)].view(len(rows), len(block))
                     for _ in range(score_products):
                         torch.mm(rows, block.t(), out=scores)
                     query_grad[start : start + tiling.queries].addmm_(scores, block, beta=0 if first == 0 else 1)
-                    passage_grad[first : first + tiling.passages].addmm_(scores.t(), rows, beta=0 if start == 0 else 1)
+                    passage_grad[first : first + tiling.columns].addmm_(scores.t(), rows, beta=0 if start == 0 else 1)
 
     return run
 
