@@ -258,10 +258,12 @@ class InfoNCE:
     def is_nested(self) -> bool:
         """Whether sizes that are prefixes of one vector can share products, if each query has one row, unweighted.
 
-        No size teaches or filters, no negative has a weight, and queries are compared with passages alone.
+        No size teaches or filters, no negative has a weight, queries are compared with passages alone, and these are
+        gathered.
         """
         filters = self.negatives.filter is not None and self.negatives.filter.by != GUIDE
-        return not self.kl_weight and not filters and not self.hardness and self.negatives.parts == PASSAGES_ALONE
+        plain = self.negatives.parts == PASSAGES_ALONE and not self.in_a_ring
+        return not self.kl_weight and not filters and not self.hardness and plain
 
     def nested_gradients_(self, vectors: Tensor, given: Compared, *, cosine: bool) -> dict[str, Tensor]:
         """The same loss, where `is_nested`. Overwrites `vectors` [n + m, d], not normalised, with their gradients."""
