@@ -41,7 +41,7 @@ from trainer.objectives.spread import SpreadOut
 from trainer.ring import Ring, Visit
 
 WIDTHS = (4, 6, 9)
-GUIDE_WIDTH = 5
+GUIDE_WIDTH, PER_QUERY = 5, 4
 TEMPERATURE, MIB = 0.1, 400 * 8 / 2**20  # so little memory that there are several tiles and blocks
 EVERY_PART = tuple(PARTS)
 
@@ -87,9 +87,9 @@ class FrozenGuide:
 def batch_of(rank: int, queries: int, *, weighted: bool = False, positives: int = 1) -> PairBatch:
     """A rank's queries with four passages each, as hashes of which some are equal; the first ones are positives."""
     generator = torch.Generator().manual_seed(rank)
-    count, nothing = 4 * queries, torch.zeros(0, dtype=torch.int32)
-    owners = torch.arange(queries).repeat_interleave(4)
-    targets = (torch.arange(queries)[:, None] * 4 + torch.arange(positives)).flatten()
+    count, nothing = PER_QUERY * queries, torch.zeros(0, dtype=torch.int32)
+    owners = torch.arange(queries).repeat_interleave(PER_QUERY)
+    targets = (torch.arange(queries)[:, None] * PER_QUERY + torch.arange(positives)).flatten()
     hashes = torch.randint(40, (queries + count,), generator=generator)
     return PairBatch(
         queries=Texts(nothing, torch.zeros(queries + 1, dtype=torch.int64)),
@@ -107,12 +107,18 @@ def batch_of(rank: int, queries: int, *, weighted: bool = False, positives: int 
     )
 
 
-def computed(terms: tuple[Term, ...], batch: PairBatch, world: World, widths: Sequence[int]) -> list[Tensor]:
+def computed(
+    terms: tuple[Term, ...],
+    batch: PairBatch,
+    world: World,
+    widths: Sequence[int],
+    dtype: torch.dtype = torch.float64,
+) -> list[Tensor]:
     """This rank's part of the loss, by name, and the gradients of its vectors, which are random."""
     generator = torch.Generator().manual_seed(100 + world.rank)
     count, sizes = len(batch.queries) + len(batch.passages), len(widths)
-    vectors = [torch.randn(count, width, generator=generator, dtype=torch.float64) for width in widths]
-    both = F.normalize(torch.randn(count, GUIDE_WIDTH, generator=generator, dtype=torch.float64), dim=1)
+    vectors = [torch.randn(count, width, generator=generator, dtype=dtype) for width in widths]
+    both = F.normalize(torch.randn(count, GUIDE_WIDTH, generator=generator, dtype=dtype), dim=1)
     plan = SizePlan(
         tuple(map(str, widths)),
         tuple(Size(1, width) for width in widths),
@@ -173,7 +179,7 @@ def costs(world: World, *, queries: int, widths: Sequence[int]) -> dict[str, lis
     """Bytes that each rank held at most, beyond what it was given and handed out, and those that it sent."""
     found: dict[str, list[float]] = {}
     batch = batch_of(world.rank, queries)
-    given = 8 * 5 * queries * sum(widths)
+    given = 8 * (1 + PER_QUERY) * queries * sum(widths)
     for way in ("gather", "ring"):
         term = infonce_term(negatives=Negatives(masks_known=False), in_a_ring=way == "ring")
         with LiveBytes() as live, counted_bytes() as sent:
