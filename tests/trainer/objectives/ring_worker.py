@@ -113,6 +113,8 @@ def computed(
     world: World,
     widths: Sequence[int],
     dtype: torch.dtype = torch.float64,
+    *,
+    guided: bool = True,
 ) -> list[Tensor]:
     """This rank's part of the loss, by name, and the gradients of its vectors, which are random."""
     generator = torch.Generator().manual_seed(100 + world.rank)
@@ -126,9 +128,8 @@ def computed(
         (0.3,) * (sizes - 1) + (0.2,),
     )
     engine: Any = SimpleNamespace(world=world, device=world.device, heartbeat=lambda phase: None)
-    losses, gradients = ContrastiveLoss(True, terms, guide=FrozenGuide(both)).loss_and_gradients(
-        vectors, batch, plan, engine
-    )
+    loss = ContrastiveLoss(True, terms, guide=FrozenGuide(both) if guided else None)
+    losses, gradients = loss.loss_and_gradients(vectors, batch, plan, engine)
     return [torch.stack(list(losses.values())), *gradients]
 
 
@@ -183,7 +184,7 @@ def costs(world: World, *, queries: int, widths: Sequence[int]) -> dict[str, lis
     for way in ("gather", "ring"):
         term = infonce_term(negatives=Negatives(masks_known=False), in_a_ring=way == "ring")
         with LiveBytes() as live, counted_bytes() as sent:
-            computed((term,), batch, world, widths)
+            computed((term,), batch, world, widths, guided=False)
         found[f"{way} held"] = gather_objects(float(live.peak - 2 * given))
         found[f"{way} sent"] = gather_objects(float(sent["bytes"]))
     return found
