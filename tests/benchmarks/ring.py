@@ -7,12 +7,12 @@ thread a rank; the loss and its gradients alone, no encoder. N queries are divid
   largest_difference    of losses and gradients, relative, in float64, on 2 and 4 ranks, over all terms that
                         tests/trainer/objectives/ring_worker.py has, which the unit tests compare, too
   smallest_control      the same where a chunk is left out of one of the rounds
-  memory_mib_*_W        what a rank of W holds at most for all passages and their gradients, beyond its own, the blocks
-                        of scores (1 MiB) and what rows remember included; counted, not sampled
+  memory_mib_*_W        what a rank of W holds at most for passages and their gradients, beyond its own; 1 MiB of
+                        scores and what rows remember are included; counted, not sampled
   sent_mib_*_W          what a rank of W sends
-  seconds_*_W           wall time, the best of a few taken in turn; with more ranks than cores, ranks share these
-  memory_ratio_W, bytes_ratio_W, time_ratio_W      ring ÷ gather; memory_ratio_4_ranks, bytes_ratio and time_ratio are
-                        those on 4 ranks
+  cpu_seconds_*_W, wall_seconds_*_W     of the slowest rank, the best of a few taken in turn, with 256 MiB for scores
+  memory_ratio_W, bytes_ratio_W, time_ratio_W, wall_ratio_W     ring ÷ gather; time is CPU time, because ranks share
+                        cores where there are more of them; without W, or as memory_ratio_4_ranks, on 4 ranks
 """
 
 from __future__ import annotations
@@ -29,37 +29,51 @@ import torch.distributed as dist
 
 from tests.benchmarks.support import Figures
 from tests.ranks import run_ranks
-from tests.trainer.objectives.ring_worker import PER_QUERY, batch_of, computed, counted_bytes, infonce_term, terms_of
+from tests.trainer.objectives.ring_worker import batch_of, computed, counted_bytes, infonce_term, terms_of
 from tests.trainer.worker import LiveBytes
 from trainer.distributed import World, gather_objects, start
 from trainer.objectives.infonce_terms import Negatives
 
 WIDTHS = (32, 64, 128, 256, 512, 768)
 WAYS = ("gather", "ring")
+BLOCKS_MIB = 1.0  # of scores, where memory is counted
+KINDS = {
+    "memory_ratio": "memory_mib",
+    "bytes_ratio": "sent_mib",
+    "time_ratio": "cpu_seconds",
+    "wall_ratio": "wall_seconds",
+}
 
 
 def measure(world: World, queries: int, repeats: int) -> dict[str, float]:
-    """MiB held and sent by the rank with most, and seconds, by way."""
+    """MiB held and sent by the rank with most, and the slowest rank's seconds, by way."""
     batch = batch_of(world.rank, queries // world.size)
-    given = 4 * len(batch.passage_query) * (PER_QUERY + 1) / PER_QUERY * sum(WIDTHS)
+    given = 4 * (len(batch.queries) + len(batch.passages)) * sum(WIDTHS)
     found: dict[str, float] = {}
-    for turn in range(repeats + 1):
+
+    def compute(way: str, score_memory_mib: float) -> None:
+        term = infonce_term(
+            negatives=Negatives(masks_known=False),
+            kl_weight=1.0,
+            in_a_ring=way == "ring",
+            score_memory_mib=score_memory_mib,
+        )
+        computed((term,), batch, world, WIDTHS, torch.float32, guided=False)
+
+    for way in WAYS:
+        with LiveBytes() as live, counted_bytes() as sent:
+            compute(way, BLOCKS_MIB)
+        found[f"memory_mib_{way}"] = max(gather_objects(live.peak - 2 * given)) / 2**20
+        found[f"sent_mib_{way}"] = max(gather_objects(sent["bytes"])) / 2**20
+    for _ in range(repeats):
         for way in WAYS:
-            term = infonce_term(
-                negatives=Negatives(masks_known=False), kl_weight=1.0, in_a_ring=way == "ring", score_memory_mib=1.0
-            )
-            arguments = ((term,), batch, world, WIDTHS, torch.float32)
-            if turn:
-                dist.barrier()
-                begin = time.perf_counter()
-                computed(*arguments, guided=False)
-                seconds = max(gather_objects(time.perf_counter() - begin))
-                found[f"seconds_{way}"] = min(seconds, found.get(f"seconds_{way}", seconds))
-                continue
-            with LiveBytes() as live, counted_bytes() as sent:
-                computed(*arguments, guided=False)
-            found[f"memory_mib_{way}"] = max(gather_objects(live.peak - 2 * given)) / 2**20
-            found[f"sent_mib_{way}"] = max(gather_objects(sent["bytes"])) / 2**20
+            dist.barrier()
+            begin = time.perf_counter(), time.process_time()
+            compute(way, 256.0)
+            took = time.perf_counter() - begin[0], time.process_time() - begin[1]
+            for name, seconds in zip(("wall", "cpu"), took):
+                slowest = max(gather_objects(seconds))
+                found[f"{name}_seconds_{way}"] = min(slowest, found.get(f"{name}_seconds_{way}", slowest))
     return found
 
 
@@ -96,18 +110,16 @@ def main() -> None:
         smallest_control=min(value for found in exact for name, value in found.items() if name.startswith("without")),
     )
     queries = args.queries or (1024 if args.quick else 8192)
-    table = ["ranks  way     MiB a rank  MiB sent  seconds"]
+    table = ["ranks  way     MiB a rank  MiB sent  CPU seconds  wall seconds"]
     for ranks in (2, 4) if args.quick else (2, 4, 8):
         found = on_ranks(ranks, "--rank", str(queries), "1" if args.quick else "3")
         for way in WAYS:
-            own = [found[f"{kind}_{way}"] for kind in ("memory_mib", "sent_mib", "seconds")]
-            table.append(f"{ranks:5}  {way:6}  {own[0]:10.1f}  {own[1]:8.1f}  {own[2]:7.2f}")
+            own = [found[f"{kind}_{way}"] for kind in KINDS.values()]
+            table.append(f"{ranks:5}  {way:6}  {own[0]:10.1f}  {own[1]:8.1f}  {own[2]:11.2f}  {own[3]:12.2f}")
         figures.show(**{f"{name}_{ranks}": value for name, value in found.items()})
-        kinds = {"memory_ratio": "memory_mib", "bytes_ratio": "sent_mib", "time_ratio": "seconds"}
-        figures.show(
-            **{f"{name}_{ranks}": found[f"{kind}_ring"] / found[f"{kind}_gather"] for name, kind in kinds.items()}
-        )
-    on_four = {name: figures.values[f"{name}_4"] for name in ("memory_ratio", "bytes_ratio", "time_ratio")}
+        ratios = {name: found[f"{kind}_ring"] / found[f"{kind}_gather"] for name, kind in KINDS.items()}
+        figures.show(**{f"{name}_{ranks}": ratio for name, ratio in ratios.items()})
+    on_four = {name: figures.values[f"{name}_4"] for name in KINDS}
     figures.show(memory_ratio_4_ranks=on_four.pop("memory_ratio"), **on_four)
     print("\n".join(table))
     figures.write(args.json)

@@ -311,9 +311,9 @@ def recipes(
         cases[f"{name}_lonely"] = copy.deepcopy(cases[name])
         cases[f"{name}_lonely"]["train"] |= {"steps": 0, "epochs": 1 / (24 if name == "stored" else 300)}
     cases["stored_lonely"]["objective"] |= {"false_negative_margin": -1.0}
-    # Passages that visit all ranks and are not gathered. All terms that scores have, and a sample without a partner.
+    # Passages that visit all ranks and are not gathered; the last case has fewer samples than ranks.
     ringed = {"filter_false_negatives": True, "false_negative_margin": 0.02, "spread_weight": 2.0}
-    cases["ringed"] = pairs(crowded_shards, **ringed, asymmetric_weight=0.5, detach_teacher=False)
+    cases["ringed"] = pairs(crowded_shards, **ringed, detach_teacher=False)
     cases["ringed_blocks"] = copy.deepcopy(cases["blocks_guided"])
     cases["ringed_lonely"] = copy.deepcopy(cases["blocks_lonely"])
     for name in ("ringed", "ringed_blocks", "ringed_lonely"):
