@@ -253,12 +253,11 @@ def _broken(control: str) -> Iterator[None]:
         finish = ring.Ring._finish
 
         def forgetful(self: ring.Ring, moves: Sequence[Any], work: Sequence[Any]) -> None:
+            finish(self, [], work)
             for buffers, _, coming in moves:
                 if coming.owner == dist.get_rank():
-                    for each in work:
-                        each.wait()
                     buffers.message(coming).zero_()
-            finish(self, moves, work)
+            finish(self, moves, [])
 
         with patch(ring.Ring, "_finish", forgetful):
             yield
