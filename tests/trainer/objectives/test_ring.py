@@ -15,7 +15,7 @@ CASES = list(terms_of(in_a_ring=True))
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def found(request: pytest.FixtureRequest, processes: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(request: pytest.FixtureRequest, launcher: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What ring_worker.py writes, on so many ranks, of which one of four has no texts."""
     output = tmp_path_factory.mktemp("ring") / "found.json"
     run_ranks("tests.trainer.objectives.ring_worker", str(output), ranks=request.param)
