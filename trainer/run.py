@@ -37,8 +37,8 @@ from trainer.build import ModelParts, build_model, build_objective, check_shared
 from trainer.checkpoint import Checkpointer, SavedCheckpoint, Saves
 from trainer.config.checks import check_world
 from trainer.config.load import as_toml, load_recipe
-from trainer.config.reference import help_text
 from trainer.config.read_keys import is_read
+from trainer.config.reference import help_text
 from trainer.config.schema import Recipe
 from trainer.costs.flops import bf16_slowdown
 from trainer.costs.objective_costs import costs_of
