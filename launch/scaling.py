@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from trainer.config.schema import Recipe
 from trainer.costs.counts import Texts
+from trainer.costs.exchange import RING_CHUNKS, ring_gradients_sent, ring_vectors_sent
 from trainer.costs.layers import kernels, wide_gradients
 from trainer.costs.objective_costs import ObjectiveCosts, costs_of, with_kept_graphs
 from trainer.costs.parameters import embedding_parameters, encoder_parameters, layer_matrices, stem_parameters
@@ -283,7 +284,7 @@ def memory_of(
     if model.guide is not None:
         # Its activations are gone before the student's are kept.
         states += model.guide.bytes
-        loss += 4.0 * model.guide.shape.hidden * (share.count + vectors)
+        loss += 4.0 * model.guide.shape.hidden * (share.count + costs.vectors_held(share, vectors))
     return Memory(
         states=states,
         buckets=STAGE_CONFIGS[stage].bucket * BUCKET_ELEMENTS + costs.table_gradient_bytes(model.shape),
@@ -307,12 +308,16 @@ def _activation_width(stage: int) -> float:
 class Collective:
     """`bytes` of the tensor that is whole on every rank, in `calls` calls a step."""
 
-    kind: str  # all_reduce | all_gather | reduce_scatter
+    kind: str  # all_reduce | all_gather | reduce_scatter | ring and ring_back: vectors and gradients (trainer/ring.py)
     bytes: float
     calls: float = 1.0
 
     def sent(self, ranks: int) -> float:
         """Bytes that each rank sends, in a ring (Patarasuk and Yuan 2009)."""
+        if self.kind == "ring":
+            return ring_vectors_sent(ranks) / ranks * self.bytes
+        if self.kind == "ring_back":
+            return ring_gradients_sent(ranks) / ranks * self.bytes
         return (2 if self.kind == "all_reduce" else 1) * (ranks - 1) / ranks * self.bytes
 
 
@@ -347,9 +352,10 @@ def collectives(
         found.append(Collective("all_gather", kept.sent_weights * elements, gathers * model.shape.layers))
         found.append(Collective("all_gather", kept.sent_weights * model.whole))
     if gathered := costs.gathered_bytes(vectors):
-        found += [Collective("all_gather", gathered), Collective("reduce_scatter", gathered)]
+        there, back = ("ring", "ring_back") if costs.exchange == "ring" else ("all_gather", "reduce_scatter")
+        found += [Collective(there, gathered), Collective(back, gathered)]
         if model.guide is not None:
-            found.append(Collective("all_gather", 4.0 * vectors * model.guide.shape.hidden))
+            found.append(Collective(there, 4.0 * vectors * model.guide.shape.hidden))
     if summed := costs.summed_bytes():
         found.append(Collective("all_reduce", summed, len(costs.sizes)))
     return found
@@ -366,6 +372,10 @@ def collective_seconds(each: Collective, cluster: Cluster, assumed: Assumptions)
         return 0.0
     rates = [cluster.gpu.link_bandwidth] if cluster.gpus_per_node > 1 else []
     rates += [cluster.link.bandwidth] if cluster.nodes > 1 else []
+    if each.kind.startswith("ring"):  # of both rounds, or of the second, whose messages go together
+        slowest = cluster.link.latency if cluster.nodes > 1 else NODE_LATENCY
+        messages = RING_CHUNKS * (ranks - 1) * (2 if each.kind == "ring" else 0)
+        return each.sent(ranks) / (min(rates) * assumed.link_share) + each.calls * messages * slowest
     rounds = 2 if each.kind == "all_reduce" else 1
     inside, between = cluster.gpus_per_node - 1, cluster.nodes - 1
     ring = rounds * (cluster.nodes * inside * NODE_LATENCY + between * cluster.link.latency)

@@ -24,6 +24,7 @@ ALLOWED = {
         "launch",
         "trainer.config",
         "trainer.costs.counts",
+        "trainer.costs.exchange",
         "trainer.monitoring.names",
         "trainer.costs.layers",
         "trainer.costs.objective_costs",

@@ -37,9 +37,11 @@ from trainer.build import ModelParts, build_model, build_objective, check_shared
 from trainer.checkpoint import Checkpointer, SavedCheckpoint, Saves
 from trainer.config.checks import check_world
 from trainer.config.load import as_toml, load_recipe
+from trainer.config.read_keys import is_read
 from trainer.config.reference import help_text
 from trainer.config.schema import Recipe
 from trainer.costs.flops import bf16_slowdown
+from trainer.costs.objective_costs import costs_of
 from trainer.distributed import Refused, World, gather_objects, start
 from trainer.engine import (
     Engine,
@@ -156,6 +158,7 @@ def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: Stop
             engine.heartbeat = watchdog.heartbeat
             if world.is_main:
                 _say_if_slow(engine)
+                _say_exchange(recipe, world)
             return _train(
                 recipe, engine, parts, stream, evaluator, settings, frozen=frozen, stops=stops, watchdog=watchdog
             )
@@ -165,6 +168,15 @@ def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: Stop
             end = end_for(error)
             watchdog.report(error, DIED_CODE if end is None else end.exit_code)
             raise
+
+
+def _say_exchange(recipe: Recipe, world: World) -> None:
+    """How ranks compare their queries with other ranks' passages."""
+    if world.size == 1 or not is_read(recipe, "train.negatives_exchange"):
+        return
+    ring = costs_of(recipe).exchange == "ring"
+    way = "visit all ranks in a ring, so that none holds them all" if ring else "are gathered on every rank"
+    log.info("train.negatives_exchange = %r: passages %s", recipe.train.negatives_exchange, way)
 
 
 def _train(

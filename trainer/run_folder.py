@@ -41,6 +41,7 @@ _FREE_KEYS = (
     "train.activation_checkpointing",
     "train.logits_memory_mib",
     "train.score_memory_mib",
+    "train.negatives_exchange",
 )
 
 # About the bytes that a run writes before its first step: recipe.toml, environment.json, ds_config.json and the lock.

@@ -32,6 +32,7 @@ from torch import Tensor
 from tests.benchmarks.support import Figures, alternate, peak_mib
 from tests.trainer.losses.autograd import multi_size_contrastive
 from trainer.losses import tiles
+from trainer.losses.row_sums import STATISTICS
 from trainer.losses.tiles import Tiling, choose_tiling
 
 WIDTHS = (32, 64, 128, 256, 512, 768)
@@ -75,7 +76,7 @@ def tiling_of(queries: Side, passages: Side, score_memory_mib: float) -> Tiling:
         len(queries[0]),
         len(passages[0]),
         matrices=2,
-        statistics=tiles.STATISTICS * len(WIDTHS),
+        statistics=STATISTICS * len(WIDTHS),
         scores_in_memory=int(score_memory_mib * 2**20) // 4,
         block_scores=tiles.CPU_BLOCK_SCORES,
     )

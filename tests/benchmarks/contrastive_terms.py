@@ -55,7 +55,7 @@ from trainer.build import ModelParts, build_objective
 from trainer.config.load import as_tables, build_recipe
 from trainer.config.schema import Recipe
 from trainer.distributed import World
-from trainer.losses import infonce
+from trainer.losses import infonce, tiled_rows
 from trainer.losses.tile_settings import PARTS
 from trainer.losses.tiles import Tiling
 from trainer.objectives import infonce_terms
@@ -231,7 +231,7 @@ def memory_of(setting: str, encoder: Encoder, queries: int) -> tuple[float, floa
     """MiB of a setting's loss at the peak, and of the vectors that it is given."""
     loss = Loss(setting, encoder, queries, MEMORY_PASSAGES)
     embeddings = loss.embeddings()
-    with patch.object(infonce, "choose_tiling", lambda *shape, **limits: MEMORY_TILE):
+    with patch.object(tiled_rows, "choose_tiling", lambda *shape, **limits: MEMORY_TILE):
         peak, (_, gradients) = peak_allocation(partial(loss.computed, embeddings))
     handed_out = sum(each.untyped_storage().nbytes() for each in gradients)
     return peak - handed_out / 2**20, sum(each.nbytes for each in embeddings) / 2**20

@@ -49,7 +49,7 @@ AT_EVERY_STAGE = ("smae", "srl", "stored", "kept")
 AT_TWO_STAGES = ("mlm", "direct", "two_d", "one", "enhanced", "spans", "guided", "guided_masked_pairs")
 AT_TWO_STAGES += ("smae_lonely", "srl_lonely", "guided_lonely", "enhanced_lonely", "spans_lonely", "sparse")
 AT_TWO_STAGES += ("espresso", "adaptive", "distill", "distill_heads", "distill_lonely", "related", "taught", "left_out")
-AT_TWO_STAGES += ("blocks", "kept_lonely", "bits")
+AT_TWO_STAGES += ("blocks", "kept_lonely", "bits", "ringed")
 # These use the engine as one of those above does. They differ only in the loss, which is computed from the engine's
 # outputs: whole float32 tensors at every stage.
 AT_ONE_STAGE = ("mrl", "cosent", "coordinates", "weighted", "crowded", "filtered", "margins")
@@ -71,6 +71,7 @@ AT_ONE_STAGE += (
     "int8_lonely",
 )
 AT_ONE_STAGE += ("srl_uneven", "smae_uneven", "related_directly", "related_lonely", "similarity", "gram", "order")
+AT_ONE_STAGE += ("ringed_blocks", "ringed_lonely")
 AT_ONE_STAGE += ("kept_related", "stored_directly", "stored_lonely", "matched", "matched_lonely", "stored_masked_pairs")
 # In `make test`, one a stage.
 LAUNCHED = [("srl", 0), ("smae", 1), ("srl", 2), ("smae", 3)]
@@ -80,7 +81,7 @@ ON_RANKS = {
     1: ("smae", "srl", "two_d", "mrl"),
     4: (
         *("srl", "two_d", "mrl", "smae", "crowded", "srl_uneven", "smae_lonely", "distill", "related", "asymmetric"),
-        *("spread", "espresso", "blocks", "positives", "matched", "bits"),
+        *("spread", "espresso", "blocks", "positives", "matched", "bits", "ringed"),
     ),
 }
 CONTROLS = {
@@ -94,6 +95,7 @@ CONTROLS = {
     "components of one rank": "espresso",
     "full size's passages stay": "asymmetric",
     "queries' gradients stay": "blocks",
+    "ring without a way home": "ringed",
 }
 BF16 = ("zero0", "zero1", "zero2", "zero3")
 
@@ -312,6 +314,13 @@ def recipes(
         cases[f"{name}_lonely"] = copy.deepcopy(cases[name])
         cases[f"{name}_lonely"]["train"] |= {"steps": 0, "epochs": 1 / (24 if name == "stored" else 300)}
     cases["stored_lonely"]["objective"] |= {"false_negative_margin": -1.0}
+    # Passages that visit all ranks and are not gathered; the last case has fewer samples than ranks.
+    ringed = {"filter_false_negatives": True, "false_negative_margin": 0.02, "spread_weight": 2.0}
+    cases["ringed"] = pairs(crowded_shards, **ringed, detach_teacher=False)
+    cases["ringed_blocks"] = copy.deepcopy(cases["blocks_guided"])
+    cases["ringed_lonely"] = copy.deepcopy(cases["blocks_lonely"])
+    for name in ("ringed", "ringed_blocks", "ringed_lonely"):
+        cases[name]["train"]["negatives_exchange"] = "ring"
     # Graphs of about 0.8 MiB, of which two are kept.
     cases["kept"] = pairs(micro=3)
     cases["kept_related"] = copy.deepcopy(cases["related"])

@@ -76,6 +76,7 @@ def check(recipe: Recipe) -> None:
     recipe.kind.check(recipe)
     if not recipe.step_sizes.drawn:
         _check_size_weights(recipe)
+    _check_exchange(recipe)
     _check_guide(recipe)
     _check_teacher(recipe)
     _check_trained_part(recipe)
@@ -113,6 +114,16 @@ def _check_negatives(recipe: Recipe) -> None:
         raise ConfigError(
             f"objective.negatives = {chosen.negatives} says a second time what objective.symmetric_spans = true does, "
             "which compares every span with all others; set one of the two"
+        )
+
+
+def _check_exchange(recipe: Recipe) -> None:
+    """No rank holds all vectors in a ring, so nothing else may gather them."""
+    gathers = recipe.is_taught and recipe.teacher.gathers
+    if recipe.train.negatives_exchange == "ring" and is_read(recipe, "train.negatives_exchange") and gathers:
+        raise ConfigError(
+            'train.negatives_exchange = "ring" keeps all texts\' vectors from being gathered, which '
+            "teacher.similarity_weight and teacher.order_weight need; set these to 0, or the exchange to gather"
         )
 
 

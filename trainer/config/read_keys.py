@@ -258,6 +258,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "train.compile": (LAYERS,),
     "train.logits_memory_mib": (MASKED,),
     "train.score_memory_mib": (SCORED,),
+    "train.negatives_exchange": (COMPARISONS, NEGATIVES),
     "engine.ds_config": ALWAYS,
     "checkpoint.every_steps": ALWAYS,
     "checkpoint.keep": ALWAYS,

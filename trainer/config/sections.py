@@ -545,6 +545,11 @@ class TrainConfig:
     score_memory_mib: float = Field(
         default=256.0, gt=0, description="MiB of the largest block of query-passage scores that is held at once."
     )
+    negatives_exchange: Literal["auto", "gather", "ring"] = Field(
+        default="auto",
+        description="How other ranks' passages reach a rank's queries: gather holds them all on every rank; ring holds "
+        "a rank's share, which travels; auto is ring where they and their gradients take more than 2 GiB.",
+    )
 
 
 @dataclass(frozen=True, config=STRICT)

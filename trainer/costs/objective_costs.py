@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from models.sizes import Size
+from trainer.config.read_keys import is_read
 from trainer.config.schema import Recipe
 from trainer.costs.counts import FORWARD_AND_BACKWARD, Texts, encoder_flops, masked_flops, needed_passes
+from trainer.costs.exchange import RING_SHARE_HELD, chosen_exchange
 from trainer.costs.layers import kept_by_a_norm, kept_bytes, kept_for_the_feed_forward, moved_elements
 from trainer.costs.parameters import decoder_parameters, layer_matrices, masked_head_parameters
 from trainer.costs.shapes import Shape
@@ -187,6 +189,19 @@ class ObjectiveCosts:
         """Bytes of a gradient of the token table that a fused loss sums up in float32, beside the engine's."""
         return 0.0
 
+    @property
+    def exchange(self) -> str:
+        """How other ranks' vectors reach a rank's, "gather" or "ring" (trainer/costs/exchange.py), with several ranks.
+
+        Each contrastive term exchanges vectors by itself, one term after the other.
+        """
+        return "gather"
+
+    def vectors_held(self, texts: Texts, vectors: float) -> float:
+        """How many of `vectors` a rank holds at once, beside its own. texts: the rank's whole share."""
+        own = self.vectors(texts)
+        return min(vectors, RING_SHARE_HELD * own) if self.exchange == "ring" and vectors > own else vectors
+
     def loss_bytes(self, texts: Texts, *, vectors: float) -> float:
         """Bytes that a rank holds while the loss is computed. texts: the rank's whole share."""
         return 0.0
@@ -196,7 +211,7 @@ class ObjectiveCosts:
         return 0.0
 
     def gathered_bytes(self, vectors: float) -> float:
-        """Bytes of all ranks' vectors, at all sizes. Every rank gathers them and sends their gradients back."""
+        """Bytes of all ranks' vectors, at all sizes. They reach every rank, and their gradients are sent back."""
         return 0.0
 
     def summed_bytes(self) -> float:
@@ -213,7 +228,7 @@ class ComparingCosts(ObjectiveCosts):
     """Losses of vectors that are compared with each other at every size, in float32."""
 
     def loss_bytes(self, texts: Texts, *, vectors: float) -> float:
-        return self._compared_bytes(texts.count, vectors)
+        return self._compared_bytes(texts.count, self.vectors_held(texts, vectors))
 
     def gathered_bytes(self, vectors: float) -> float:
         return 4.0 * vectors * self.widths
@@ -259,6 +274,8 @@ class ComparingCosts(ObjectiveCosts):
 
     def _times_scored(self, queries: float, columns: float) -> int:
         """How often scores are computed: once where a row of them fits in memory, else again for the gradients."""
+        if self.exchange == "ring":
+            return 2
         return 1 if 4 * 2 * min(128, queries) * columns <= self.recipe.train.score_memory_mib * _MIB else 2
 
     def _compared_bytes(self, own: float, vectors: float) -> float:
@@ -272,6 +289,17 @@ class InfoNCECosts(ComparingCosts):
 
     Each query has as many passages as every other.
     """
+
+    @property
+    def exchange(self) -> str:
+        """Token tables stay with the gather by "auto": sizes that are prefixes of one vector then share products."""
+        setting = self.recipe.train.negatives_exchange
+        if not is_read(self.recipe, "train.negatives_exchange"):
+            return "gather"
+        if setting == "auto" and (self.recipe.is_static or (self.recipe.is_taught and self.recipe.teacher.gathers)):
+            return "gather"
+        texts = Texts.alike(self.recipe.train.global_batch_size * (1 + self.passages_each), 1.0)
+        return chosen_exchange(setting, 2 * 4.0 * self.widths * self.vectors(texts))
 
     @property
     def passages_each(self) -> int:
@@ -394,7 +422,7 @@ class MaskedCosts(InfoNCECosts):
         if not self.caches:
             return logits
         own = texts.count * (2 if self._symmetric else 1)  # with each span once as a query and once as a passage
-        return max(self._compared_bytes(own, vectors), logits + 4 * self.widths * texts.count)
+        return max(self._compared_bytes(own, self.vectors_held(texts, vectors)), logits + 4 * self.widths * texts.count)
 
     def gathered_bytes(self, vectors: float) -> float:
         return super().gathered_bytes(vectors) if self.caches else 0.0
@@ -486,7 +514,8 @@ class ContrastiveCosts(InfoNCECosts):
         """
         whole = {size.layers for size in self.sizes if size.dim == self.sizes[-1].dim}
         added = 4.0 * texts.count * self.sizes[-1].dim * len(self._compressed.keys() - whole)
-        compared = super().loss_bytes(texts, vectors=vectors) + 8 * self._asymmetric_widths * self._passages(vectors)
+        compared = super().loss_bytes(texts, vectors=vectors)
+        compared += 8 * self._asymmetric_widths * self._passages(self.vectors_held(texts, vectors))
         quantised = 8.0 * self.widths * texts.count if self._quantised else 0.0
         return compared + added + quantised + self.summed_bytes()
 

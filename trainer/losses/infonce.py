@@ -27,28 +27,16 @@ teacher, and every size is then its student. A guide has no loss of its own and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from trainer.losses.row_sums import NATS_A_BIT
 from trainer.losses.tile_settings import TileSettings
-from trainer.losses.tiles import (
-    CPU_BLOCK_SCORES,
-    GPU_BLOCK_SCORES,
-    NATS_A_BIT,
-    STATISTICS,
-    Block,
-    Pairs,
-    Side,
-    Sides,
-    Tile,
-    Tiling,
-    blocks_of,
-    choose_tiling,
-)
+from trainer.losses.tiled_rows import TiledRows
+from trainer.losses.tiles import Columns, Side, Sides, Tile, filter_ceiling
 
 
 @dataclass(frozen=True)
@@ -98,99 +86,103 @@ def add_contrastive_gradients(
     margin; no gradient flows through this choice. Where a guide teaches, all K sizes learn from it.
     Returns (loss, InfoNCE of each size [K], KL of each size [K]); the latter two without w and v.
     """
-    num_queries, num_passages, num_sizes = queries[0].shape[0], passages[0].shape[0], len(queries)
-    all_queries, weights = further.all_queries, further.weights
-    sides = _sides([queries, passages, *([all_queries] if all_queries else [])], gradients, guide)
+    all_queries = further.all_queries
+    own, columns, *others = sides_of([queries, passages, *([all_queries] if all_queries else [])], gradients, guide)
     assert guide is not None or not settings.needs_guide
-    parts = settings.parts
-    assert all_queries or not any(part.with_queries for part in parts)
-    num_others = all_queries[0].shape[0] if all_queries else 0
-    num_columns = sum(num_others if part.with_queries else num_passages for part in parts)
-    tiling = choose_tiling(
-        num_queries,
-        num_columns,
-        matrices=settings.matrices,
-        statistics=STATISTICS * len(sides[0].vectors),
-        scores_in_memory=int(settings.score_memory_mib * 2**20) // dtype.itemsize,
-        block_scores=CPU_BLOCK_SCORES if targets.device.type == "cpu" else GPU_BLOCK_SCORES,
-        parts=len(parts),
+    assert all_queries or not any(part.with_queries for part in settings.parts)
+    every = Columns(range(len(passages[0])), range(len(all_queries[0]) if all_queries else 0))
+    tiled = TiledRows(
+        own,
+        targets,
+        settings,
+        every,
+        [every],
+        excluded=excluded,
+        hard=further.hard,
+        weights=further.weights,
+        dtype=dtype,
     )
-    blocks = blocks_of(parts, num_passages=num_passages, num_queries=num_others, width=tiling.columns)
-    left_out = _pairs_by_block(excluded, tiling, blocks, num_queries)
-    near = _pairs_by_block(further.hard if settings.hardness else None, tiling, blocks, num_queries)
-    pairs = [Pairs(*each) for each in zip(left_out, near)]
-    width = num_columns if tiling.keeps_rows else tiling.columns
-    workspace = torch.empty(settings.matrices, tiling.queries * width, dtype=dtype, device=targets.device)
-    scratch = torch.empty(tiling.queries * tiling.columns, dtype=dtype, device=targets.device)
-    totals = torch.zeros(2, len(sides[0].vectors), dtype=dtype, device=targets.device)
-    order = (settings.teacher, *settings.students)
-    for number, start in enumerate(range(0, num_queries, tiling.queries)):
-        part = slice(start, min(start + tiling.queries, num_queries))
-        positives = _rows_of(sides[1], targets[part], dtype) if any(each.of_positives for each in parts) else None
-        rows = Side(
-            [each[part].to(dtype) for each in sides[0].vectors],
-            [None if each is None else each[part] for each in sides[0].gradients],
+    adds, found = any(each is not None for each in gradients), []
+    for number in range(len(tiled)):
+        rows, here = tiled.rows(number), targets[tiled.places(number)]
+        positives = positives_of(columns, here, settings, dtype)
+        tile = tiled.tile(
+            number,
+            0,
+            Sides(rows, positives, columns, others[0] if others else None),
+            ceiling=filter_ceiling(rows, columns, here, settings),
+            sums=tiled.sums(number, 0),
         )
-        tile = Tile(
-            Sides(rows, positives, sides[1], sides[2] if all_queries else None),
-            targets[part],
-            blocks,
-            pairs[number * len(blocks) : (number + 1) * len(blocks)],
-            settings,
-            weights=None if weights is None else weights[part].to(dtype),
-            workspace=workspace,
-            scratch=scratch,
-            keeps_rows=tiling.keeps_rows,
-        )
-        if tiling.keeps_rows:
-            _sweep_once(tile, order)
+        if tiled.tiling.keeps_rows:
+            _sweep_once(tile)
         else:
-            _sweep_twice(tile, order, adds=any(each is not None for each in gradients))
-        if positives is not None:
-            _give_back(positives, sides[1], targets[part])
-        for total, found in zip(totals, tile.losses()):
-            total += found
-    nce, divergence = totals[:, :num_sizes] * (NATS_A_BIT / settings.num_queries)
-    of_sizes = torch.tensor([settings.loss_weights, settings.kl_weights], dtype=nce.dtype, device=nce.device)
+            _sweep_twice(tile, adds=adds)
+        give_back(positives, columns, here)
+        found.append(tile.sums.losses(tile.weights))
+    return losses_of(found, settings, like=tiled.workspace)
+
+
+def losses_of(
+    found: Iterable[tuple[Tensor, Tensor]], settings: TileSettings, *, like: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, InfoNCE and KL of each size, from the sums of rows (`RowSums.losses`), in the dtype of `like`."""
+    num_sizes = len(settings.loss_weights)
+    nce, divergence = like.new_zeros(2, num_sizes)
+    for of_rows in found:
+        nce += of_rows[0][:num_sizes]
+        divergence += of_rows[1][:num_sizes]
+    nce, divergence = (each * (NATS_A_BIT / settings.num_queries) for each in (nce, divergence))
+    of_sizes = like.new_tensor([settings.loss_weights, settings.kl_weights])
     return (of_sizes[0] * nce + of_sizes[1] * divergence).sum(), nce, divergence
 
 
-def _sweep_once(tile: Tile, order: Sequence[int]) -> None:
-    """Losses and gradients of a tile that keeps its exponentials. order: the teacher, then its students."""
+def _sweep_once(tile: Tile) -> None:
+    """Losses and gradients of a tile that keeps its exponentials."""
     settings, blocks = tile.settings, range(len(tile.blocks))
     for block in blocks if settings.filters_apart else ():
         tile.filter_block(block)
-    for size in order:
+    for size in settings.in_order:
         for block in blocks:
             tile.exponentials(size, block)
-        tile.sum_up(size)
+        tile.sums.sum_up(size)
         for block in blocks if size != settings.teacher else ():
             tile.add_gradients(size, block)
     for block in blocks:
         tile.add_gradients(settings.teacher, block)
 
 
-def _sweep_twice(tile: Tile, order: Sequence[int], *, adds: bool) -> None:
+def _sweep_twice(tile: Tile, *, adds: bool) -> None:
     """The same, where exponentials are computed again for the gradients. adds: whether any gradient is wanted."""
-    settings, blocks = tile.settings, range(len(tile.blocks))
-    for block in blocks:
-        if settings.filters_apart:
+    find_sums(tile)
+    for size in tile.settings.in_order:
+        tile.sums.sum_up(size)
+    if adds:
+        add_gradients(tile)
+
+
+def find_sums(tile: Tile) -> None:
+    """The first sweep: the rows' sums over each of the tile's blocks."""
+    for block in range(len(tile.blocks)):
+        if tile.settings.filters_apart:
             tile.filter_block(block)
-        for size in order:
+        for size in tile.settings.in_order:
             tile.exponentials(size, block)
-    for size in order:
-        tile.sum_up(size)
-    for block in blocks if adds else ():
+
+
+def add_gradients(tile: Tile) -> None:
+    """The second sweep: the gradients of the tile's blocks, from sums over all of the rows' columns."""
+    settings = tile.settings
+    for block in range(len(tile.blocks)):
         if settings.filters_apart:
             tile.filter_block(block)
-        for size in order:
+        for size in settings.in_order:
             tile.exponentials(size, block, again=True)
             if size != settings.teacher:
                 tile.add_gradients(size, block)
         tile.add_gradients(settings.teacher, block)
 
 
-def _sides(
+def sides_of(
     vectors: Sequence[Sequence[Tensor]], gradients: Sequence[Tensor | None], guide: Sequence[Tensor] | None
 ) -> list[Side]:
     """Queries, passages and, if given, all queries, with the guide's vectors after those of the sizes."""
@@ -202,32 +194,18 @@ def _sides(
     return sides
 
 
-def _rows_of(passages: Side, targets: Tensor, dtype: torch.dtype) -> Side:
-    """Each query's positive as a row, and room for its gradients."""
+def positives_of(passages: Side, targets: Tensor, settings: TileSettings, dtype: torch.dtype) -> Side | None:
+    """Each query's positive as a row, and room for its gradients; None where no part has positives for rows."""
+    if not any(part.of_positives for part in settings.parts):
+        return None
     return Side(
         [each[targets].to(dtype) for each in passages.vectors],
         [None if each is None else each.new_zeros(len(targets), each.shape[1]) for each in passages.gradients],
     )
 
 
-def _give_back(positives: Side, passages: Side, targets: Tensor) -> None:
-    """Add the gradients of the rows that `_rows_of` took to those of their passages."""
-    for gradient, into in zip(positives.gradients, passages.gradients):
+def give_back(positives: Side | None, passages: Side, targets: Tensor) -> None:
+    """Add the gradients of the rows that `positives_of` made to those of their passages."""
+    for gradient, into in zip(positives.gradients if positives else (), passages.gradients):
         if gradient is not None and into is not None:
             into.index_add_(0, targets, gradient)
-
-
-def _pairs_by_block(
-    pairs: Tensor | None, tiling: Tiling, blocks: Sequence[Block], num_queries: int
-) -> list[tuple[Tensor, Tensor] | None]:
-    """The (query, column) pairs of each (tile, block), as rows and columns inside it; None where there are none."""
-    num_tiles, num_blocks = -(-num_queries // tiling.queries), len(blocks)
-    if pairs is None or not len(pairs):
-        return [None] * (num_tiles * num_blocks)
-    starts = torch.tensor([block.start for block in blocks], device=pairs.device)
-    block = torch.bucketize(pairs[:, 1].contiguous(), starts, right=True) - 1
-    place = pairs[:, 0] // tiling.queries * num_blocks + block
-    place, order = place.sort()
-    rows, columns = pairs[order, 0] % tiling.queries, (pairs[:, 1] - starts[block])[order]
-    edges = torch.searchsorted(place, torch.arange(num_tiles * num_blocks + 1, device=place.device)).tolist()
-    return [(rows[a:b], columns[a:b]) if a < b else None for a, b in pairwise(edges)]

@@ -89,6 +89,11 @@ class TileSettings:
         return range(self.teacher)
 
     @property
+    def in_order(self) -> tuple[int, ...]:
+        """The teacher, then its students: the order in which a block's scores are computed."""
+        return (self.teacher, *self.students)
+
+    @property
     def teaches(self) -> tuple[float, ...]:
         """Each size's weight of the KL; the teacher's is 0, whatever `kl_weights` says."""
         return (*self.kl_weights[: self.teacher], 0.0)

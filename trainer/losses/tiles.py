@@ -8,25 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, isqrt, log
+from math import ceil, isqrt
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from trainer.losses.row_sums import EXCLUDED_SCORE, NATS_A_BIT, RowSums
 from trainer.losses.tile_settings import Part, TileSettings
 
-# Finite, so that an excluded passage's score difference to the teacher's is 0 and not NaN.
-EXCLUDED_SCORE = -1e30
-# Scores are in bits inside the tiles, p = 2^(s − lse): on a CPU exp2 takes half of exp's time. Where the result is
-# nearly 0, as for most passages at a low temperature, exp takes many times its usual time.
-NATS_A_BIT = log(2)
 # Scores in a block: on a CPU a few such blocks stay in the cache between passes; a GPU wants few, large launches.
 CPU_BLOCK_SCORES, GPU_BLOCK_SCORES = 2**19, 2**25
 # With fewer queries a tile spends more on reading passages and adding to their gradients than a second sweep costs.
 LEAST_QUERIES = 128
 MOST_QUERIES = 512
-STATISTICS = 4  # numbers for each query, block and size
 
 
 @dataclass(frozen=True)
@@ -113,15 +108,23 @@ class Block:
         return not self.part.of_positives and not self.part.with_queries
 
 
-def blocks_of(parts: Sequence[Part], *, num_passages: int, num_queries: int, width: int) -> list[Block]:
-    """All columns of a row, cut into blocks of at most `width`. num_queries: all that a part compares with."""
+class Columns(NamedTuple):
+    """Places of passages and of queries among those of the global batch; queries are read only by parts with them."""
+
+    passages: range
+    queries: range
+
+
+def blocks_of(parts: Sequence[Part], every: Columns, width: int, *, here: Columns | None = None) -> list[Block]:
+    """Columns of a row, cut into blocks of at most `width`: those that are `here`, by default every one."""
     blocks: list[Block] = []
     begin = 0
     for part in parts:
-        count = num_queries if part.with_queries else num_passages
-        for start in range(0, count, width):
-            blocks.append(Block(part, begin + start, slice(start, min(start + width, count))))
-        begin += count
+        all_places, places = every[part.with_queries], (here or every)[part.with_queries]
+        for start in range(0, len(places), width):
+            inside = slice(start, min(start + width, len(places)))
+            blocks.append(Block(part, begin + places.start + start, inside))
+        begin += len(all_places)
     return blocks
 
 
@@ -136,11 +139,25 @@ class Pairs:
     hard: tuple[Tensor, Tensor] | None
 
 
+def filter_ceiling(queries: Side, passages: Side, targets: Tensor, settings: TileSettings) -> Tensor | None:
+    """The scores, in bits, above which the filter leaves out a row's columns, [rows, 1]; None without a filter.
+
+    targets: int64 [rows], each query's positive among the passages.
+    """
+    if settings.filter is None:
+        return None
+    size = settings.filter_size
+    nearest = passages.vectors[size][targets].to(queries.vectors[size].dtype)
+    similarity = (queries.vectors[size] * nearest).sum(1, keepdim=True)
+    return (similarity - settings.filter.margin) / (settings.temperature_of(size) * NATS_A_BIT)
+
+
 class Tile:
     """One tile of queries against all columns: a block's exponentials, the rows' sums, then a block's gradients.
 
-    targets: int64 [rows], each query's positive among the passages. pairs: one a block. weights: [rows], of each
-    query's losses; None where all are 1.
+    targets: int64 [rows], each query's positive as a column. pairs: one a block. sums: of the tile's rows; one for each
+    block, unless the tile only adds gradients. ceiling: what `filter_ceiling` returns. weights: [rows], of each query's
+    losses; None where all are 1.
     """
 
     def __init__(
@@ -151,6 +168,8 @@ class Tile:
         pairs: list[Pairs],
         settings: TileSettings,
         *,
+        sums: RowSums,
+        ceiling: Tensor | None,
         weights: Tensor | None,
         workspace: Tensor,
         scratch: Tensor,
@@ -158,23 +177,8 @@ class Tile:
     ) -> None:
         self.sides = sides
         self.targets, self.blocks, self.pairs, self.settings = targets, blocks, pairs, settings
-        self.weights, self.workspace, self.scratch, self.keeps_rows = weights, workspace, scratch, keeps_rows
-        rows, sizes = len(targets), len(sides.queries.vectors)
-        # For each size, block and row, in bits: m = max s, Σ 2^(s − m), Σ 2^(s_T − m_T) (s − m), and the logarithm of
-        # 2^m / Z, the factor that turns the block's exponentials into shares of the row.
-        self.peak, self.mass, self.cross, self.log_factor = workspace.new_zeros(STATISTICS, sizes, len(blocks), rows)
-        self.positive, self.lse, self.nce, self.divergence = workspace.new_zeros(4, sizes, rows)
-        if settings.filter is not None:
-            filter_size = settings.filter_size
-            nearest = sides.passages.vectors[filter_size][targets].to(workspace.dtype)
-            similarity = (sides.queries.vectors[filter_size] * nearest).sum(1, keepdim=True)
-            self.ceiling = (similarity - settings.filter.margin) / (settings.temperature_of(filter_size) * NATS_A_BIT)
-
-    def losses(self) -> tuple[Tensor, Tensor]:
-        """The sums of the rows' InfoNCE and KL at each size, in bits."""
-        if self.weights is None:
-            return self.nce.sum(1), self.divergence.sum(1)
-        return (self.nce * self.weights).sum(1), (self.divergence * self.weights).sum(1)
+        self.sums, self.ceiling, self.weights = sums, ceiling, weights
+        self.workspace, self.scratch, self.keeps_rows = workspace, scratch, keeps_rows
 
     def filter_block(self, block: int) -> None:
         """Find what the filter leaves out of a block, before any size's scores are computed."""
@@ -194,33 +198,15 @@ class Tile:
             if self.blocks[block].may_hold_targets:
                 column, inside = self._targets_in(block)
                 found = scores.gather(1, column[:, None])[:, 0]
-                self.positive[size] = torch.where(inside, found, self.positive[size])
-            torch.amax(scores, 1, out=self.peak[size, block])
-        scores -= self.peak[size, block, :, None]
+                self.sums.positive[size] = torch.where(inside, found, self.sums.positive[size])
+            torch.amax(scores, 1, out=self.sums.peak[size, block])
+        scores -= self.sums.peak[size, block, :, None]
         slot = torch.exp2(scores, out=self._slot(size, block))
         if not again:
-            torch.sum(slot, 1, out=self.mass[size, block])
+            torch.sum(slot, 1, out=self.sums.mass[size, block])
             if any(settings.teaches) and (size == teacher or settings.teaches[size]):
                 scores *= self._slot(teacher, block)
-                torch.sum(scores, 1, out=self.cross[size, block])
-
-    def sum_up(self, size: int) -> None:
-        """Compute the rows' log-sum-exp and KL, in bits, from all blocks. The teacher's must be computed first."""
-        # Take differences to the row's maximum first, because adding a log-sum-exp to large scores would round away
-        # what tells shares apart.
-        top = self.peak[size].amax(0)
-        spread = ((self.peak[size] - top).exp2() * self.mass[size]).sum(0).log2()
-        self.lse[size] = top + spread
-        self.nce[size] = (top - self.positive[size]) + spread
-        torch.sub(self.peak[size] - top, spread, out=self.log_factor[size])
-        if self.settings.teaches[size]:
-            self.divergence[size] = self._taught_mean(self.settings.teacher) - self._taught_mean(size)
-
-    def _taught_mean(self, size: int) -> Tensor:
-        """Σ_j p_T,j log p_j.  # [rows]"""
-        teacher = self.settings.teacher
-        blocks = self.cross[size] + self.log_factor[size] * self.mass[teacher]
-        return (self.log_factor[teacher].exp2() * blocks).sum(0)
+                torch.sum(scores, 1, out=self.sums.cross[size, block])
 
     def add_gradients(self, size: int, block: int) -> None:
         """Compute d loss / d s of a block in the size's slot, and add the gradients of its rows and columns."""
@@ -229,7 +215,7 @@ class Tile:
         if row_grad is None and column_grad is None:
             return
         settings, teacher = self.settings, self.settings.teacher
-        grad, factor = self._slot(size, block), self._weighted(self.log_factor[size, block].exp2())[:, None]
+        grad, factor = self._slot(size, block), self._weighted(self.sums.log_factor[size, block].exp2())[:, None]
         if size == teacher and settings.moves_teacher:
             gap = self._slot("gap", block)
             gap += self._teacher_offset()[:, None]
@@ -239,7 +225,7 @@ class Tile:
             weight = settings.loss_weights[size] + settings.teaches[size]
             grad *= weight * factor
             if settings.teaches[size]:
-                share = settings.teaches[size] * self._weighted(self.log_factor[teacher, block].exp2())
+                share = settings.teaches[size] * self._weighted(self.sums.log_factor[teacher, block].exp2())
                 grad.addcmul_(self._slot(teacher, block), share[:, None], value=-1)
         if self.blocks[block].may_hold_targets:
             column, here = self._targets_in(block)
@@ -257,10 +243,10 @@ class Tile:
 
     def _teacher_offset(self) -> Tensor:
         """What each row adds to the gaps, which gives the teacher's gradient divided by p_T.  # [rows]"""
-        offset = torch.full_like(self.lse[0], self.settings.loss_weights[self.settings.teacher])
+        offset = torch.full_like(self.sums.lse[0], self.settings.loss_weights[self.settings.teacher])
         for size in self.settings.students:
             if weight := self.settings.teaches[size]:
-                bits = self.lse[size] - self.lse[self.settings.teacher] - self.divergence[size]
+                bits = self.sums.lse[size] - self.sums.lse[self.settings.teacher] - self.sums.divergence[size]
                 offset += NATS_A_BIT * weight * bits
         return offset
 
@@ -289,6 +275,7 @@ class Tile:
 
     def _find_penalty(self, scores: Tensor, block: int) -> None:
         """Compute what a block's scores get added at every size: EXCLUDED_SCORE where the filter leaves one out."""
+        assert self.ceiling is not None
         penalty = self._slot("penalty", block)
         torch.gt(scores, self.ceiling, out=penalty)
         if self.blocks[block].may_hold_targets:

@@ -11,6 +11,7 @@ from torch import Tensor
 from data.collate import PairBatch
 from trainer.config.read_keys import is_read
 from trainer.config.schema import Recipe
+from trainer.costs.objective_costs import costs_of
 from trainer.losses.tile_settings import PASSAGES_ALONE, MarginFilter, ScoreTeacher
 from trainer.losses.unit_vectors import normalize_, unnormalized_gradient_
 from trainer.objectives.backward import Passes
@@ -169,4 +170,10 @@ def _infonce(recipe: Recipe, *, parts: tuple[str, ...] = ()) -> InfoNCE:
     margin = MarginFilter(chosen.false_negative_margin, chosen.filter_by) if filters else None
     negatives = Negatives(chosen.mask_false_negatives, margin, parts or tuple(chosen.negatives))
     hardness = chosen.hardness if is_read(recipe, "objective.hardness") else 0.0
-    return InfoNCE(chosen.temperature, negatives, recipe.train.score_memory_mib, hardness=hardness)
+    return InfoNCE(
+        chosen.temperature,
+        negatives,
+        recipe.train.score_memory_mib,
+        hardness=hardness,
+        in_a_ring=costs_of(recipe).exchange == "ring",
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +22,10 @@ from trainer.losses.tile_settings import (
     TileSettings,
     parts_of,
 )
+from trainer.losses.tiles import Side
 from trainer.losses.unit_vectors import normalize_, unnormalized_gradient_
-from trainer.objectives.contrastive_terms import Compared, named, of_all_ranks
+from trainer.objectives.contrastive_terms import Compared, GuideVectors, named, of_all_ranks
+from trainer.objectives.infonce_ring import contrast_in_a_ring
 
 
 @dataclass(frozen=True)
@@ -155,10 +156,10 @@ class Everyone:
     One gather for all widths side by side. On one rank the vectors and gradients are the given ones themselves.
     """
 
-    def __init__(self, vectors: Sequence[Tensor], gradients: Sequence[Tensor], counts: list[int]) -> None:
-        self.vectors, self.gradients = list(vectors), list(gradients)
-        self._own, self._counts = list(gradients), counts
-        self._widths = [each.shape[1] for each in vectors]
+    def __init__(self, own: Side, counts: list[int]) -> None:
+        self.vectors, self.gradients = list(own.vectors), list(own.gradients)
+        self._own, self._counts = [each for each in own.gradients if each is not None], counts
+        self._widths = [each.shape[1] for each in own.vectors]
         self._returned: Tensor | None = None
         if len(counts) > 1:
             everyone = gather_rows(torch.cat(self.vectors, dim=1), counts)  # [N, sum of widths]
@@ -179,7 +180,8 @@ class InfoNCE:
 
     Both are one term because they share the same tiles of scores (trainer/losses/infonce.py). Where several positives
     of a query count, each has a row of its own without the others as columns, and the rows share the query's weight.
-    hardness: α of the weights of a query's own hard negatives.
+    hardness: α of the weights of a query's own hard negatives. in_a_ring: whether passages visit all ranks in turn
+    (trainer/ring.py) and are not gathered.
     """
 
     temperature: float
@@ -188,6 +190,7 @@ class InfoNCE:
     kl_weight: float = 0.0
     teacher: ScoreTeacher = TAUGHT_BY_FULL
     hardness: float = 0.0
+    in_a_ring: bool = False
 
     def add_gradients(self, given: Compared) -> dict[str, Tensor]:
         plan, count = given.plan, len(given.batch.queries)
@@ -221,50 +224,51 @@ class InfoNCE:
         places, rows = self._places(given, device), Rows.of(given.batch, device)
         of_rows = rows.spread(queries)
         row_gradients = [torch.zeros_like(each) for each in of_rows] if rows.several else gradients[0]
-        columns = Everyone(passages, gradients[1], places.passages)
-        queried = Everyone(queries, gradients[0], places.queries) if self.negatives.read_queries else None
-        found = add_contrastive_gradients(
-            of_rows,
-            columns.vectors,
-            gradients=[*row_gradients, *columns.gradients, *([] if queried is None else queried.gradients)],
-            settings=TileSettings(
-                weights,
-                kl_weights,
-                self.temperature,
-                of_all_ranks(count, device),
-                self.negatives.filter,
-                self.teacher,
-                self.score_memory_mib,
-                1.0 if given.guide is None else given.guide.temperature,
-                self.negatives.parts,
-                self.hardness,
+        settings = TileSettings(
+            weights,
+            kl_weights,
+            self.temperature,
+            of_all_ranks(count, device),
+            self.negatives.filter,
+            self.teacher,
+            self.score_memory_mib,
+            1.0 if given.guide is None else given.guide.temperature,
+            self.negatives.parts,
+            self.hardness,
+        )
+        exchange = _in_a_ring if self.in_a_ring and len(places.passages) > 1 else _gathered
+        found = exchange(
+            Side(of_rows, row_gradients),
+            Side(passages, gradients[1]),
+            Side(queries, gradients[0]) if self.negatives.read_queries else None,
+            Asked(
+                settings,
+                places,
+                rows,
+                self._guide(given),
+                excluded=self.negatives.left_out(given.batch, places, rows),
+                hard=places.hard_pairs(given.batch, rows) if self.hardness else None,
+                weights=rows.weights(given.batch.weights),
             ),
-            further=Further(
-                [] if queried is None else queried.vectors,
-                places.hard_pairs(given.batch, rows) if self.hardness else None,
-                rows.weights(given.batch.weights),
-            ),
-            **self._of_the_global_batch(given, places, rows),
         )
         rows.gather_(gradients[0], row_gradients)
-        columns.send_back()
-        if queried is not None:
-            queried.send_back()
         return found
 
     @property
     def is_nested(self) -> bool:
         """Whether sizes that are prefixes of one vector can share products, if each query has one row, unweighted.
 
-        No size teaches or filters, no negative has a weight, and queries are compared with passages alone.
+        No size teaches or filters, no negative has a weight, queries are compared with passages alone, and these are
+        gathered.
         """
         filters = self.negatives.filter is not None and self.negatives.filter.by != GUIDE
-        return not self.kl_weight and not filters and not self.hardness and self.negatives.parts == PASSAGES_ALONE
+        plain = self.negatives.parts == PASSAGES_ALONE and not self.in_a_ring
+        return not self.kl_weight and not filters and not self.hardness and plain
 
     def nested_gradients_(self, vectors: Tensor, given: Compared, *, cosine: bool) -> dict[str, Tensor]:
         """The same loss, where `is_nested`. Overwrites `vectors` [n + m, d], not normalised, with their gradients."""
         plan, count, device = given.plan, len(given.batch.queries), vectors.device
-        places = self._places(given, device)
+        places, rows, guide = self._places(given, device), Rows.of(given.batch, device), self._guide(given)
         counts = places.passages
         passages = vectors[count:] if len(counts) == 1 else gather_rows(vectors[count:], counts)
         gradient = torch.zeros_like(passages)
@@ -272,7 +276,9 @@ class InfoNCE:
             vectors[:count],
             passages,
             gradient,
-            **self._of_the_global_batch(given, places, Rows.of(given.batch, device)),
+            targets=places.targets(rows),
+            excluded=self.negatives.left_out(given.batch, places, rows),
+            guide=None if guide is None else (guide.queries, gather_rows(guide.passages, counts)),
             settings=PrefixSettings(
                 tuple(size.dim for size in plan.sizes),
                 plan.loss_weights,
@@ -291,15 +297,76 @@ class InfoNCE:
         queries = gather_counts(len(given.batch.queries), device) if self.negatives.read_queries else []
         return Places(given.engine.world.rank, passages, queries)
 
-    def _of_the_global_batch(self, given: Compared, places: Places, rows: Rows) -> dict[str, Any]:
-        """The arguments about all ranks' texts, for both ways."""
-        excluded, guide = self.negatives.left_out(given.batch, places, rows), given.guide
-        assert guide is not None or self.negatives.filter is None or self.negatives.filter.by != GUIDE
-        vectors = None
-        if guide is not None:
-            vectors = [*rows.spread([guide.queries]), gather_rows(guide.passages, places.passages)]
-            vectors += [gather_rows(guide.queries, places.queries)] if self.negatives.read_queries else []
-        return {"targets": places.targets(rows), "excluded": excluded, "guide": vectors}
+    def _guide(self, given: Compared) -> GuideVectors | None:
+        assert given.guide is not None or self.negatives.filter is None or self.negatives.filter.by != GUIDE
+        return given.guide
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of an InfoNCE besides vectors: its settings, and what is known of this rank's rows.
+
+    excluded, hard: pairs of a row and a column of the global batch. weights: of the rows' losses.
+    """
+
+    settings: TileSettings
+    places: Places
+    rows: Rows
+    guide: GuideVectors | None
+    excluded: Tensor | None
+    hard: Tensor | None
+    weights: Tensor | None
+
+
+def _gathered(of_rows: Side, passages: Side, queries: Side | None, asked: Asked) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of this rank's rows, with all ranks' passages, and queries if they are columns, on every rank."""
+    places, rows, guide = asked.places, asked.rows, asked.guide
+    columns = Everyone(passages, places.passages)
+    queried = None if queries is None else Everyone(queries, places.queries)
+    vectors = None
+    if guide is not None:
+        vectors = [*rows.spread([guide.queries]), gather_rows(guide.passages, places.passages)]
+        vectors += [] if queries is None else [gather_rows(guide.queries, places.queries)]
+    found = add_contrastive_gradients(
+        of_rows.vectors,
+        columns.vectors,
+        gradients=[*of_rows.gradients, *columns.gradients, *([] if queried is None else queried.gradients)],
+        settings=asked.settings,
+        targets=places.targets(rows),
+        excluded=asked.excluded,
+        guide=vectors,
+        further=Further([] if queried is None else queried.vectors, asked.hard, asked.weights),
+    )
+    columns.send_back()
+    if queried is not None:
+        queried.send_back()
+    return found
+
+
+def _in_a_ring(of_rows: Side, passages: Side, queries: Side | None, asked: Asked) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, with passages and queries that visit all ranks."""
+    places, rows, guide = asked.places, asked.rows, asked.guide
+    if guide is not None:
+        of_rows = _with(of_rows, *rows.spread([guide.queries]))
+        passages = _with(passages, guide.passages)
+        queries = None if queries is None else _with(queries, guide.queries)
+    return contrast_in_a_ring(
+        of_rows,
+        passages,
+        queries,
+        counts=(places.passages, places.queries),
+        rank=places.rank,
+        targets=rows.targets,
+        settings=asked.settings,
+        excluded=asked.excluded,
+        hard=asked.hard,
+        weights=asked.weights,
+    )
+
+
+def _with(side: Side, guide: Tensor) -> Side:
+    """With a guide's vectors after those of the sizes."""
+    return Side([*side.vectors, guide], [*side.gradients, None])
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     "train.compile": ("true", [], [STATIC]),
     "train.logits_memory_mib": ("8.0", MASKED, [[]]),
     "train.score_memory_mib": ("8.0", SPANS, [MASKED, COSENT]),
+    "train.negatives_exchange": ("ring", SPANS, [MASKED, COSENT]),
     "evaluation.every_steps": ("5", STS, [[]]),
     "evaluation.split": ("dev", ['evaluation.beir=["scifact"]'], [[], STS]),
     "evaluation.max_documents": ("5", ['evaluation.beir=["scifact"]'], [[], STS]),

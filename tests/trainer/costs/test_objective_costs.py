@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from data.ground.errors import ConfigError
 from tests.trainer.support import recipe_of, recipe_values
 from trainer.costs.counts import Shape, Texts, encoder_flops
 from trainer.costs.objective_costs import (
@@ -172,6 +173,48 @@ def test_what_further_negatives_cost(negatives: list[str], gathered: int, column
     added = costs.computed_flops(SHAPE, TEXTS, vectors=vectors) - alone
     assert added == pytest.approx(3 * 2 * 2 * columns * width)
     assert costs.loss_bytes(TEXTS, vectors=vectors) == 8 * width * (TEXTS.count + gathered) + 2**20
+
+
+def test_a_ring_holds_a_share_and_scores_twice() -> None:
+    """Of forty passages the rank's own eight, and a fourth of these more; four products in place of three."""
+    ring, gather = (
+        costs_of(recipe_of(recipe_values("shards", train={"negatives_exchange": way, "score_memory_mib": 1.0})))
+        for way in ("ring", "gather")
+    )
+    width = 16 + 32 + 48
+    assert ring.vectors(TEXTS) == 8 and ring.vectors_held(TEXTS, VECTORS) == 10
+    spared = gather.loss_bytes(TEXTS, vectors=VECTORS) - ring.loss_bytes(TEXTS, vectors=VECTORS)
+    assert spared == 8 * width * (VECTORS - 10)
+    added = ring.computed_flops(SHAPE, TEXTS, vectors=VECTORS) - gather.computed_flops(SHAPE, TEXTS, vectors=VECTORS)
+    assert added == pytest.approx(2 * 2 * VECTORS * width)
+    assert ring.loss_bytes(TEXTS, vectors=8) == gather.loss_bytes(TEXTS, vectors=8), "one rank has its own alone"
+
+
+@pytest.mark.parametrize(
+    ("sections", "queries", "exchange"),
+    [
+        # Passages times 96 floats and as many of their gradients: 2 GiB are 2.8 million of them, of four a query.
+        ({}, 699_050, "gather"),
+        ({}, 699_051, "ring"),
+        ({"objective": {"loss": "cosent", "kl": "none"}}, 10**7, "gather"),
+        (
+            {"teacher": {"model": "t", "similarity_weight": 1.0}, "model": {"source": "x", "config": {}}},
+            10**7,
+            "gather",
+        ),
+    ],
+)
+def test_auto_is_a_ring_where_the_gather_takes_more_than_its_bound(
+    sections: dict[str, Any], queries: int, exchange: str
+) -> None:
+    recipe = recipe_of(recipe_values("shards", train={"global_batch_size": queries}, **sections))
+    assert costs_of(recipe).exchange == exchange
+
+
+def test_a_ring_beside_a_term_that_gathers_is_refused() -> None:
+    taught = {"teacher": {"model": "t", "similarity_weight": 1.0}, "model": {"source": "x", "config": {}}}
+    with pytest.raises(ConfigError, match="keeps all texts' vectors from being gathered"):
+        recipe_of(recipe_values("shards", train={"negatives_exchange": "ring"}, **taught))
 
 
 def test_what_several_positives_cost() -> None:

@@ -16,9 +16,10 @@ from torch.overrides import TorchFunctionMode
 from tests.lanes import crossed
 from tests.reference import naive_contrastive_loss
 from tests.trainer.losses.autograd import multi_size_contrastive
-from trainer.losses import infonce, tiles
+from trainer.losses import tiled_rows, tiles
 from trainer.losses.false_negatives import false_negatives
 from trainer.losses.graded_pairs import coordinate_divergence, cosent
+from trainer.losses.row_sums import RowSums
 from trainer.losses.tile_settings import TileSettings
 from trainer.losses.tiles import Tiling, choose_tiling
 
@@ -46,7 +47,7 @@ def vectors(seed: int = 0, *, scale: float = 1.0) -> tuple[list[Tensor], list[Te
 
 
 def force(monkeypatch: pytest.MonkeyPatch, tiling: Tiling) -> None:
-    monkeypatch.setattr(infonce, "choose_tiling", lambda *_, **__: tiling)
+    monkeypatch.setattr(tiled_rows, "choose_tiling", lambda *_, **__: tiling)
 
 
 def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
@@ -173,23 +174,23 @@ def test_memory_asked_for_reaches_the_tiles() -> None:
 
 def break_maxima(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks' sums added up as if they had one maximum."""
-    original = tiles.Tile.sum_up
+    original = RowSums.sum_up
 
-    def wrong(tile: tiles.Tile, size: int) -> None:
-        tile.peak[size] = tile.peak[size].amax(0)
-        original(tile, size)
+    def wrong(sums: RowSums, size: int) -> None:
+        sums.peak[size] = sums.peak[size].amax(0)
+        original(sums, size)
 
-    monkeypatch.setattr(tiles.Tile, "sum_up", wrong)
+    monkeypatch.setattr(RowSums, "sum_up", wrong)
 
 
 def forget_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = tiles.Tile.sum_up
+    original = RowSums.sum_up
 
-    def wrong(tile: tiles.Tile, size: int) -> None:
-        tile.mass[size, -1] = 0
-        original(tile, size)
+    def wrong(sums: RowSums, size: int) -> None:
+        sums.mass[size, -1] = 0
+        original(sums, size)
 
-    monkeypatch.setattr(tiles.Tile, "sum_up", wrong)
+    monkeypatch.setattr(RowSums, "sum_up", wrong)
 
 
 @pytest.mark.parametrize("broken", [break_maxima, forget_a_block])

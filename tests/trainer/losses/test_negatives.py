@@ -20,7 +20,7 @@ from tests.trainer.losses.test_infonce import Products, force, gradients, object
 from trainer.losses import tiles
 from trainer.losses.false_negatives import columns_left_out, false_negative_queries, false_negatives
 from trainer.losses.tile_settings import PARTS, PASSAGES_ALONE, parts_of
-from trainer.losses.tiles import Tiling
+from trainer.losses.tiles import Columns, Tiling
 
 WIDTHS = (4, 7, 16)
 OWNERS = torch.tensor([0, 1, 1, 1, 2, 3, 3, 4, 5, 5, 6, 6])  # whose positive, then hard negatives, a passage is
@@ -220,7 +220,7 @@ def test_the_score_memory_bounds_a_tile_of_several_parts(num_columns: int, mib: 
         1024, num_columns, matrices=4, statistics=24, scores_in_memory=numbers, block_scores=2**19, parts=4
     )
     share = num_columns // 4
-    blocks = tiles.blocks_of(parts_of(ALL), num_passages=share, num_queries=share, width=tiling.columns)
+    blocks = tiles.blocks_of(parts_of(ALL), Columns(range(share), range(share)), tiling.columns)
     assert sum(block.width for block in blocks) == num_columns and max(b.width for b in blocks) <= tiling.columns
     kept = 4 * (num_columns if tiling.keeps_rows else tiling.columns) + tiling.columns + 24 * len(blocks)
     assert tiling.queries * kept <= numbers or tiling.queries == 1
