@@ -63,6 +63,10 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
         ),
         Headline("copies_left_1024", "lower", 0.01, "copies of texts that are left, for each 1,000 samples"),
     ),
+    "ring": (
+        Headline("largest_difference", "lower", 3.0, "largest relative difference from the gather, in float64"),
+        Headline("memory_ratio_4_ranks", "lower", 0.1, "a rank's memory for passages and gradients, ring ÷ gather"),
+    ),
     "search": (
         Headline("faiss_ratio_100", "higher", 0.2, "time of FAISS' flat index ÷ ours, the best 100"),
         Headline("semantic_ratio_100", "higher", 0.2, "time of `semantic_search` ÷ ours, the best 100"),

@@ -13,6 +13,7 @@ thread a rank; the loss and its gradients alone, no encoder. N queries are divid
   cpu_seconds_*_W, wall_seconds_*_W     of the slowest rank, the best of a few taken in turn, with 256 MiB for scores
   memory_ratio_W, bytes_ratio_W, time_ratio_W, wall_ratio_W     ring ÷ gather; time is CPU time, because ranks share
                         cores where there are more of them; without W, or as memory_ratio_4_ranks, on 4 ranks
+--quick: 1,024 queries on 2 and 4 ranks, timed once; less than five minutes. Differences are those of a full run.
 """
 
 from __future__ import annotations
