@@ -23,6 +23,7 @@ from torch import Tensor
 
 from data.ground.command import run_command
 from data.stream import Sample, Stream
+from tests.trainer.support import without_fp16_units
 from trainer import build, checkpoint, run
 from trainer.config.kinds import kind_named
 from trainer.distributed import World, start
@@ -44,6 +45,7 @@ class Recorded:
 def main() -> None:
     cases = json.loads(Path(sys.argv[-1]).read_text())
     world = start()
+    without_fp16_units()
     patch = unittest.mock.patch.object
     for case in cases:
         ids = Path(case["ids"])

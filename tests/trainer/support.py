@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import unittest.mock
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,10 @@ def loaded(values: Mapping[str, Any], folder: Path) -> Recipe:
     path = folder / "written.toml"
     path.write_text(tomli_w.dumps(dict(values)))
     return load_recipe(path)
+
+
+def without_fp16_units() -> None:
+    """On any CPU, DeepSpeed's Muon multiplies in float32 from here on, as its restatement does."""
+    from deepspeed.accelerator import get_accelerator
+
+    unittest.mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda _self: False).start()

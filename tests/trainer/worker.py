@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from data.ground.command import run_command
 from data.shards.reader import ShardFolder
-from tests.trainer.support import recipe_of
+from tests.trainer.support import recipe_of, without_fp16_units
 from trainer import build, engine, ring, run
 from trainer.config.kinds import kind_named
 from trainer.config.schema import Recipe
@@ -55,6 +55,7 @@ def main() -> None:
     args = parser.parse_args()
     cases = json.loads(args.cases.read_text())
     world = start()
+    without_fp16_units()
     # Stage 3 collects garbage at each of its starts; what is imported is none, and need not be looked through.
     gc.freeze()
     for case in cases:
