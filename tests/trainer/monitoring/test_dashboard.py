@@ -272,7 +272,9 @@ def test_settings_are_of_the_objective_and_plain() -> None:
     assert all(isinstance(value, (bool, int, float, str)) for value in (contrastive | masked).values())
     distilled = settings_of(recipe_of(recipe_values("shards", objective={"name": "distill"}, teacher={"model": "t"})))
     assert "teacher.vector_weight" in distilled and "teacher.vector_weight" not in contrastive
-    assert {*contrastive, *masked, *distilled} == {*COMPARED, "model.ladder"} - {"train.epochs"}  # these go by steps
+    assert "optim.muon_lr" in settings_of(recipe_of(recipe_values("shards", optim={"name": "muon"})))
+    elsewhere = {"train.epochs", "optim.muon_lr"}  # these go by steps, and by AdamW
+    assert {*contrastive, *masked, *distilled} == {*COMPARED, "model.ladder"} - elsewhere
 
 
 def test_texts_are_toml() -> None:

@@ -220,6 +220,9 @@ class Alone:
     def step(self, lr: float, *, skip: bool) -> float:
         return 1.0
 
+    def learning_rates(self, lr: float) -> dict[str, float]:
+        return {"lr": lr}
+
     def update(self, *_: Any, **__: Any) -> None:
         pass
 
