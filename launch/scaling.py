@@ -255,8 +255,7 @@ def state_bytes(model: Model, stage: int, ranks: int) -> float:
     if stage == 3:
         frozen = model.parameters - model.trained  # a rank's share of these is not in kept.divided
         weights = kept.weights * (min(model.parameters, LIVE_ELEMENTS) + frozen / ranks)
-    spared = MUON_SPARES * model.by_muon / (ranks if stage else 1)
-    return weights + model.trained * (kept.gradients + shared) - spared
+    return weights + model.trained * (kept.gradients + shared) - _spared_bytes(model, stage, ranks)
 
 
 def resting_bytes(model: Model, stage: int, ranks: int, *, kept: Stage | None = None) -> float:
@@ -266,8 +265,12 @@ def resting_bytes(model: Model, stage: int, ranks: int, *, kept: Stage | None = 
     whole = model.parameters - (model.divided if stage == 3 else 0.0)
     weights = kept.weights * (whole + (model.parameters - whole) / ranks)
     bucket = kept.bucket * BUCKET_ELEMENTS if stage == 3 else 0.0
-    spared = MUON_SPARES * model.by_muon / (ranks if stage else 1)
-    return weights + model.trained * (own + divided / ranks) - spared + bucket
+    return weights + model.trained * (own + divided / ranks) - _spared_bytes(model, stage, ranks) + bucket
+
+
+def _spared_bytes(model: Model, stage: int, ranks: int) -> float:
+    """What one rank does not keep of Adam's moments, because Muon steps a part of the parameters."""
+    return MUON_SPARES * model.by_muon / (ranks if stage else 1)
 
 
 def memory_of(

@@ -257,10 +257,10 @@ def _muon(module: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
         },
         *({"use_muon": False, **group} for group in parameter_groups(others, weight_decay=optim.weight_decay)),
     ]
-    betas = (optim.beta1, optim.beta2)
+    adamw_settings = {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
     for group in groups[1:]:
-        group |= {"lr": optim.lr, "betas": betas, "eps": optim.eps}
-    return Muon(groups, torch.optim.AdamW, {"lr": optim.lr, "betas": betas, "eps": optim.eps, "fused": True})
+        group |= adamw_settings
+    return Muon(groups, torch.optim.AdamW, {**adamw_settings, "fused": True})
 
 
 class Engine:
@@ -397,11 +397,9 @@ class Engine:
         self.heartbeat("backward")
         self.deepspeed.backward(loss * self.world.size, scale_wrt_gas=False)
 
-    @contextlib.contextmanager
-    def _uncompiled(self) -> Iterator[None]:
-        """A context in which DeepSpeed's Muon, which is for torch.compile, needs no compiler and no minute for it."""
-        with torch.compiler.set_stance("force_eager") if self._by_muon else contextlib.nullcontext():
-            yield
+    def _uncompiled(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which DeepSpeed's Muon runs without torch.compile, which would take a minute."""
+        return torch.compiler.set_stance("force_eager") if self._by_muon else contextlib.nullcontext()
 
     def learning_rates(self, lr: float) -> dict[str, float]:
         """The rates of a step by their names in metrics.jsonl. lr: AdamW's."""
@@ -498,7 +496,7 @@ class Engine:
 
     def fragments(self) -> list[Fragment]:
         """The fragments that this rank holds."""
-        return self._fragments(self._held, beside=self.optimizer_steps() > 0)
+        return self._fragments(lambda parameter, _kind: self._held(parameter), beside=self.optimizer_steps() > 0)
 
     def _fragments(self, range_of: Callable[[Any, str], tuple[int, int]], *, beside: bool) -> list[Fragment]:
         """range_of: of a parameter and a kind of values. beside: whether the optimizer keeps any."""
@@ -572,11 +570,11 @@ class Engine:
 
     def _kept(self, parameter: Any, kind: str) -> tuple[int, int]:
         """The range of a parameter's flattened elements of which this rank keeps values of a kind."""
-        start, stop = self._held(parameter, kind)
+        start, stop = self._held(parameter)
         whole = kind in MOMENTUM and self._keeps_whole_momenta and start < stop
         return (0, parameter.numel()) if whole else (start, stop)
 
-    def _held(self, parameter: Any, _kind: str = MASTER) -> tuple[int, int]:
+    def _held(self, parameter: Any) -> tuple[int, int]:
         """The range of a parameter's flattened elements whose optimizer state is this rank's; may be empty."""
         if self.stage == 0:
             return 0, parameter.numel()

@@ -213,9 +213,8 @@ def smae(theme: Mapping[str, str]) -> Canvas:
     for number, name in enumerate(shown):
         y = 60 + 44 * number
         canvas.box(560, y, 110, 32, "used" if number != 1 else "plain", [name])
-    canvas.arrow((510, 90), (535, 90), (535, 76), (558, 76))
-    canvas.arrow((510, 90), (535, 90), (535, 120), (558, 120))
-    canvas.arrow((510, 90), (535, 90), (535, 164), (558, 164))
+    for y in (76, 120, 164):
+        canvas.arrow((510, 90), (535, 90), (535, y), (558, y))
     canvas.text(615, 48, "states of each size", size=12, colour="quiet")
     canvas.box(
         720,

@@ -32,9 +32,9 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +51,7 @@ from tests.benchmarks import srl_step
 from tests.benchmarks.guide import build_guide, store_of, take_step
 from tests.benchmarks.support import SHARED, Figures, peak_allocation, take_turns
 from tests.reference import blocks_of_negatives, naive_owners, naive_terms, plan_of
+from tests.trainer.objectives.given import Given
 from trainer.build import ModelParts, build_objective
 from trainer.config.load import as_tables, build_recipe
 from trainer.config.schema import Recipe
@@ -91,20 +92,6 @@ TERMS = {"kl": ("srl", "infonce"), "compression": ("compression", "espresso")}
 TERMS |= {name: (name, "srl") for name in SETTINGS if name not in {each for pair in TERMS.values() for each in pair}}
 MEMORY_PASSAGES, MEMORY_TILE = 4, Tiling(queries=256, columns=4096, keeps_rows=False)
 EXACT_QUERIES, EXACT_PASSAGES, EXACT_MIB = 24, 3, (256.0, 2.0**-8)
-
-
-@dataclass(frozen=True)
-class Given:
-    """A guide, or a teacher, whose vectors of one batch's texts [n + m, g] are there already."""
-
-    both: Tensor
-    temperature: float = 0.05
-
-    def pair_vectors(self, batch: PairBatch, **_: Any) -> Sequence[Tensor]:
-        return self.both.split([len(batch.queries), len(batch.passages)])
-
-    def vectors(self, batch: PairBatch, **_: Any) -> Tensor:
-        return self.both
 
 
 def recipe_of(setting: str, **train: Any) -> Recipe:
@@ -245,7 +232,7 @@ def loss_seconds(encoder: Encoder, queries: int, *, repeats: int) -> dict[str, f
 
 
 def step_seconds(queries: int, *, repeats: int) -> dict[str, float]:
-    """How many CPU seconds a training step takes, by setting."""
+    """The CPU seconds of one training step with each setting."""
     ours, batch = srl_step.Ours(), srl_step.batch_of(srl_step.nli_rows(queries))
     steps, few = {}, srl_step.batch_of(srl_step.nli_rows(min(4, queries)))
     with tempfile.TemporaryDirectory() as scratch:

@@ -137,7 +137,7 @@ def losses_of(
 
 
 def _sweep_once(tile: Tile) -> None:
-    """Losses and gradients of a tile that keeps its exponentials."""
+    """Compute the losses and gradients of a tile that keeps its exponentials in memory."""
     settings, blocks = tile.settings, range(len(tile.blocks))
     for block in blocks if settings.filters_apart else ():
         tile.filter_block(block)
@@ -152,7 +152,10 @@ def _sweep_once(tile: Tile) -> None:
 
 
 def _sweep_twice(tile: Tile, *, adds: bool) -> None:
-    """The same, where exponentials are computed again for the gradients. adds: whether any gradient is wanted."""
+    """Compute the same for a tile that must compute its exponentials again for the gradients.
+
+    adds: whether any gradient is wanted.
+    """
     find_sums(tile)
     for size in tile.settings.in_order:
         tile.sums.sum_up(size)

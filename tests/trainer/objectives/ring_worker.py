@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from torch import Tensor
 from data.collate import PairBatch, Texts
 from data.ground.command import run_command
 from models.sizes import Size
+from tests.trainer.objectives.given import Given
 from tests.trainer.worker import LiveBytes
 from trainer.distributed import World, gather_objects, start
 from trainer.losses import infonce
@@ -75,15 +75,6 @@ def terms_of(*, in_a_ring: bool) -> dict[str, tuple[Term, ...]]:
     }
 
 
-@dataclass(frozen=True)
-class FrozenGuide:
-    both: Tensor
-    temperature: float = 0.2
-
-    def pair_vectors(self, batch: PairBatch, **_: Any) -> Sequence[Tensor]:
-        return self.both.split([len(batch.queries), len(batch.passages)])
-
-
 def batch_of(rank: int, queries: int, *, weighted: bool = False, positives: int = 1) -> PairBatch:
     """A rank's queries with four passages each, as hashes of which some are equal; the first ones are positives."""
     generator = torch.Generator().manual_seed(rank)
@@ -128,7 +119,7 @@ def computed(
         (0.3,) * (sizes - 1) + (0.2,),
     )
     engine: Any = SimpleNamespace(world=world, device=world.device, heartbeat=lambda phase: None)
-    loss = ContrastiveLoss(True, terms, guide=FrozenGuide(both) if guided else None)
+    loss = ContrastiveLoss(True, terms, guide=Given(both, temperature=0.2) if guided else None)
     losses, gradients = loss.loss_and_gradients(vectors, batch, plan, engine)
     return [torch.stack(list(losses.values())), *gradients]
 
@@ -155,7 +146,7 @@ def skipping(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def counted_bytes() -> Iterator[dict[str, int]]:
-    """Bytes of vectors and gradients that this rank sends to others."""
+    """Count the bytes of vectors and gradients that this rank sends to the other ranks."""
     sent = {"bytes": 0}
     others = dist.get_world_size() - 1
 
