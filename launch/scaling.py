@@ -454,7 +454,7 @@ def predict(
     costs = with_kept_graphs(costs, model.shape, micro=micro, micro_batches=micro_batches, width=width)
     vectors = costs.vectors(whole)
     products = costs.computed_flops(model.shape, share, vectors=vectors)
-    launches = costs.encoder_passes * model.shape.layers * kernels(model.shape)
+    launches = costs.encoder_passes * len(costs.passes(model.shape)) * model.shape.layers * kernels(model.shape)
     if model.guide is not None:
         products += costs.guide_flops(model.guide.shape, share, vectors=vectors)
         launches += model.guide.shape.layers * kernels(model.guide.shape)

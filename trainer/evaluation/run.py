@@ -152,7 +152,11 @@ def _records(
     size, documents = sides(searched)
     other = (name(documents), documents.layers) if isinstance(searched, SizePair) else ()
     shape = (name(size), size.layers, size.dim)
-    return [Record(method, task, kind, *shape, metric, value, *other) for metric, value in metrics.items()]
+    fraction = size.feed_forward
+    return [
+        Record(method, task, kind, *shape, metric, value, *other, feed_forward=fraction)
+        for metric, value in metrics.items()
+    ]
 
 
 def known_metrics(scores: RunScores, data: RetrievalData, top_k: int) -> dict[str, float]:
