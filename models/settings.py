@@ -33,7 +33,7 @@ _Length = Annotated[int, Field(ge=1, le=1 << 31)]
 class EmbeddingSettings:
     """The settings that turn hidden states into embeddings, stored beside the weights in `barista.json`.
 
-    `ladder` has each size's `numbers`: layers and dimensions, and the fraction of narrower feed-forwards.
+    `ladder` has each size in its `numbers`: layers, dimensions, and the fraction of narrower feed-forwards.
     `temperature` divides the scores in training. Lengths are in tokens, special tokens included. `tokenizer` is the
     fingerprint of the tokenizer that the weights were trained with; it is None in folders of older versions, and the
     tokenizer is then not compared. `direction` is that of a decoder; encoders need none. `pool_prompt`: whether a mean

@@ -456,7 +456,8 @@ def _check_static(recipe: Recipe) -> None:
         )
     if not recipe.ladder.has_whole_feed_forwards:
         raise ConfigError(
-            "model.ladder has sizes with narrower feed-forwards, and a static encoder has none; give sizes of two numbers"
+            "model.ladder has sizes with narrower feed-forwards, and a static encoder has none; give sizes of two "
+            "numbers"
         )
     for key, value in (
         ("model.lora_rank", chosen.lora_rank),

@@ -100,8 +100,8 @@ def _check_feed_forwards(recipe: Recipe) -> None:
         raise ConfigError(f"{named}, and masked pre-training has whole ones only; give sizes of two numbers")
     if recipe.objective.sizes not in WITH_BODIES:
         raise ConfigError(
-            f'{named}, and objective.sizes = "{recipe.objective.sizes}" trains whole ones only; use "ladder" or "grid", '
-            "or sizes of two numbers"
+            f'{named}, and objective.sizes = "{recipe.objective.sizes}" trains whole ones only; use "ladder" or '
+            '"grid", or sizes of two numbers'
         )
     if recipe.adapter_rank:
         raise ConfigError(

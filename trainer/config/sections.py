@@ -74,8 +74,8 @@ class ModelConfig:
     )
     ladder: list[list[int | float]] = Field(
         default_factory=lambda: [list(size.numbers) for size in STARBUCKS_LADDER],
-        description="The sizes, each [layers, dimensions], from the smallest to the full one; with a third number, such as "
-        "[6, 384, 0.25], a size has that fraction of each feed-forward (docs/resize.md).",
+        description="The sizes, each [layers, dimensions], from the smallest to the full one; with a third number, "
+        "such as [6, 384, 0.25], a size has that fraction of each feed-forward (docs/resize.md).",
     )
     trains: Literal["all", "heads"] = Field(
         default="all",

@@ -150,11 +150,10 @@ def _records(
         return settings.sizes.name(size) if settings.ladder else str(size)
 
     size, documents = sides(searched)
-    other = (name(documents), documents.layers) if isinstance(searched, SizePair) else ()
+    other = (name(documents), documents.layers) if isinstance(searched, SizePair) else ("", 0)
     shape = (name(size), size.layers, size.dim)
-    fraction = size.feed_forward
     return [
-        Record(method, task, kind, *shape, metric, value, *other, feed_forward=fraction)
+        Record(method, task, kind, *shape, metric, value, *other, size.feed_forward)
         for metric, value in metrics.items()
     ]
 

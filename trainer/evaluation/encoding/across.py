@@ -40,10 +40,13 @@ def across_depths(sizes: Sequence[Size]) -> list[SizePair]:
     """
     depths = sorted({size.layers for size in sizes if size.has_whole_feed_forwards})
     pairs = [SizePair(size, Size(depth, size.dim)) for size in sizes for depth in depths if Body(depth) != size.body]
+    if not depths:
+        raise ConfigError(
+            "--across-depths encodes documents with whole feed-forwards, and no size has them; name one by --sizes"
+        )
     if not pairs:
         raise ConfigError(
-            "--across-depths needs sizes of several depths with whole feed-forwards to encode documents, and all have "
-            f"{sizes[0].layers}; name more by --sizes"
+            f"--across-depths needs sizes of several depths, and all have {depths[0]}; name more by --sizes"
         )
     return pairs
 

@@ -159,8 +159,8 @@ def verdicts_of(
         shown = holm(p_values) if corrected else p_values
         for (key, test), p in zip(tests.items(), shown):
             sign = mark(test.difference, p)
-            of_test = (metric, baseline, test.difference, p, sign)
-            verdicts.append(Verdict(key[1], task.name, *key[2:4], *of_test, feed_forward=_fraction_of(key)))
+            of_test = (metric, baseline, test.difference, p, sign, 0, _fraction_of(key))
+            verdicts.append(Verdict(key[1], task.name, key[2], key[3], *of_test))
     return verdicts
 
 
@@ -180,8 +180,8 @@ def across_verdicts(raw: RawResults, *, corrected: bool = False) -> list[Verdict
         for (key, test), p in zip(tests.items(), shown):
             _, method, layers, dim = key[:4]
             sign, baseline = mark(test.difference, p), "documents of the query's own size"
-            row = (method, task.name, layers, dim, metric, baseline, test.difference, p, sign, key[-1])
-            verdicts.append(Verdict(*row, feed_forward=_fraction_of(own_key(key))))
+            row = (method, task.name, layers, dim, metric, baseline, test.difference, p, sign)
+            verdicts.append(Verdict(*row, int(key[-1]), _fraction_of(own_key(key))))
     return verdicts
 
 

@@ -73,7 +73,7 @@ def is_across(key: tuple[Any, ...]) -> bool:
 
 def own_key(key: AcrossKey) -> Key:
     """The key of the same queries against documents of their own size."""
-    return cast(Key, key[:-1])
+    return key[:-1]
 
 
 @dataclass
