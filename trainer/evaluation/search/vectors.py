@@ -205,8 +205,8 @@ def _make(folder: Path, rows: int, rows_per_block: int, sizes: Sequence[Size], f
 
 
 class _Description(Record):
-    """store.json. `widths`: "LAYERS" or "LAYERSxFRACTION" -> dimensions kept; `fingerprints`: digests of all that decides
-    the vectors.
+    """store.json. `widths`: "LAYERS" or "LAYERSxFRACTION" -> dimensions kept; `fingerprints`: digests of all that
+    decides the vectors.
     """
 
     format: Literal[1, 2]
