@@ -53,7 +53,7 @@ class Router:
         if self.query.dim != self.document.dim:
             raise ConfigError(
                 f"router {self.query}:{self.document} compares {self.query.dim} dimensions with {self.document.dim}; "
-                f"give both sizes one width, for example {self.query}:{self.document.layers}x{self.query.dim}"
+                f"give both sizes one width, for example {self.query}:{self.document.body.of_dim(self.query.dim)}"
             )
 
     @property
