@@ -283,7 +283,7 @@ def _parse(key: str, text: str, hint: Any) -> Any:
 def _describe(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return "a text"
-    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    names = {int: "a whole number", float: "a number", int | float: "a number", str: "a text", bool: "true or false"}
     if typing.get_origin(hint) is list:
         return f"a list, each entry {_describe(typing.get_args(hint)[0])}"
     return names.get(hint, "a table")

@@ -42,7 +42,7 @@ from trainer.evaluation.latency import measure_costs
 from trainer.evaluation.results.output import results_content, write_json
 from trainer.evaluation.results.report import HEADLINE_METRICS, Record
 from trainer.evaluation.run import Outputs, evaluate_tasks
-from trainer.evaluation.subject import choose_device, load_model
+from trainer.evaluation.subject import check_sizes, choose_device, load_model
 from trainer.evaluation.tasks.retrieval import RetrievalData, load_beir
 from trainer.evaluation.tasks.sts import STSTask, read_sts
 from trainer.exporting.folders import weights_megabytes
@@ -190,6 +190,7 @@ def _write_start(asked: Resize) -> None:
         )
     full = Size(encoder.num_layers, encoder.embedding_size)
     ladder = _ladder(asked, full)
+    check_sizes(ladder, encoder)
     settings = dataclasses.replace(settings, ladder=tuple(size.numbers for size in ladder))
     if asked.max_length:
         settings = _cut_at(asked.max_length, encoder, tokenizer, settings)
