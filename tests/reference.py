@@ -293,7 +293,7 @@ def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe
     sizes, *_ = plan_of(recipe, step)
     embeddings, whole = [], []
     for rank, batch in enumerate(batches):
-        wanted = [*sizes, *(Size(size.layers, recipe.ladder.full.dim) for size in sizes)]
+        wanted = [*sizes, *(replace(size, dim=recipe.ladder.full.dim) for size in sizes)]
         found = _embed_naively(module, batch, recipe, wanted, step=step, rank=rank)
         embeddings.append(found[: len(sizes)])
         whole.append(found[len(sizes) :])

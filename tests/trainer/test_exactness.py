@@ -347,6 +347,8 @@ def recipes(
     cases["widths_distilled"] = distilled(sizes="grid")
     for name in ("widths", *(f"widths_{kind}" for kind in ("directly", "compressed", "adaptive", "distilled"))):
         cases[name]["model"] |= widths
+    # At every depth with a head, because AdamW passes over what has no gradient, and the engine's decays it.
+    cases["widths_distilled"]["model"] |= {"ladder": [[1, 16, 0.25], [2, 32, 0.5], [3, 48]]}
     for name in ("smae", "srl", "widths"):
         cases[f"{name}_recomputed"] = copy.deepcopy(cases[name])
         cases[f"{name}_recomputed"]["train"]["activation_checkpointing"] = True
