@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
 
-from models.backbone import final_norm, let_last_layer_skip, position_table, takes
+from models.backbone import encoder_layers, final_norm, let_last_layer_skip, position_table, takes
 from models.choices import MEANS, Direction, Pooling
 from models.direction import is_decoder
 from models.heads import check_heads, embedding_size, head_of, linear_head, load_heads
@@ -97,6 +97,7 @@ class Encoder(nn.Module):
         self.pool_prompt = pool_prompt
         self.heads = nn.ModuleDict() if heads is None else heads
         self._last_layer_skips = let_last_layer_skip(backbone)
+        self._nested: tuple[list[int], NestedFeedForwards] | None = None
         # Decoders keep all keys and values unless they are told not to.
         self._makes_cache = is_decoder(backbone.config) and takes(backbone, "use_cache")
 
@@ -212,8 +213,13 @@ class Encoder(nn.Module):
 
     def narrowed(self, fraction: float) -> contextlib.AbstractContextManager[None]:
         """Inside, the backbone runs with the first `fraction` of every feed-forward's neurons."""
-        # Modules may be exchanged between passes, as truncation does, so they are looked for each time.
-        return contextlib.nullcontext() if fraction == 1 else NestedFeedForwards.of(self.backbone).at(fraction)
+        if fraction == 1:
+            return contextlib.nullcontext()
+        # Truncation and copies exchange layers, and then their matrices are looked for again.
+        layers = [id(layer) for layer in encoder_layers(self.backbone)]
+        if self._nested is None or self._nested[0] != layers:
+            self._nested = layers, NestedFeedForwards.of(self.backbone)
+        return self._nested[1].at(fraction)
 
     def kept(self, texts: Layout, prompt_lengths: Tensor | None) -> Tensor | None:
         """bool [T], the tokens that a mean takes where it leaves the prompt out, or None where it takes all.

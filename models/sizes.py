@@ -98,7 +98,7 @@ class Size:
         if len(numbers) not in (2, 3):
             raise ModelError(f"ladder entry {list(numbers)} is not a [layers, dim] pair")
         layers, dim = numbers[:2]
-        if layers != int(layers) or dim != int(dim):
+        if not all(isinstance(each, int) or (isinstance(each, float) and each.is_integer()) for each in (layers, dim)):
             raise ModelError(f"ladder entry {list(numbers)} has layers or dimensions that are no whole numbers")
         return cls(int(layers), int(dim), *map(float, numbers[2:]))
 
