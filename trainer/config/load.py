@@ -209,8 +209,9 @@ def _sentence(section: str, problem: Mapping[str, Any]) -> str:
         return f"{given} must be a finite number"
     if whole_for_number:
         return f"{given} is too large"
-    for _ in inside:  # entries of lists
+    while inside and typing.get_origin(hint) is list:  # its entries; the choices of a union are no list's
         (hint,) = typing.get_args(hint)
+        inside.pop(0)
     return f"{given} must be {_describe(hint)}"
 
 

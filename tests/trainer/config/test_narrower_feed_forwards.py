@@ -60,8 +60,9 @@ def test_the_kinds_of_sizes_keep_the_fraction() -> None:
         ({"model": {"ladder": [[3, 16, 0.5], [3, 48, 0.75]]}}, "end the ladder with"),
         ({"model": {"ladder": [[3, 16, 1.5], [3, 48]]}}, "model.ladder: size 3x16x1.5 has no fraction"),
         ({"model": {"ladder": [[2.5, 16], [3, 48]]}}, "no whole numbers"),
-        ({"model": {"ladder": [[float("nan"), 16], [3, 48]]}}, "no whole numbers"),
-        ({"model": {"ladder": [[3, 16, float("nan")], [3, 48]]}}, "has no fraction"),
+        ({"model": {"ladder": [[float("nan"), 16], [3, 48]]}}, "model.ladder = nan must be a number"),
+        ({"model": {"ladder": [[3, 16, "half"], [3, 48]]}}, "model.ladder = 'half' must be a number"),
+        ({"model": {"ladder": [16, [3, 48]]}}, "model.ladder = 16 must be a list, each entry a number"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_sentence(sections: dict[str, Any], said: str) -> None:
