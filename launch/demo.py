@@ -302,10 +302,15 @@ def summarise(*, seconds: float) -> dict:
         "bm25_mrr10": _scores(records, "BM25", "recip_rank_10")[""],
         "ndcg10": _scores(records, "trained", "ndcg_cut_10"),
         "recall100": _scores(records, "trained", "recall_100"),
-        "sizes": {r["size"]: f"{r['layers']}x{r['dim']}" for r in records if r["layers"]},
+        "sizes": {r["size"]: _numbers_of(r) for r in records if r["layers"]},
         "seconds": round(seconds, 1),
         "exports": {name: str(OUTPUT / "export" / name) for name in trained},
     }
+
+
+def _numbers_of(record: dict) -> str:
+    fraction = f"x{record['feed_forward']}" if "feed_forward" in record else ""
+    return f"{record['layers']}x{record['dim']}{fraction}"
 
 
 def table_of(summary: dict) -> str:

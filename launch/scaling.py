@@ -454,7 +454,7 @@ def predict(
     costs = with_kept_graphs(costs, model.shape, micro=micro, micro_batches=micro_batches, width=width)
     vectors = costs.vectors(whole)
     products = costs.computed_flops(model.shape, share, vectors=vectors)
-    launches = costs.encoder_passes * model.shape.layers * kernels(model.shape)
+    launches = costs.encoder_passes * len(costs.passes(model.shape)) * model.shape.layers * kernels(model.shape)
     if model.guide is not None:
         products += costs.guide_flops(model.guide.shape, share, vectors=vectors)
         launches += model.guide.shape.layers * kernels(model.guide.shape)
@@ -493,7 +493,8 @@ def micro_batch_sizes(samples_per_rank: int) -> list[int]:
 
 def stages_for(recipe: Recipe) -> tuple[int, ...]:
     """The stages whose shipped configurations a recipe can train with (trainer/ds_config.py)."""
-    return tuple(stage for stage in STAGES if stage != 2 or recipe.optim.name != "muon")
+    without = {2: recipe.optim.name == "muon", 3: not recipe.ladder.has_whole_feed_forwards}
+    return tuple(stage for stage in STAGES if not without.get(stage))
 
 
 def best_of_stage(

@@ -46,6 +46,8 @@ _PATIENCE_SECONDS = 600.0
 _PATIENCE_RECORDS = 4.0
 _NEWEST_RECORDS = 10
 _SCORES = {"ndcg_cut_10": "nDCG@10", "recip_rank_10": "MRR@10", "spearman": "Spearman"}
+# A size that is not on the ladder: layers, dimensions, and the fraction of narrower feed-forwards.
+_SIZE = r"[1-9][0-9]{0,8}x[1-9][0-9]{0,8}(x0\.[0-9]{0,20}[1-9])?"
 _HEADLINES = ("ndcg_cut_10", "spearman")
 _SLOW_FEED = 0.2
 _MUCH_PADDING = 0.5
@@ -66,6 +68,7 @@ class SizeStatus:
     name: str
     layers: int
     dim: int
+    feed_forward: float  # the fraction of each feed-forward
     losses: dict[str, float]  # by family: "encoder", "kl"
     scores: dict[str, float]  # "task/metric"
 
@@ -298,7 +301,7 @@ def _checkpoint_seconds(records: Sequence[Line], plan: _Plan, step: int, total: 
 def _sizes(ladder: Ladder, newest: Line, evaluation: Line) -> list[SizeStatus]:
     """The ladder's sizes, and others that the newest step trained, smallest first."""
     named = {name: loss for name in newest if (loss := loss_of(name))}
-    others = {loss.size for loss in named.values() if re.fullmatch(r"[1-9][0-9]{0,8}x[1-9][0-9]{0,8}", loss.size)}
+    others = {loss.size for loss in named.values() if re.fullmatch(_SIZE, loss.size)}
     found = []
     for size in sorted({*ladder, *map(ladder.find, others)}):
         name = ladder.name(size)
@@ -309,7 +312,7 @@ def _sizes(ladder: Ladder, newest: Line, evaluation: Line) -> list[SizeStatus]:
             if (score := score_of(key)) and score.size == name
         }
         if losses or scores:
-            found.append(SizeStatus(name, size.layers, size.dim, losses, scores))
+            found.append(SizeStatus(name, size.layers, size.dim, size.feed_forward, losses, scores))
     return found
 
 
@@ -405,12 +408,21 @@ def _details(run: RunStatus, now: float) -> str:
     if run.sizes:
         losses = list(dict.fromkeys(family for size in run.sizes for family in size.losses))
         scores = list(dict.fromkeys(name for size in run.sizes for name in size.scores))
-        header = ["size", "layers", "dim", *losses, *(_score_label(name) for name in scores)]
+        fractions = any(size.feed_forward != 1 for size in run.sizes)
+        header = [
+            "size",
+            "layers",
+            "dim",
+            *(["feed-forward"] if fractions else []),
+            *losses,
+            *(_score_label(name) for name in scores),
+        ]
         table = [
             [
                 size.name,
                 str(size.layers),
                 str(size.dim),
+                *([f"{size.feed_forward:g}"] if fractions else []),
                 *(_number(size.losses.get(name)) for name in losses),
                 *(_number(size.scores.get(name)) for name in scores),
             ]

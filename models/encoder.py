@@ -2,7 +2,7 @@
 
 The encoder returns every wanted layer, so the embedding of a size (n, d) is a slice of the output of one pass. The
 backbone's code is not patched, and 2-D objectives work with gradient caching. V_n^d and v_n^d are Starbucks §3.1,
-eq. 1.
+eq. 1. Sizes with narrower feed-forwards share a pass with those of the same fraction (models/nested_feed_forward.py).
 
 Models with a norm after the last layer (ModernBERT, decoders) get the same norm on every wanted layer. A copy of the
 model cut to n layers computes just this, so training, evaluation and export agree.
@@ -19,17 +19,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
 
-from models.backbone import final_norm, let_last_layer_skip, position_table, takes
+from models.backbone import encoder_layers, final_norm, let_last_layer_skip, position_table, takes
 from models.choices import MEANS, Direction, Pooling
 from models.direction import is_decoder
-from models.heads import check_heads, embedding_size, linear_head, load_heads
+from models.heads import check_heads, embedding_size, head_of, linear_head, load_heads
 from models.layout import Layout
 from models.loading import build_from_config, build_without_weights, load_pretrained, load_with_head
+from models.nested_feed_forward import NestedFeedForwards
 from models.packed_attention import packs
 from models.read_rows import ReadRows
 from models.sentence_transformers import read_sentence_model
 from models.settings import EmbeddingSettings
-from models.sizes import ModelError, Size
+from models.sizes import Body, ModelError, Size
 from models.static_embedding import StaticModel
 
 
@@ -74,7 +75,7 @@ def flat_texts(input_ids: Tensor, attention_mask: Tensor | None, offsets: Tensor
 
 
 class Encoder(nn.Module):
-    """A backbone, its pooling and its heads; `forward` returns the embeddings of all wanted sizes from one pass.
+    """A backbone, its pooling and its heads; `forward` returns the embeddings of all wanted sizes.
 
     heads: linear maps of some depths, "LAYERS" -> nn.Linear (models/heads.py). At a depth without a head, the pooled
     states are the embedding. pool_prompt: whether a mean takes the tokens of a text's prompt. If it does not, every
@@ -96,6 +97,7 @@ class Encoder(nn.Module):
         self.pool_prompt = pool_prompt
         self.heads = nn.ModuleDict() if heads is None else heads
         self._last_layer_skips = let_last_layer_skip(backbone)
+        self._nested: tuple[list[int], NestedFeedForwards] | None = None
         # Decoders keep all keys and values unless they are told not to.
         self._makes_cache = is_decoder(backbone.config) and takes(backbone, "use_cache")
 
@@ -187,7 +189,7 @@ class Encoder(nn.Module):
         offsets: Tensor | None = None,
         prompt_lengths: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """One pass for all sizes: a tuple of [B, size.dim], pooled and cut, not normalised.
+        """One pass for all sizes of one fraction: a tuple of [B, size.dim], pooled and cut, not normalised.
 
         input_ids: flat texts [T] with `offsets`, int64 [B + 1]; or padded texts [B, L] with their attention_mask.
         prompt_lengths: int64 [B], the tokens of each text's prompt; read only where they are left out of the pooling.
@@ -199,9 +201,25 @@ class Encoder(nn.Module):
             return tuple(whole if size.dim == whole.shape[1] else whole[:, : size.dim] for size in sizes)
         kept = self.kept(texts, prompt_lengths)
         read = texts.first if self.pooling == "cls" else texts.last if self.pooling == "last" else kept
-        states = self.hidden_states(tokens, texts, [size.layers for size in sizes], read=read)
-        vectors = {layer: self.head(each, layer) for layer, each in self.pooled(states, texts, kept).items()}
-        return tuple(vectors[size.layers][:, : size.dim] for size in sizes)
+        vectors: dict[Body, Tensor] = {}
+        for fraction in dict.fromkeys(size.feed_forward for size in sizes):
+            layers = [size.layers for size in sizes if size.feed_forward == fraction]
+            with self.narrowed(fraction):
+                states = self.hidden_states(tokens, texts, layers, read=read)
+            for layer, pooled in self.pooled(states, texts, kept).items():
+                body = Body(layer, fraction)
+                vectors[body] = self.head(pooled, body)
+        return tuple(vectors[size.body][:, : size.dim] for size in sizes)
+
+    def narrowed(self, fraction: float) -> contextlib.AbstractContextManager[None]:
+        """Inside, the backbone runs with the first `fraction` of every feed-forward's neurons."""
+        if fraction == 1:
+            return contextlib.nullcontext()
+        # Truncation and copies exchange layers, and then their matrices are looked for again.
+        layers = [id(layer) for layer in encoder_layers(self.backbone)]
+        if self._nested is None or self._nested[0] != layers:
+            self._nested = layers, NestedFeedForwards.of(self.backbone)
+        return self._nested[1].at(fraction)
 
     def kept(self, texts: Layout, prompt_lengths: Tensor | None) -> Tensor | None:
         """bool [T], the tokens that a mean takes where it leaves the prompt out, or None where it takes all.
@@ -218,9 +236,10 @@ class Encoder(nn.Module):
         padded = None if kept is None else texts.pad(kept)
         return {layer: pool(state, texts.mask, self.pooling, padded) for layer, state in states.items()}
 
-    def head(self, pooled: Tensor, layers: int) -> Tensor:
-        """Apply the head of a depth, if any, to pooled states: [batch, hidden] -> [batch, embedding_size]."""
-        return self.heads[str(layers)](pooled) if str(layers) in self.heads else pooled
+    def head(self, pooled: Tensor, body: Body) -> Tensor:
+        """Apply the head of a body, if any, to pooled states: [batch, hidden] -> [batch, embedding_size]."""
+        head = head_of(self.heads, body)
+        return pooled if head is None else head(pooled)
 
 
 def load_encoder(

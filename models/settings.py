@@ -25,6 +25,7 @@ from models.sentence_transformers import read_sentence_model
 from models.sizes import Ladder, ModelError
 
 _Count = Annotated[int, Field(ge=1, le=1 << 20)]
+_Fraction = Annotated[float, Field(gt=0, le=1)]
 _Length = Annotated[int, Field(ge=1, le=1 << 31)]
 
 
@@ -32,6 +33,7 @@ _Length = Annotated[int, Field(ge=1, le=1 << 31)]
 class EmbeddingSettings:
     """The settings that turn hidden states into embeddings, stored beside the weights in `barista.json`.
 
+    `ladder` has each size in its `numbers`: layers, dimensions, and the fraction of narrower feed-forwards.
     `temperature` divides the scores in training. Lengths are in tokens, special tokens included. `tokenizer` is the
     fingerprint of the tokenizer that the weights were trained with; it is None in folders of older versions, and the
     tokenizer is then not compared. `direction` is that of a decoder; encoders need none. `pool_prompt`: whether a mean
@@ -41,7 +43,7 @@ class EmbeddingSettings:
 
     pooling: Pooling = "cls"
     similarity: Similarity = "cosine"
-    ladder: tuple[tuple[_Count, _Count], ...] = ()
+    ladder: tuple[tuple[_Count, _Count] | tuple[_Count, _Count, _Fraction], ...] = ()
     query_max_length: _Length = 64
     passage_max_length: _Length = 256
     query_prompt: str = ""

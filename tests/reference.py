@@ -5,9 +5,10 @@ The restatement has one process, the whole batch, full score matrices and full l
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -98,11 +99,11 @@ def plan_of(recipe: Recipe, step: int) -> tuple[list[Size], list[float], list[fl
         four = [Size(n, d), Size(n, full.dim), Size(full.layers, d), full]
         return four, by_layers(four), [1.0, 1.0, 0.0, 0.0]
     if kind == "grid":
-        sizes = [Size(deep.layers, wide.dim) for deep in sizes for wide in sizes]
+        sizes = list(dict.fromkeys(Size(deep.layers, wide.dim, deep.feed_forward) for deep in sizes for wide in sizes))
     elif kind == "mrl":
         sizes = [Size(full.layers, size.dim) for size in sizes]
     elif kind == "adaptive_layers":
-        sizes = [Size(size.layers, full.dim) for size in sizes]
+        sizes = [Size(size.layers, full.dim, size.feed_forward) for size in sizes]
     elif kind.startswith("espresso"):
         widths = [size.dim for size in sizes]
         below = widths if kind == "espresso_full_width" else widths[:-1]
@@ -292,7 +293,7 @@ def _naive_contrastive(module: Any, batches: Sequence[PairBatch], recipe: Recipe
     sizes, *_ = plan_of(recipe, step)
     embeddings, whole = [], []
     for rank, batch in enumerate(batches):
-        wanted = [*sizes, *(Size(size.layers, recipe.ladder.full.dim) for size in sizes)]
+        wanted = [*sizes, *(replace(size, dim=recipe.ladder.full.dim) for size in sizes)]
         found = _embed_naively(module, batch, recipe, wanted, step=step, rank=rank)
         embeddings.append(found[: len(sizes)])
         whole.append(found[len(sizes) :])
@@ -361,10 +362,13 @@ def _naive_distillation(module: Any, batches: Sequence[TextBatch], recipe: Recip
     texts = [text for batch in batches for text in _texts_of(batch)]
     rows = []
     for text in texts:
-        hidden = module.backbone(text[None].long(), output_hidden_states=True).hidden_states
-        pooled = {size.layers: hidden[size.layers][0].mean(0) for size in sizes}
-        mapped = {n: module.heads[str(n)](v) if str(n) in module.heads else v for n, v in pooled.items()}
-        rows.append([mapped[size.layers][: size.dim] for size in sizes])
+        mapped = {}
+        for size in sizes:
+            with first_neurons(module.backbone, size.feed_forward):
+                hidden = module.backbone(text[None].long(), output_hidden_states=True).hidden_states
+            pooled, n = hidden[size.layers][0].mean(0), str(size.layers)
+            mapped[size] = (module.heads[n](pooled) if n in module.heads else pooled)[: size.dim]
+        rows.append([mapped[size] for size in sizes])
     vectors = [torch.stack(each) for each in zip(*rows)]
     return naive_teaching(vectors, naive_teacher(texts, recipe), recipe, weights)
 
@@ -536,6 +540,25 @@ def naive_false_negative_queries(batches: Sequence[PairBatch], targets: Tensor) 
     )
 
 
+@contextlib.contextmanager
+def first_neurons(bert: Any, fraction: float) -> Iterator[None]:
+    """Inside, a BERT's feed-forwards run whole, and all activations but the first fraction are multiplied by 0."""
+    if fraction == 1:
+        yield
+        return
+
+    def hook(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        count = args[0].shape[-1]
+        return (args[0] * (torch.arange(count) < fraction * count),)
+
+    hooks = [layer.output.dense.register_forward_pre_hook(hook) for layer in bert.encoder.layer]
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
+
+
 def _embed_naively(
     module: Any, batch: PairBatch, recipe: Recipe, sizes: Sequence[Size], *, step: int, rank: int
 ) -> list[Tensor]:
@@ -563,11 +586,16 @@ def _embed_naively(
             torch.manual_seed(derive_seed(derive_seed(recipe.run.seed, step, rank), index))
         ids = nn.utils.rnn.pad_sequence([texts[int(row)].long() for row in rows], batch_first=True)
         mask = (torch.arange(ids.shape[1]) < lengths[rows, None]).long()
-        hidden = module.backbone(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+        hidden_of = {}
+        for fraction in dict.fromkeys(size.feed_forward for size in sizes):
+            with first_neurons(module.backbone, fraction):
+                states = module.backbone(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+            hidden_of[fraction] = states
         # A module that is written out is a BERT, which has none.
         norm = final_norm(module.backbone) if isinstance(module.backbone, nn.Module) else None
         for collected, size in zip(outputs, sizes):
             # transformers applies a final norm to the last state alone, and a model that is cut ends with it, too.
+            hidden = hidden_of[size.feed_forward]
             is_last = norm is None or size.layers == len(hidden) - 1
             states = (hidden[size.layers] if is_last else norm(hidden[size.layers]))[..., : size.dim]
             if recipe.model.pooling == "mean":

@@ -42,6 +42,7 @@ from models.encoder import (
 from models.heads import HEADS_FILE, heads_up_to
 from models.loading import load_config
 from models.masked_autoencoder import MaskedAutoencoder
+from models.nested_feed_forward import NestedFeedForwards, count_of
 from models.packed_attention import check_packs, fast_on, packs
 from models.sentence_transformers import read_sentence_model
 from models.settings import EmbeddingSettings
@@ -293,6 +294,10 @@ def _check_encoder(recipe: Recipe, encoder: Encoder, shards: ShardFolder) -> Non
     if width > encoder.embedding_size:
         raise ConfigError(f"model.output_dim = {width} is more than the encoder's {encoder.embedding_size}; lower it")
     recipe.ladder.check_against(num_layers=encoder.num_layers, hidden_size=width)
+    if not recipe.ladder.has_whole_feed_forwards and not encoder.is_static:
+        nested = NestedFeedForwards.of(encoder.backbone)
+        for size in recipe.ladder:
+            count_of(size.feed_forward, nested.neurons)
 
 
 def _set_up_backbone(recipe: Recipe, encoder: Encoder, *, half_precision: bool) -> None:
@@ -307,7 +312,10 @@ def _set_up_backbone(recipe: Recipe, encoder: Encoder, *, half_precision: bool) 
 def _set_up_passes(recipe: Recipe, backbone: PreTrainedModel) -> None:
     """Let the backbone keep fewer activations, or compile it, where the recipe says so."""
     if recipe.train.activation_checkpointing:
-        backbone.activation_checkpointing_enable({"use_reentrant": False})
+        how: dict[str, Any] = {"use_reentrant": False}
+        if not recipe.ladder.has_whole_feed_forwards:
+            how["context_fn"] = NestedFeedForwards.of(backbone).contexts
+        backbone.activation_checkpointing_enable(how)
         # Enabling it makes the embeddings' output require a gradient, which would send the backward pass through
         # frozen layers.
         backbone.disable_input_require_grads()
@@ -445,6 +453,11 @@ def _check_static(recipe: Recipe) -> None:
     if recipe.optim.name == "muon":
         raise ConfigError(
             'optim.name = "muon" is for matrices between hidden states, and a static encoder is a table; use "adamw"'
+        )
+    if not recipe.ladder.has_whole_feed_forwards:
+        raise ConfigError(
+            "model.ladder has sizes with narrower feed-forwards, and a static encoder has none; give sizes of two "
+            "numbers"
         )
     for key, value in (
         ("model.lora_rank", chosen.lora_rank),

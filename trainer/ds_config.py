@@ -101,6 +101,11 @@ def checked_ds_config(recipe: Recipe) -> dict[str, Any]:
 
     path = recipe.engine.ds_config
     ds_config = read_ds_config(path)
+    if not recipe.ladder.has_whole_feed_forwards and zero_stage(ds_config) == 3:
+        raise ConfigError(
+            f"model.ladder has sizes with narrower feed-forwards, which {path}, whose stage 3 divides every weight, "
+            "cannot take a part of; use a stage from 0 to 2, or sizes of two numbers"
+        )
     if recipe.train.compile and zero_stage(ds_config) == 3:
         raise ConfigError(
             f"train.compile = true does not go with {path}, whose stage 3 fetches weights layer by layer; use a stage "

@@ -203,7 +203,7 @@ def _rerank(args: argparse.Namespace) -> int:
             sizes = [*sizes, size]
     if small == large:
         raise ConfigError(f"shortlist and rerank are both {small}; give two sizes")
-    if not (small.layers <= large.layers and small.dim <= large.dim):
+    if not small.fits_in(large):
         raise ConfigError(f"the shortlist's size {small} is not part of {large}; swap them or choose others")
     if args.top_k < max(args.depth):
         raise ConfigError(
@@ -380,7 +380,7 @@ def _transfer(args: argparse.Namespace) -> int:
         content = {
             "format": 1,
             "model": str(args.model),
-            "sizes": [[size.layers, size.dim] for size in sizes],
+            "sizes": [size.numbers for size in sizes],
             "settings": dataclasses.asdict(settings),
             "records": [record.as_json() for record in records],
         }

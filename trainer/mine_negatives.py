@@ -120,7 +120,7 @@ def load_miner(args: argparse.Namespace) -> tuple[Miner, dict[str, Any]]:
     small = ladder.find(args.size) if args.size else ladder.full
     large = ladder.find(args.rerank) if args.rerank else small
     check_sizes((small, large), encoder)
-    if args.rerank and (large.layers < small.layers or large.dim < small.dim):
+    if args.rerank and not small.fits_in(large):
         raise ConfigError(f"--rerank {large} is no larger than --size {small}, which searches; exchange them")
     device = str(choose_device(args.device))
     sizes = list(dict.fromkeys([small, large]))

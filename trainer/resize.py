@@ -35,7 +35,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("model", metavar="MODEL", help="folder or hub name of the model")
     add("--texts", required=True, nargs="+", metavar="FILE", help="texts, as for data.prepare documents")
     add("--output", required=True, type=Path, metavar="RUN", help="a new folder, or that of this command before")
-    add("--sizes", default="", metavar="1x32,2x64,...", help="the ladder; default: six sizes by the model's shape")
+    add(
+        "--sizes",
+        default="",
+        metavar="1x32,2x64,...",
+        help="the ladder, also with fractions of feed-forwards: 6x64x0.25; default: six sizes by the model's shape",
+    )
     add("--train", choices=("all", "heads"), default="all", help="heads: the model itself stays as it is")
     add("--no-heads", action="store_true", help="no linear maps: sizes that are cuts of the weights alone")
     add("--prepare-only", action="store_true", help="end before training, with start/, shards/ and closed_form/")

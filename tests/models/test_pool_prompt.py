@@ -22,7 +22,7 @@ from models.choices import MEANS
 from models.encoder import Encoder, load_encoder
 from models.packed_attention import check_packs
 from models.settings import EmbeddingSettings
-from models.sizes import ModelError, Size
+from models.sizes import Body, ModelError, Size
 from tests.data.frame_tokenizers import FRAMED, byte_level, template
 from tests.models.test_backbones import HIDDEN, LAYERS, SIZES, VOCABULARY, Cell, assert_close
 from tests.trainer.exports import our_vectors
@@ -340,11 +340,13 @@ def test_the_resizing_baseline_and_the_clock_are_told(write: Make, texts: list[s
     prompt = "query: "
     encoder, tokenizer, settings = load_model(write(Cell("bert"), "bert", query_prompt=prompt))
     assert settings is not None
-    states = depth_states(encoder, tokenizer, texts, [2], max_length=LENGTH, prompt=prompt, device=torch.device("cpu"))
+    states = depth_states(
+        encoder, tokenizer, texts, [Body(2)], max_length=LENGTH, prompt=prompt, device=torch.device("cpu")
+    )
     ids, offsets = flat(tokenizer, [prompt + text for text in texts])
     lengths = torch.full((len(texts),), left_out_length(tokenizer, prompt))
     with torch.no_grad():
         (wanted,) = encoder(ids, None, [Size(2, HIDDEN)], offsets=offsets, prompt_lengths=lengths)
-    assert_close(states[2], wanted)
+    assert_close(states[Body(2)], wanted)
     costs = measure_costs(encoder, tokenizer, [FULL], settings, texts, warm_up=0)
     assert costs[FULL].milliseconds > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from models.sizes import STARBUCKS_LADDER, Ladder, ModelError, Size
+from models.sizes import STARBUCKS_LADDER, Body, Ladder, ModelError, Size
 
 
 def test_grid_is_every_pair_once():
@@ -14,6 +14,18 @@ def test_grid_is_every_pair_once():
     # A ladder that repeats its one layer count has each size once.
     static = Ladder.of([(1, 32), (1, 64), (1, 96)])
     assert static.grid == static.sizes
+
+
+def test_a_fraction_of_the_feed_forwards_is_a_third_part():
+    ladder = Ladder.of([[4, 32, 0.25], [6, 64, 0.25], [6, 96, 0.5], [6, 128, 1.0]])
+    assert [str(size) for size in ladder] == ["4x32x0.25", "6x64x0.25", "6x96x0.5", "6x128"]
+    assert [size.numbers for size in ladder] == [(4, 32, 0.25), (6, 64, 0.25), (6, 96, 0.5), (6, 128)]
+    assert all(Size.parse(str(size)) == size == Size.of(size.numbers) for size in ladder)
+    assert ladder.bodies == (Body(4, 0.25), Body(6, 0.25), Body(6, 0.5), Body(6))
+    assert len(ladder.grid) == 16 and ladder.grid[1] == Size(4, 64, 0.25) and ladder.grid[-1] == ladder.full
+    assert Size(6, 64, 0.25).fits_in(Size(6, 64)) and not Size(6, 64).fits_in(Size(6, 64, 0.25))
+    for fraction in (1 / 3, 1e-05):
+        assert Size.parse(str(Size(6, 64, fraction))) == Size(6, 64, fraction)
 
 
 def test_cup_names():
@@ -34,7 +46,15 @@ def test_cup_names():
         ([(4, 64), (2, 32)], "increase"),
         ([(2, 32), (1, 64)], "increase"),
         ([(0, 32)], "below 1"),
-        ([(1, 2, 3)], "pair"),
+        ([(1, 2, 0.5, 1)], "pair"),
+        ([(1, 2, 3)], "fraction"),
+        ([(1, 2, 0.0)], "fraction"),
+        ([(1.5, 2)], "whole numbers"),
+        ([(6, 32, 0.5), (6, 64, 0.25), (6, 96)], "none may shrink"),
+        ([(6, 32, 0.5), (4, 64), (6, 96)], "none may shrink"),
+        ([(6, 32, 0.5), (6, 64, 0.5), (6, 96)], "must grow"),
+        ([(6, 32, 0.5), (6, 32)], "must grow"),
+        ([(6, 32, 0.25), (6, 64, 0.5)], "end the ladder with \\[6, 64\\]"),
     ],
 )
 def test_refused_ladders(pairs, word):

@@ -44,10 +44,10 @@ def write_model(
     pooling: str = "cls",
     similarity: str = "cosine",
     *,
-    heads: Sequence[int] = (),
+    heads: Sequence[int | str] = (),
     **settings: object,
 ) -> Path:
-    """A trained folder with random weights: an MLM checkpoint, a tokenizer, barista.json, and heads at these depths."""
+    """A trained folder with random weights: an MLM checkpoint, a tokenizer, barista.json, and heads of these names."""
     torch.manual_seed(7)
     model = build_masked_lm(
         {"model_type": family, **CONFIGS[family]}, vocab_size=len(vocabulary), pad_token_id=vocabulary.pad_token_id

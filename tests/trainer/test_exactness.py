@@ -64,8 +64,11 @@ AT_ONE_STAGE += ("spread_symmetric_spans", "left_out_lonely")
 AT_ONE_STAGE += ("srl_uneven", "smae_uneven", "related_directly", "related_lonely", "similarity", "gram", "order")
 AT_ONE_STAGE += ("ringed_blocks", "ringed_lonely")
 AT_ONE_STAGE += ("kept_related", "stored_directly", "stored_lonely", "matched", "matched_lonely", "stored_masked_pairs")
+# Stage 3 has no part of a weight.
+UP_TO_STAGE_2 = ("widths",)
+AT_ONE_STAGE += ("widths_directly", "widths_distilled", "widths_compressed", "widths_adaptive")
 # In `make test`, one a stage.
-LAUNCHED = [("srl", 0), ("smae", 1), ("srl", 2), ("smae", 3)]
+LAUNCHED = [("srl", 0), ("smae", 1), ("srl", 2), ("smae", 3), ("widths", 1)]
 # These take a second step, which would find gradients left over.
 TWICE = ("smae", "srl")
 ON_RANKS = {
@@ -317,7 +320,18 @@ def recipes(
         cases[f"srl_{name}"]["train"] |= {"steps": 0, "epochs": samples / 24}
         cases[f"smae_{name}"]["train"] |= {"steps": 0, "epochs": samples / 400}
     cases["adaptive"]["optim"]["max_grad_norm"] = 0.0
-    for name in ("smae", "srl"):
+    # Narrower feed-forwards. One body has fewer layers, too, and its head is that of its depth.
+    widths = {"ladder": [[2, 16, 0.25], [3, 32, 0.5], [3, 48]]}
+    cases["widths"] = pairs(pooling="mean", micro=3, sizes="grid")
+    cases["widths_directly"] = pairs(backward="direct", pooling="mean", micro=3, sizes="grid")
+    cases["widths_compressed"] = pairs(crowded_shards, compression_weight=1.0, kl="none")
+    cases["widths_adaptive"] = pairs(sizes="adaptive_layers", layer_weighting="log")
+    cases["widths_distilled"] = distilled(sizes="grid")
+    for name in ("widths", *(f"widths_{kind}" for kind in ("directly", "compressed", "adaptive", "distilled"))):
+        cases[name]["model"] |= widths
+    # At every depth with a head, because AdamW passes over what has no gradient, and the engine's decays it.
+    cases["widths_distilled"]["model"] |= {"ladder": [[1, 16, 0.25], [2, 32, 0.5], [3, 48]]}
+    for name in ("smae", "srl", "widths"):
         cases[f"{name}_recomputed"] = copy.deepcopy(cases[name])
         cases[f"{name}_recomputed"]["train"]["activation_checkpointing"] = True
         cases[f"{name}_packed"] = copy.deepcopy(cases[name])
@@ -456,6 +470,7 @@ def stages_of(name: str, names: tuple[str, ...]) -> tuple[int, ...]:
 
 
 PRODUCT = [(name, stage) for name in AT_EVERY_STAGE for stage in STAGES] + [(name, 1) for name in AT_ONE_STAGE]
+PRODUCT += [(name, stage) for name in UP_TO_STAGE_2 for stage in (0, 1, 2)]
 PRODUCT += [(name, stage) for name in AT_TWO_STAGES for stage in stages_of(name, AT_TWO_STAGES)]
 
 
@@ -517,6 +532,7 @@ def test_every_recipe_is_in_the_product(recipes: dict[str, Any]) -> None:
         ("positives", "by_weight"),
         ("blocks_guided", "guided"),
         ("related", "distill"),
+        ("widths", "srl_without_dropout"),
         ("taught", "srl_without_dropout"),
         ("stored", "guided"),
         ("stored_masked_pairs", "masked_pairs"),
@@ -576,9 +592,10 @@ def test_dropout_is_the_same_in_both_passes(stage: int, two_ranks: Results, expe
     assert loss > 1e-3  # dropout acts
 
 
-@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("variant", ["recomputed", "packed"])
-@pytest.mark.parametrize("name", ["smae", "srl"])
+@pytest.mark.parametrize(
+    ("name", "stage"), [("smae", 1), ("smae", 3), ("srl", 1), ("srl", 3), ("widths", 0), ("widths", 1)]
+)
 @pytest.mark.needs("{name}_{variant}-float32_zero{stage}")
 def test_how_it_is_computed_changes_nothing(
     name: str, variant: str, stage: int, two_ranks: Results, expected: Results
@@ -592,7 +609,7 @@ def test_cached_equals_direct_with_dropout(two_ranks: Results) -> None:
     assert_equal(cached, direct)
 
 
-@pytest.mark.parametrize("name", ["blocks"])
+@pytest.mark.parametrize("name", ["blocks", "widths"])
 @pytest.mark.needs("{name}-float32_zero2", "{name}_directly-float32_zero1")
 def test_cached_equals_direct(name: str, two_ranks: Results) -> None:
     assert_equal(two_ranks[f"{name}-float32_zero2"], two_ranks[f"{name}_directly-float32_zero1"])

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from data.ground.errors import ConfigError
 from data.ground.secrets import HIDDEN
-from models.sizes import ModelError
+from models.sizes import Ladder, ModelError
 from trainer.config.kinds import KINDS
 from trainer.config.read_keys import is_read
 from trainer.config.schema import Recipe
-from trainer.config.step_sizes import EVERY_DEPTH
+from trainer.config.step_sizes import EVERY_DEPTH, WITH_BODIES
 
 
 def check(recipe: Recipe) -> None:
     """Raise ConfigError for whatever can be seen to be wrong without a device, a model or data."""
     if not recipe.objective.name:
         raise ConfigError(f"objective.name = '' is unknown; choose one of {', '.join(KINDS)}")
+    ladder: Ladder | None = None
     try:
         ladder = recipe.ladder
         one = recipe.single_size
     except ModelError as error:
-        key = "objective.size" if recipe.objective.sizes == "one" and "form" in str(error) else "model.ladder"
+        key = "model.ladder" if ladder is None else "objective.size"
         raise ConfigError(f"{key}: {error}") from None
     if one is not None and not one.fits_in(ladder.full):
         raise ConfigError(f"objective.size = {one} outgrows the ladder's last size {ladder.full}")
+    _check_feed_forwards(recipe)
     if not recipe.data.shards:
         raise ConfigError("data.shards is empty; name at least one folder written by `python -m data.prepare`")
     if hidden := next((each for each in recipe.data.shards if "://" in each and HIDDEN in each), None):
@@ -80,6 +82,36 @@ def check(recipe: Recipe) -> None:
     _check_guide(recipe)
     _check_teacher(recipe)
     _check_trained_part(recipe)
+
+
+def _check_feed_forwards(recipe: Recipe) -> None:
+    """Refuse narrower feed-forwards where they are not trained as sizes of one model."""
+    one = recipe.single_size
+    if one is not None and not one.has_whole_feed_forwards:
+        raise ConfigError(
+            f"objective.size = {one} has narrower feed-forwards, which train with the whole ones: train a ladder with "
+            "this size, or a model that is cut to it (the folder that trainer.export writes)"
+        )
+    if recipe.ladder.has_whole_feed_forwards:
+        return
+    narrower = next(size for size in recipe.ladder if not size.has_whole_feed_forwards)
+    named = f"model.ladder has {narrower}, whose feed-forwards are narrower"
+    if recipe.kind.predicts_tokens:
+        raise ConfigError(f"{named}, and masked pre-training has whole ones only; give sizes of two numbers")
+    if recipe.objective.sizes not in WITH_BODIES:
+        raise ConfigError(
+            f'{named}, and objective.sizes = "{recipe.objective.sizes}" trains whole ones only; use "ladder" or '
+            '"grid", or sizes of two numbers'
+        )
+    if recipe.adapter_rank:
+        raise ConfigError(
+            f"{named}, and adapters (model.lora_rank = {recipe.adapter_rank}) have no such prefix; train the weights "
+            "(model.lora_rank = 0), or give sizes of two numbers"
+        )
+    if recipe.train.compile:
+        raise ConfigError(
+            f"{named}, and train.compile = true compiles one pass alone; set it to false, or give sizes of two numbers"
+        )
 
 
 def _check_size_weights(recipe: Recipe) -> None:

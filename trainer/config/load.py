@@ -209,8 +209,9 @@ def _sentence(section: str, problem: Mapping[str, Any]) -> str:
         return f"{given} must be a finite number"
     if whole_for_number:
         return f"{given} is too large"
-    for _ in inside:  # entries of lists
+    while inside and typing.get_origin(hint) is list:  # its entries; the choices of a union are no list's
         (hint,) = typing.get_args(hint)
+        inside.pop(0)
     return f"{given} must be {_describe(hint)}"
 
 
@@ -283,7 +284,7 @@ def _parse(key: str, text: str, hint: Any) -> Any:
 def _describe(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return "a text"
-    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    names = {int: "a whole number", float: "a number", int | float: "a number", str: "a text", bool: "true or false"}
     if typing.get_origin(hint) is list:
         return f"a list, each entry {_describe(typing.get_args(hint)[0])}"
     return names.get(hint, "a table")

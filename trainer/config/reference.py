@@ -116,7 +116,7 @@ def _values(hint: Any) -> str:
         inner = arguments[0]
         if typing.get_origin(inner) is typing.Literal:
             return f"list of {_values(inner)}"
-        return "list of lists of whole numbers" if typing.get_origin(inner) is list else f"list of {_KINDS[inner]}s"
+        return "list of lists of numbers" if typing.get_origin(inner) is list else f"list of {_KINDS[inner]}s"
     return _KINDS.get(hint, "table")
 
 

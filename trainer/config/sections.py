@@ -72,9 +72,10 @@ class ModelConfig:
         description="The implementation of attention; packed computes no padding (docs/performance.md), and auto takes "
         "the fastest that the model and the machine have.",
     )
-    ladder: list[list[int]] = Field(
-        default_factory=lambda: [[size.layers, size.dim] for size in STARBUCKS_LADDER],
-        description="The sizes, each [layers, dimensions], from the smallest to the full one.",
+    ladder: list[list[int | float]] = Field(
+        default_factory=lambda: [list(size.numbers) for size in STARBUCKS_LADDER],
+        description="The sizes, each [layers, dimensions], from the smallest to the full one; with a third number, "
+        "such as [6, 384, 0.25], a size has that fraction of each feed-forward (docs/resize.md).",
     )
     trains: Literal["all", "heads"] = Field(
         default="all",

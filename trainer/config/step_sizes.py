@@ -21,6 +21,8 @@ EVERY_DEPTH = ("espresso", "espresso_full_width")  # kinds of every layer, not o
 WEIGHTED_BY_LAYERS = ("ladder", "grid", "adaptive_layers", "two_d", "two_d_all_widths", *EVERY_DEPTH)
 # Kinds that train, at every step, sizes that are narrower than the encoder. "two_d_listed" may draw none.
 NARROWED = ("ladder", "grid", "mrl", "two_d", "two_d_all_widths", *EVERY_DEPTH)
+# Kinds that train a ladder's sizes with narrower feed-forwards; "full" trains none of the smaller sizes.
+WITH_BODIES = ("ladder", "grid", "adaptive_layers", "full")
 
 
 def at_full_depth(ladder: Ladder) -> tuple[Size, ...]:
@@ -29,8 +31,8 @@ def at_full_depth(ladder: Ladder) -> tuple[Size, ...]:
 
 
 def at_full_width(ladder: Ladder) -> tuple[Size, ...]:
-    """All depths of the ladder at full width."""
-    return tuple(Size(size.layers, ladder.full.dim) for size in ladder)
+    """All depths of the ladder, with the feed-forwards of their sizes, at full width."""
+    return tuple(size.body.of_dim(ladder.full.dim) for size in ladder)
 
 
 def around(ladder: Ladder, *, layers: int, inner: int, outer: int) -> tuple[Size, ...]:
@@ -57,7 +59,7 @@ def at_every_depth(ladder: Ladder, *, full_width: bool) -> tuple[Size, ...]:
 
 _FIXED: Mapping[str, Callable[[Ladder], Iterable[Size]]] = {
     "ladder": lambda ladder: ladder,  # Starbucks §3.1, eq. 4
-    "grid": lambda ladder: ladder.grid,  # every depth with every width
+    "grid": lambda ladder: ladder.grid,  # every body with every width
     "full": lambda ladder: (ladder.full,),
     "mrl": at_full_depth,
     "adaptive_layers": at_full_width,

@@ -16,7 +16,16 @@ from dataclasses import dataclass
 from models.sizes import Size
 from trainer.costs.shapes import Shape
 
-__all__ = ["FORWARD_AND_BACKWARD", "Shape", "Texts", "encoder_flops", "masked_flops", "needed_passes"]
+__all__ = [
+    "FORWARD_AND_BACKWARD",
+    "Shape",
+    "Texts",
+    "encoder_flops",
+    "masked_flops",
+    "needed_passes",
+    "passes_of",
+    "sizes_flops",
+]
 
 FORWARD_AND_BACKWARD = 3
 
@@ -89,6 +98,16 @@ def encoder_flops(shape: Shape, texts: Texts) -> float:
     else:
         total = shape.layers * (texts.tokens * linear + attention * texts.attended(causal=shape.causal))
     return total + texts.tokens * 2 * shape.table_width * shape.hidden
+
+
+def passes_of(shape: Shape, sizes: Sequence[Size]) -> list[Shape]:
+    """What one forward pass computes of an encoder, for each pass that these sizes take: one for each fraction."""
+    return [shape.narrowed(fraction) for fraction in dict.fromkeys(size.feed_forward for size in sizes)]
+
+
+def sizes_flops(shape: Shape, texts: Texts, sizes: Sequence[Size]) -> float:
+    """The forward passes that these sizes take, padding not counted."""
+    return sum(encoder_flops(each, texts) for each in passes_of(shape, sizes))
 
 
 def masked_flops(

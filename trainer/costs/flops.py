@@ -22,6 +22,7 @@ __all__ = [
     "masked_flops",
     "needed_passes",
     "peak_flops",
+    "sizes_flops",
 ]
 
 # Dense bf16 peak, operations a second, from the makers' data sheets.
@@ -31,6 +32,11 @@ _PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G"
 def encoder_flops(shape: Shape, lengths: Tensor) -> float:
     """One forward pass over texts of these lengths (int64 [n]), padding not counted."""
     return counts.encoder_flops(shape, _texts(shape, lengths))
+
+
+def sizes_flops(shape: Shape, lengths: Tensor, sizes: Sequence[Size]) -> float:
+    """The forward passes that these sizes take over texts of these lengths (int64 [n]), padding not counted."""
+    return counts.sizes_flops(shape, _texts(shape, lengths), sizes)
 
 
 def masked_flops(

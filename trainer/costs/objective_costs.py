@@ -12,10 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from models.sizes import Size
+from models.sizes import Body, Size
 from trainer.config.read_keys import is_read
 from trainer.config.schema import Recipe
-from trainer.costs.counts import FORWARD_AND_BACKWARD, Texts, encoder_flops, masked_flops, needed_passes
+from trainer.costs.counts import (
+    FORWARD_AND_BACKWARD,
+    Texts,
+    encoder_flops,
+    masked_flops,
+    needed_passes,
+    passes_of,
+    sizes_flops,
+)
 from trainer.costs.exchange import RING_SHARE_HELD, chosen_exchange
 from trainer.costs.layers import kept_by_a_norm, kept_bytes, kept_for_the_feed_forward, moved_elements
 from trainer.costs.parameters import decoder_parameters, layer_matrices, masked_head_parameters
@@ -59,14 +67,13 @@ class ObjectiveCosts:
     def head_parameters(self, shape: Shape) -> list[int]:
         """Elements of every parameter of the heads (models/heads.py), where they alone train.
 
-        They are at every depth of the ladder but the last, as `trainer.resize` fits them. Where the encoder trains too,
+        They are for every body of the ladder but the last, as `trainer.resize` fits them. Where the encoder trains too,
         no head is counted, because a recipe does not say whether its model has any.
         """
         if not self.recipe.trains_heads_alone:
             return []
         ladder = self.recipe.ladder
-        depths = {size.layers for size in ladder} - {ladder.full.layers}
-        return [shape.hidden * ladder.full.dim, ladder.full.dim] * len(depths)
+        return [shape.hidden * ladder.full.dim, ladder.full.dim] * (len(ladder.bodies) - 1)
 
     # --- how a step runs ---------------------------------------------------------------------------------------------
 
@@ -87,13 +94,17 @@ class ObjectiveCosts:
 
     @property
     def forward_passes(self) -> float:
-        """How often the encoder runs forward for a text: once more by caching, and by checkpointing."""
+        """How often the encoder runs forward for a text at all sizes: once more by caching, and by checkpointing."""
         again = self.caches * (1 - self.kept)
         return 1 + again + (self.sends_back and self.recipe.train.activation_checkpointing)
 
+    def passes(self, shape: Shape) -> list[Shape]:
+        """What each forward pass computes of the encoder: one pass for each fraction of the feed-forwards."""
+        return passes_of(shape, self.sizes)
+
     @property
     def encoder_passes(self) -> float:
-        """The encoder's work in forward passes, of which backward counts as two."""
+        """The encoder's work in forward passes of all sizes, of which backward counts as two."""
         return self.forward_passes + needed_passes(trains_encoder=self.sends_back) - 1
 
     def rows_read(self, texts: Texts) -> float:
@@ -107,11 +118,12 @@ class ObjectiveCosts:
 
     def model_flops(self, shape: Shape, texts: Texts) -> float:
         """Operations as metrics.jsonl's mfu counts them: the mathematics of a step, forward and backward."""
-        return needed_passes(trains_encoder=self.sends_back) * encoder_flops(shape, texts)
+        return needed_passes(trains_encoder=self.sends_back) * sizes_flops(shape, texts, self.sizes)
 
     def computed_flops(self, shape: Shape, texts: Texts, *, vectors: float) -> float:
         """Operations that a rank computes for its texts: the model's, minus skipped ones, plus repeated ones."""
-        last_feed_forward = 2 * sum(each.weights for each in shape.feed_forward)  # a token
+        # Of a token, in all passes.
+        last_feed_forward = 2 * sum(each.weights for one in self.passes(shape) for each in one.feed_forward)
         passes = self.encoder_passes - (self.recipe.adapter_rank > 0)
         skipped = passes * last_feed_forward * self._skipped(shape, texts)
         spared = self._spared_by_frozen_weights(shape, texts)
@@ -130,11 +142,12 @@ class ObjectiveCosts:
         matrices themselves need no gradient, and two thin products stand beside each.
         """
         frozen, rank = self.recipe.model.frozen_layers, self.recipe.adapter_rank
-        below = encoder_flops(replace(shape, layers=frozen), texts) if frozen else 0.0
+        below = sizes_flops(replace(shape, layers=frozen), texts, self.sizes) if frozen else 0.0
         # Nor are they run again, where activations are recomputed.
         spared = (FORWARD_AND_BACKWARD - 1 + self.recipe.train.activation_checkpointing) * below
         if frozen or rank:
-            spared += texts.tokens * 2 * sum(each.weights for each in shape.attention[:-1])
+            out_of_first = 2 * sum(each.weights for each in shape.attention[:-1])
+            spared += len(self.passes(shape)) * texts.tokens * out_of_first
         if rank:
             linears = (*shape.attention, *shape.feed_forward)
             own = self.encoder_passes * rank * sum(each.inputs + each.outputs for each in linears)
@@ -150,7 +163,7 @@ class ObjectiveCosts:
         return encoder_flops(guide, texts)
 
     def _model_products(self, shape: Shape, texts: Texts) -> float:
-        return self.encoder_passes * encoder_flops(shape, texts)
+        return self.encoder_passes * sizes_flops(shape, texts, self.sizes)
 
     def _loss_flops(self, texts: Texts, vectors: float) -> float:
         return 0.0
@@ -163,27 +176,30 @@ class ObjectiveCosts:
         Matrix products and the optimizer are not counted. trainer/costs/layers.py counts the forward pass of a layer;
         its backward pass is taken to move twice as many bytes.
         """
-        total = _forward_bytes(shape, texts) * self.encoder_passes
+        total = sum(_forward_bytes(each, texts) for each in self.passes(shape)) * self.encoder_passes
         return total if guide is None else total + _forward_bytes(guide, texts)
 
     def activation_bytes(self, shape: Shape, texts: Texts, *, width: float = _BF16, drops: bool = True) -> float:
-        """Bytes that one micro-batch keeps for backward, with a fused or packed attention (no matrix of scores).
+        """Bytes that one micro-batch keeps for backward at all sizes, with a fused or packed attention (no matrix of
+        scores).
 
         What a layer keeps is counted in trainer/costs/layers.py; 2h more elements a token are kept before and after the
         layers, and what the norm after the last layer keeps at every size, where there is one. width: bytes an element.
         Where nothing is sent back, the layers' outputs alone are there at the end of a pass, as with checkpointing.
         """
-        hidden = shape.hidden
-        layer = kept_bytes(shape, width=width, drops=drops)
+        hidden, passes = shape.hidden, self.passes(shape)
+        total = 2 * texts.tokens * hidden * width * len(passes)
+        layers = [kept_bytes(each, width=width, drops=drops) for each in passes]
         if self.recipe.train.activation_checkpointing or not self.sends_back:
-            total = texts.tokens * (shape.layers * hidden * width + layer)
+            total += texts.tokens * (len(passes) * shape.layers * hidden * width + max(layers))
         else:
-            total = texts.tokens * shape.layers * layer
-            total -= self._skipped(shape, texts) * kept_for_the_feed_forward(shape, width=width)
+            total += texts.tokens * shape.layers * sum(layers)
+            skipped = self._skipped(shape, texts)
+            total -= skipped * sum(kept_for_the_feed_forward(each, width=width) for each in passes)
         if shape.vectors.final_norm:
-            depths = len({size.layers for size in self.sizes})
-            total += texts.tokens * depths * kept_by_a_norm(shape, width=width)
-        return total + 2 * texts.tokens * hidden * width
+            bodies = len({size.body for size in self.sizes})
+            total += texts.tokens * bodies * kept_by_a_norm(shape, width=width)
+        return total
 
     def table_gradient_bytes(self, shape: Shape) -> float:
         """Bytes of a gradient of the token table that a fused loss sums up in float32, beside the engine's."""
@@ -482,12 +498,12 @@ class ContrastiveCosts(InfoNCECosts):
         return 2 * texts * full * (full * len(self._compressed) + narrow)
 
     @property
-    def _compressed(self) -> dict[int, int]:
-        """The widest of the sizes that learn principal components, by their layers."""
-        found: dict[int, int] = {}
+    def _compressed(self) -> dict[Body, int]:
+        """The widest of the sizes that learn principal components, by their bodies."""
+        found: dict[Body, int] = {}
         for size in self.sizes if self.recipe.compresses else ():
             if size.dim < self.sizes[-1].dim:
-                found[size.layers] = max(size.dim, found.get(size.layers, 0))
+                found[size.body] = max(size.dim, found.get(size.body, 0))
         return found
 
     def _passages(self, vectors: float) -> float:
@@ -504,7 +520,7 @@ class ContrastiveCosts(InfoNCECosts):
 
         That is whole vectors of the layers at which no whole vectors are compared, and the full size's passages, cut.
         """
-        whole = {size.layers for size in self.sizes if size.dim == self.sizes[-1].dim}
+        whole = {size.body for size in self.sizes if size.dim == self.sizes[-1].dim}
         added = 4.0 * texts.count * self.sizes[-1].dim * len(self._compressed.keys() - whole)
         compared = super().loss_bytes(texts, vectors=vectors)
         compared += 8 * self._asymmetric_widths * self._passages(self.vectors_held(texts, vectors))

@@ -112,6 +112,10 @@ class Shape:
         widths = ([2 * inner] if self.fused else [inner, inner]) if self.gated else [inner]
         return [*(Linear(hidden, width, bias) for width in widths), Linear(inner, hidden, bias)]
 
+    def narrowed(self, fraction: float) -> Shape:
+        """With this fraction of each feed-forward."""
+        return replace(self, inner=max(1, round(fraction * self.inner)))
+
     def reach_of(self, layer: int) -> int | None:
         return self.reaches[layer] if self.reaches else None
 

@@ -28,7 +28,7 @@ class Evaluator:
     settings: EmbeddingSettings
     sts: tuple[STSTask, ...]
     retrieval: tuple[RetrievalData, ...]
-    grid: bool = False  # every pairing of the ladder's layers and dimensions, instead of the ladder's own sizes
+    grid: bool = False  # every pairing of the ladder's bodies and dimensions, instead of the ladder's own sizes
 
     @classmethod
     def of(cls, recipe: Recipe, settings: EmbeddingSettings) -> Evaluator:
@@ -47,7 +47,7 @@ class Evaluator:
     def run(self, engine: Engine, tokenizer: Any, world: World) -> dict[str, float]:
         """task/metric/size -> score. Every rank must call it; only rank 0 gets the retrieval scores."""
         ladder = self.settings.sizes
-        # One forward pass gives all sizes, because a size is a slice of the full model's output.
+        # One call gives all sizes, because a size is a slice of its body's output.
         sizes = list(ladder.grid if self.grid else ladder)
 
         static = isinstance(engine.module, Encoder) and engine.module.is_static

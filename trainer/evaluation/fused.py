@@ -29,8 +29,8 @@ from transformers import PreTrainedTokenizerBase
 
 from models.encoder import Encoder
 from models.settings import EmbeddingSettings
-from models.sizes import Size
-from trainer.evaluation.latency import BYTES_PER_DIMENSION, TimedPass, time_passes
+from models.sizes import Body, Size
+from trainer.evaluation.latency import BYTES_PER_DIMENSION, TimedPass, cut_encoder, time_passes
 from trainer.evaluation.rerank import search_milliseconds
 from trainer.evaluation.results.comparison import mark
 from trainer.evaluation.results.report import METRIC_LABELS, draw_numbers, file_name, markdown_table, save_figure
@@ -52,8 +52,8 @@ class Pair:
         return f"{self.first} + {self.second}"
 
     @property
-    def depths(self) -> tuple[int, int]:
-        return self.first.layers, self.second.layers
+    def bodies(self) -> tuple[Body, Body]:
+        return self.first.body, self.second.body
 
     @property
     def index_bytes_per_document(self) -> int:
@@ -159,7 +159,7 @@ def corrected(rows: Sequence[Row]) -> list[Row]:
 
 @dataclass(frozen=True)
 class PairCost:
-    """Milliseconds to encode a query: by the one pass that gives both sizes, by each size's own pass, by both in turn.
+    """Milliseconds to encode a query: by the one call that gives both sizes, by each size's own pass, by both in turn.
 
     `members`: of each size alone, by an encoder cut to its layers.
     """
@@ -182,17 +182,20 @@ def measure_pairs(
     *,
     device: torch.device | str = "cpu",
 ) -> dict[Pair, PairCost]:
-    """Pair -> costs. One pair is timed for each two depths, at the widest sizes, because widths hardly change it."""
+    """Pair -> costs. One pair is timed for each two bodies, at the widest sizes, because widths hardly change it."""
     pairs = pairs_of(sizes)
-    widest = {size.layers: size for size in sorted(sizes)}  # of each depth, the last, which is the widest
-    wanted: dict[tuple[int, ...], tuple[Size, ...]] = {(depth,): (size,) for depth, size in widest.items()}
-    wanted |= {pair.depths: tuple(widest[depth] for depth in pair.depths) for pair in pairs}
-    cut = {depth: TimedPass.of(encoder, (widest[depth],), device=device).encoder for depth in widest}
-    passes = {depths: TimedPass(cut[max(depths)], chosen) for depths, chosen in wanted.items()}
-    times = time_passes(passes, tokenizer, settings, texts, device=device)
-    return {
-        pair: PairCost(times[pair.depths], (times[pair.first.layers,], times[pair.second.layers,])) for pair in pairs
+    widest = {size.body: size for size in sorted(sizes)}  # of each body, the last, which is the widest
+    passes: dict[tuple[Body, ...], TimedPass] = {
+        (body,): TimedPass.of(encoder, (size,), device=device) for body, size in widest.items()
     }
+    # Both of a pair run in a copy with the deeper one's layers and whole feed-forwards.
+    whole = {body.layers: passes[body,].encoder for body in widest if body.feed_forward == 1}
+    for pair in pairs:
+        if (deeper := max(pair.bodies).layers) not in whole:
+            whole[deeper] = cut_encoder(encoder, Size(deeper, encoder.embedding_size)).to(device)
+        passes[pair.bodies] = TimedPass(whole[deeper], tuple(widest[body] for body in pair.bodies))
+    times = time_passes(passes, tokenizer, settings, texts, device=device)
+    return {pair: PairCost(times[pair.bodies], (times[pair.first.body,], times[pair.second.body,])) for pair in pairs}
 
 
 def fused_markdown(rows: Sequence[Row], costs: Mapping[Pair, PairCost], name_of: Callable[[Size], str]) -> str:

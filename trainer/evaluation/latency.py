@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from data.tokens import left_out_length
 from models.backbone import truncate_layers
 from models.encoder import Encoder
-from models.heads import heads_up_to
+from models.heads import heads_of_narrowed, heads_up_to
+from models.nested_feed_forward import narrow
 from models.settings import EmbeddingSettings
 from models.sizes import Size
 from models.static_embedding import StaticModel, cut_table
@@ -41,11 +42,18 @@ class Cost:
 
 
 def cut_encoder(encoder: Encoder, size: Size) -> Encoder:
-    """A copy of the encoder with only the size's layers; a static model keeps only the size's columns of its table."""
+    """A copy of the encoder with the size's body alone, which is the copy's whole body.
+
+    A static model keeps only the size's columns of its table.
+    """
     if isinstance(encoder.backbone, StaticModel):
         return Encoder(cut_table(encoder.backbone, size.dim), encoder.pooling).eval()
     backbone = truncate_layers(copy.deepcopy(encoder.backbone), size.layers)
-    heads = heads_up_to(encoder.heads, size.layers)
+    if size.has_whole_feed_forwards:
+        heads = heads_up_to(encoder.heads, size.layers)
+    else:
+        heads = heads_of_narrowed(encoder.heads, size.feed_forward, size.layers)
+        narrow(backbone, size.feed_forward)
     return Encoder(backbone, encoder.pooling, heads, pool_prompt=encoder.pool_prompt).eval()
 
 
@@ -74,15 +82,21 @@ def measure_costs(
 
 @dataclass(frozen=True)
 class TimedPass:
-    """One forward pass that gives the vectors of `sizes`, by an encoder cut to what these sizes need."""
+    """One call that gives the vectors of `sizes`, which are sizes of `encoder`, an encoder cut to what these need."""
 
     encoder: Encoder
     sizes: tuple[Size, ...]
 
     @classmethod
     def of(cls, encoder: Encoder, sizes: tuple[Size, ...], *, device: torch.device | str) -> TimedPass:
-        whole = Size(max(size.layers for size in sizes), max(size.dim for size in sizes))
-        return cls(cut_encoder(encoder, whole).to(device), sizes)
+        layers, dim = max(size.layers for size in sizes), max(size.dim for size in sizes)
+        if len(fractions := {size.feed_forward for size in sizes}) == 1:
+            cut = cut_encoder(encoder, Size(layers, dim, *fractions))
+            # Of the cut encoder, whose feed-forwards are narrow already, all of them are taken.
+            sizes = tuple(Size(size.layers, size.dim) for size in sizes)
+        else:
+            cut = cut_encoder(encoder, Size(layers, dim))
+        return cls(cut.to(device), sizes)
 
 
 @torch.no_grad()

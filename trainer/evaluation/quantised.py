@@ -30,7 +30,7 @@ from models.sizes import Size
 from trainer.evaluation.encoding.encode import EncodeTexts
 from trainer.evaluation.rerank import pareto_front, rerank
 from trainer.evaluation.results.comparison import mark
-from trainer.evaluation.results.raw import RawResults
+from trainer.evaluation.results.raw import RawResults, shape_of
 from trainer.evaluation.results.report import METRIC_LABELS, add_legend, markdown_table, new_axes, save_figure
 from trainer.evaluation.results.significance import TestResult, fisher_z_test, p_text, paired_t_test
 from trainer.evaluation.run import known_metrics
@@ -123,7 +123,7 @@ def retrieval_rows(
         ]  # fmt: skip
         if raws is not None:
             for name, of_one in scores.items():
-                shape, metrics = (size.layers, size.dim), list(known_metrics(of_one, data, top_k))
+                shape, metrics = shape_of(size), list(known_metrics(of_one, data, top_k))
                 raws.setdefault(name, RawResults()).add_retrieval(_METHOD, data.name, shape, of_one, metrics)
     return rows, ranges
 
@@ -205,12 +205,12 @@ def plot_precisions(rows: Sequence[Row], folder: Path) -> list[Path]:
     written = []
     for task, of_task in _by_task(rows).items():
         figure, axes = new_axes()
-        depths = sorted({row.size.layers for row in of_task})
+        depths = sorted({row.size.body for row in of_task})
         by_depth = len({row.size for row in of_task}) > len(depths)
         precisions = list(dict.fromkeys(row.precision for row in of_task))
         lines: dict[tuple[int, str], list[tuple[int, float]]] = {}
         for row in of_task:
-            colour = depths.index(row.size.layers) if by_depth else precisions.index(row.precision)
+            colour = depths.index(row.size.body) if by_depth else precisions.index(row.precision)
             lines.setdefault((colour, row.precision), []).append((row.bytes, row.value))
         for (colour, precision), points in lines.items():
             marker, style = _LINES[precision]
@@ -223,7 +223,7 @@ def plot_precisions(rows: Sequence[Row], folder: Path) -> list[Path]:
             shade = "0.3" if by_depth else f"C{place}"
             axes.plot([], [], color=shade, marker=marker, linestyle=style, markersize=4.5, label=precision)
         for place, depth in enumerate(depths if by_depth else ()):
-            axes.plot([], [], color=f"C{place}", linewidth=4, label=f"{depth} layer{'s' * (depth > 1)}")
+            axes.plot([], [], color=f"C{place}", linewidth=4, label=depth.described)
         axes.set_xscale("log", base=2)
         axes.set_xlabel("bytes of a stored embedding")
         axes.set_ylabel(METRIC_LABELS[of_task[0].metric])

@@ -150,9 +150,12 @@ def _records(
         return settings.sizes.name(size) if settings.ladder else str(size)
 
     size, documents = sides(searched)
-    other = (name(documents), documents.layers) if isinstance(searched, SizePair) else ()
+    other = (name(documents), documents.layers) if isinstance(searched, SizePair) else ("", 0)
     shape = (name(size), size.layers, size.dim)
-    return [Record(method, task, kind, *shape, metric, value, *other) for metric, value in metrics.items()]
+    return [
+        Record(method, task, kind, *shape, metric, value, *other, size.feed_forward)
+        for metric, value in metrics.items()
+    ]
 
 
 def known_metrics(scores: RunScores, data: RetrievalData, top_k: int) -> dict[str, float]:

@@ -113,7 +113,17 @@ def evaluate_transfer(
         for task in tasks:
             for metric, value in score_task(task, features, seed=seed).items():
                 records.append(
-                    Record(method, task.name, "transfer", name_of(size), size.layers, size.dim, metric, value)
+                    Record(
+                        method,
+                        task.name,
+                        "transfer",
+                        name_of(size),
+                        size.layers,
+                        size.dim,
+                        metric,
+                        value,
+                        feed_forward=size.feed_forward,
+                    )
                 )
     return records
 

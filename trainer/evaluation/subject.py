@@ -19,6 +19,7 @@ from models.backbone import longest_input
 from models.choices import Pooling
 from models.encoder import Encoder, load_encoder
 from models.heads import heads_up_to
+from models.nested_feed_forward import NestedFeedForwards, count_of
 from models.settings import EmbeddingSettings
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 
@@ -83,7 +84,7 @@ def _settings(args: argparse.Namespace, encoder: Encoder, own: EmbeddingSettings
     found = own
     full = Size(encoder.num_layers, encoder.embedding_size)
     if found is None and STARBUCKS_LADDER.full == full:
-        found = EmbeddingSettings(ladder=tuple((size.layers, size.dim) for size in STARBUCKS_LADDER))
+        found = EmbeddingSettings(ladder=tuple(size.numbers for size in STARBUCKS_LADDER))
     if (found is None or not found.ladder) and args.sizes in ("ladder", "grid"):
         raise ConfigError(
             f"{args.model} has no barista.json that gives its ladder; name the sizes, for example --sizes {full}"
@@ -111,7 +112,7 @@ def _settings(args: argparse.Namespace, encoder: Encoder, own: EmbeddingSettings
 
 
 def choose_sizes(text: str, ladder: Ladder, encoder: Encoder) -> list[Size]:
-    """The sizes that `--sizes` names: "ladder", "grid" (its layers × its dims) or a comma-separated list."""
+    """The sizes that `--sizes` names: "ladder", "grid" (its bodies × its dims) or a comma-separated list."""
     if text == "ladder":
         sizes = list(ladder)
     elif text == "grid":
@@ -125,13 +126,19 @@ def choose_sizes(text: str, ladder: Ladder, encoder: Encoder) -> list[Size]:
 
 
 def check_sizes(sizes: Iterable[Size], encoder: Encoder) -> None:
-    """Refuse sizes that are larger than the encoder."""
+    """Refuse sizes that are larger than the encoder, or whose fraction of its feed-forwards is no number of neurons."""
     for size in sizes:
         if not size.fits_in(Size(encoder.num_layers, encoder.embedding_size)):
             raise ConfigError(
                 f"size {size} outgrows the encoder of {encoder.num_layers} layers and {encoder.embedding_size} "
                 "dimensions; choose a smaller one"
             )
+        if not size.has_whole_feed_forwards and encoder.is_static:
+            raise ConfigError(
+                f"size {size} narrows feed-forwards, and a static model has none; give {size.layers}x{size.dim}"
+            )
+        if not size.has_whole_feed_forwards:
+            count_of(size.feed_forward, NestedFeedForwards.of(encoder.backbone).neurons)
 
 
 def trained_settings(folder: str | Path) -> EmbeddingSettings:

@@ -26,6 +26,7 @@ class _Latencies(Record):
 TRAINED = "trained"  # the method's name in an evaluation's own files
 
 Column = Size | str  # a size, or AVERAGE
+_Place = tuple[str, str, tuple[float, ...]]  # arm, task, the numbers of a size
 
 
 @dataclass
@@ -41,8 +42,8 @@ class Collected:
 
 def collect(study: Study) -> Collected:
     """Read every result that exists, in the order of the study file."""
-    found: dict[tuple[str, str, int, int], dict[int, tuple[RawResults, Key]]] = {}
-    references: dict[tuple[str, str, int, int], dict[int, tuple[RawResults, Key]]] = {}
+    found: dict[_Place, dict[int, tuple[RawResults, Key]]] = {}
+    references: dict[_Place, dict[int, tuple[RawResults, Key]]] = {}
     kinds: dict[str, str] = {}
     missing = []
     for result in results_of(study):
@@ -52,9 +53,9 @@ def collect(study: Study) -> Collected:
         raw = read_raw(result.folder / RAW_FILE)
         kinds |= {task.name: task.kind for task in raw.tasks.values()}
         for key in raw.values:
-            task, method, layers, dim = key
+            task, method, *numbers = key
             where, name = (found, result.arm) if method == TRAINED else (references, method)
-            of_size = where.setdefault((name, task, layers, dim), {})
+            of_size = where.setdefault((name, task, tuple(numbers)), {})
             if method == TRAINED or not of_size:
                 of_size[result.seed] = (raw, key)
     if not found:
@@ -75,12 +76,12 @@ def collect(study: Study) -> Collected:
 
 
 def _in_columns(
-    study: Study, found: dict[tuple[str, str, int, int], dict[int, tuple[RawResults, Key]]]
+    study: Study, found: dict[_Place, dict[int, tuple[RawResults, Key]]]
 ) -> dict[tuple[str, str, str], dict[Column, Sample]]:
     columns: dict[tuple[str, str, str], dict[Column, Sample]] = {}
-    for (name, task, layers, dim), by_seed in found.items():
+    for (name, task, numbers), by_seed in found.items():
         for metric, sample in samples_of(by_seed).items():
-            columns.setdefault((name, task, metric), {})[Size(layers, dim) if layers else AVERAGE] = sample
+            columns.setdefault((name, task, metric), {})[Size.of(numbers) if numbers[0] else AVERAGE] = sample
     for by_column in columns.values():
         if all(size in by_column for size in study.ladder):
             by_column[AVERAGE] = average([by_column[size] for size in study.ladder])

@@ -102,17 +102,17 @@ def _points(row: Mapping[Size, Sample], x: Callable[[Size], float]) -> Curve:
 def _by_dimension(
     study: Study, scores: Mapping[str, Mapping[Size, Sample]], path: Path, *, title: str, label: str
 ) -> Path:
-    depth = study.ladder.full.layers
+    whole = study.ladder.full.body
     curves = {}
     for arm, row in scores.items():
-        deepest = {size: sample for size, sample in row.items() if size.layers == depth}
+        deepest = {size: sample for size, sample in row.items() if size.body == whole}
         on_ladder = {size: sample for size, sample in row.items() if size in study.ladder.sizes}
         # Separate models have one size each, and their depth grows with their width.
-        whole = len(deepest) > 1 or not study.grid
-        curves[arm if whole else f"{arm} (its own depths)"] = _points(
+        shared = len(deepest) > 1 or not study.grid
+        curves[arm if shared else f"{arm} (its own depths)"] = _points(
             deepest if len(deepest) > 1 else on_ladder, lambda size: size.dim
         )
-    what = f"dimensions, at {depth} layers" if study.grid else "dimensions, along the ladder"
+    what = f"dimensions, at {whole.layers} layers" if study.grid else "dimensions, along the ladder"
     return plot_curves(curves, path, title=title, xlabel=what, ylabel=label, log_x=True)
 
 
@@ -143,7 +143,7 @@ def _heat_maps(
         return []
     pairs = [(arm, study.baseline) for arm in scores if arm != study.baseline]
     pairs += [(each.with_arm, each.without_arm) for each in study.ablations]
-    grid_cells = len(study.ladder) ** 2
+    grid_cells = len(study.ladder.grid)
     written = []
     for first, second in dict.fromkeys(pairs):
         a, b = scores.get(first, {}), scores.get(second, {})

@@ -379,8 +379,8 @@ def _check(study: Study) -> None:
     _in_starting_order(study.backbones)
 
 
-def _pairs(ladder: Ladder) -> list[list[int]]:
-    return [[size.layers, size.dim] for size in ladder]
+def _pairs(ladder: Ladder) -> list[list[float]]:
+    return [list(size.numbers) for size in ladder]
 
 
 def _text(value: Any) -> str:

@@ -197,7 +197,7 @@ def _column_name(study: Study, column: Column) -> str:
 # Other forms
 
 _CSV_COLUMNS = (
-    "arm", "task", "kind", "metric", "size", "layers", "dim", "seeds", "mean", "ci95_low", "ci95_high",
+    "arm", "task", "kind", "metric", "size", "layers", "dim", "feed_forward", "seeds", "mean", "ci95_low", "ci95_high",
     "baseline", "difference", "statistic", "p", "p_holm", "significant", "n",
 )  # fmt: skip
 
@@ -230,6 +230,7 @@ def _csv(study: Study, collected: Collected) -> str:
                 "size": column if isinstance(column, str) else study.ladder.name(column),
                 "layers": "" if isinstance(column, str) else column.layers,
                 "dim": "" if isinstance(column, str) else column.dim,
+                "feed_forward": "" if isinstance(column, str) else column.feed_forward,
                 "seeds": len(sample.by_seed),
                 "mean": interval.mean,
                 "ci95_low": interval.low,

@@ -56,6 +56,7 @@ def size_card(
     family = cut.backbone.config.model_type
     rows = [
         ("layers", size.layers),
+        *([] if size.has_whole_feed_forwards else [("feed-forward", f"{size.feed_forward:g} of the whole encoder's")]),
         ("embedding dimensions", f"{size.dim} ({_kind(settings)})"),
         *_cuts(cut.widths),
         ("parameters", f"{cut.parameters:,}"),
@@ -67,7 +68,8 @@ def size_card(
         _front_matter(["starbucks", *(["onnx"] if checks else [])], name, settings, base_model, scores)
         + f"# Text embeddings, size {_title(name, size)}\n\n"
         f"One of the sizes of a two-dimensional Matryoshka embedding model: the first {layers} and the\n"
-        f"first {size.dim} dimensions of one encoder that was trained to work at every size{_head(cut)}.\n\n"
+        f"first {size.dim} dimensions of one encoder that was trained to work at every size{_head(cut)}.\n"
+        f"{_neurons(size)}\n"
         + _table(rows)
         + "\n"
         + _USAGE
@@ -128,13 +130,25 @@ def router_card(
         _front_matter(["starbucks", "router", *(["onnx"] if any(checks.values()) else [])], name, settings, base_model)
         + f"# Text embeddings, queries of {query.size} and documents of {document.size}\n\n"
         f"Two sizes of one two-dimensional Matryoshka embedding model, whose vectors share one space: `encode_query` "
-        f"runs\n{query.size.layers} of its layers and `encode_document` {document.size.layers}.\n\n"
+        f"runs\n{_runs(query.size)} and `encode_document` {_runs(document.size, first=False)}.\n\n"
         + _table(rows)
         + "\n"
         + _USAGE
         + "\n`encode` without a task encodes documents. A Router needs sentence-transformers 5.0 or newer.\n"
         + "".join(sections)
     )
+
+
+def _neurons(size: Size) -> str:
+    if size.has_whole_feed_forwards:
+        return ""
+    return f"Of every feed-forward it has the first {size.feed_forward:g} of the neurons.\n"
+
+
+def _runs(size: Size, *, first: bool = True) -> str:
+    """The layers of a router's side, and the part of their feed-forwards."""
+    part = "" if size.has_whole_feed_forwards else f" with {size.feed_forward:g} of their feed-forwards"
+    return f"{size.layers}{' of its layers' * first}{part}"
 
 
 def _title(name: str, size: Size) -> str:

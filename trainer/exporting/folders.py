@@ -3,6 +3,7 @@
 The modules of a size are Transformer, Pooling, Dense if its depth has a head or its dimensions are cut, and Normalize
 if similarity is cosine.
 - Layers are cut out of the checkpoint and out of its config: a config that keeps the old count reloads RANDOM layers.
+- Narrower feed-forwards are the first rows and columns of their matrices, with their number in the config.
 - A head (models/heads.py) becomes a Dense with its first d rows and its bias. Without a head, the width is cut by a
   Dense with the selection matrix [d, D] (ones on the diagonal, no bias, identity activation): `truncate_dim` would act
   after Normalize and give vectors that are not of unit length.
@@ -30,7 +31,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -40,7 +41,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from models.backbone import truncate_layers
 from models.encoder import Encoder
-from models.heads import linear_head
+from models.heads import head_of, linear_head
+from models.nested_feed_forward import narrow
 from models.quantisation import int8_table
 from models.sentence_transformers import POOLING_FLAGS, POOLINGS
 from models.settings import EmbeddingSettings
@@ -75,8 +77,13 @@ class Cut:
 
 
 def cut_to(encoder: Encoder, size: Size, settings: EmbeddingSettings) -> Cut:
-    """Cut the encoder's backbone to the size's layers, in place; call it for deeper sizes first."""
+    """Cut the encoder's backbone to the size's layers, in place; call it for deeper sizes first.
+
+    Feed-forwards are cut in a copy, because the next size may have wider ones.
+    """
     backbone = truncate_layers(encoder.backbone, size.layers)
+    if not size.has_whole_feed_forwards:
+        backbone = narrow(copy.deepcopy(backbone), size.feed_forward)
     widths = tuple(sorted({size.dim, *(each.dim for each in settings.sizes if each.dim < size.dim)}))
     for key, value in (("is_matryoshka", True), ("matryoshka_dimensions", list(widths))):
         if len(widths) > 1:
@@ -92,8 +99,7 @@ def cut_to(encoder: Encoder, size: Size, settings: EmbeddingSettings) -> Cut:
 
 @torch.no_grad()
 def _projection(encoder: Encoder, size: Size) -> nn.Linear | None:
-    if str(size.layers) in encoder.heads:
-        head = cast(nn.Linear, encoder.heads[str(size.layers)])
+    if (head := head_of(encoder.heads, size.body)) is not None:
         return linear_head(head.weight[: size.dim], head.bias[: size.dim]).requires_grad_(False)
     if size.dim == encoder.hidden_size:
         return None

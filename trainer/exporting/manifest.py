@@ -23,7 +23,7 @@ class ExportManifest(Record):
     """
 
     format: Literal[1] = 1
-    sizes: dict[str, tuple[int, int]]
+    sizes: dict[str, tuple[int, int] | tuple[int, int, float]]
     # Exports of earlier versions have no list, so their files cannot be told from a user's.
     files: dict[str, int] | None = None
 

@@ -57,6 +57,11 @@ class Score(Record):
     dim: int
     metric: str
     value: float | None
+    feed_forward: float = 1.0
+
+    @property
+    def shape(self) -> Size:
+        return Size(self.layers, self.dim, self.feed_forward)
 
 
 class _Results(Record):
@@ -160,7 +165,7 @@ class Results:
         return cls(path.name, tuple(shown))
 
     def of(self, size: Size) -> list[Score]:
-        return [r for r in self.scores if (r.layers, r.dim) == (size.layers, size.dim)]
+        return [r for r in self.scores if r.shape == size]
 
 
 def results_section(results: Results, size: Size) -> str:
@@ -170,12 +175,10 @@ def results_section(results: Results, size: Size) -> str:
     mine = results.of(size)
     if not mine:
         return f"## Results\n\n{results.name} has none of the size {size}.\n"
-    full = max((r.layers, r.dim) for r in results.scores)
-    best = {(r.task, r.metric): r.value for r in results.scores if (r.layers, r.dim) == full}
+    full = max(r.shape for r in results.scores)
+    best = {(r.task, r.metric): r.value for r in results.scores if r.shape == full}
     rows = [[r.task, METRIC_LABELS[r.metric], _number(r.value), _number(best.get((r.task, r.metric)))] for r in mine]
-    return (
-        f"## Results\n\n{markdown_table(['task', 'metric', str(size), f'{full[0]}x{full[1]}'], rows, text_columns=2)}"
-    )
+    return f"## Results\n\n{markdown_table(['task', 'metric', str(size), str(full)], rows, text_columns=2)}"
 
 
 def base_model_of(model_folder: Path) -> str | None:

@@ -143,7 +143,7 @@ def embedding_settings(recipe: Recipe, sources: Sequence[ShardFolder]) -> Embedd
         pool_prompt=recipe.pools_prompt,
         direction=recipe.model.direction,
         similarity=recipe.objective.similarity,
-        ladder=tuple((size.layers, size.dim) for size in ladder),
+        ladder=tuple(size.numbers for size in ladder),
         query_max_length=recipe.data.max_length if alike else recipe.data.query_max_length,
         passage_max_length=recipe.data.max_length if alike else recipe.data.passage_max_length,
         query_prompt=_common(query_prompts),

@@ -53,7 +53,7 @@ class Router:
         if self.query.dim != self.document.dim:
             raise ConfigError(
                 f"router {self.query}:{self.document} compares {self.query.dim} dimensions with {self.document.dim}; "
-                f"give both sizes one width, for example {self.query}:{self.document.layers}x{self.query.dim}"
+                f"give both sizes one width, for example {self.query}:{self.document.body.of_dim(self.query.dim)}"
             )
 
     @property
@@ -150,7 +150,7 @@ def export_sizes(
         raise ConfigError(f"{model_folder} is a static model, whose one layer serves both; leave --router out")
     check_sizes([*chosen.values(), *(size for pair in pairs for size in pair.routes.values())], encoder)
     tokenizer = _of_length(tokenizer, max(settings.query_max_length, settings.passage_max_length))
-    content: dict[str, Any] = {"sizes": {name: [size.layers, size.dim] for name, size in chosen.items()}}
+    content: dict[str, Any] = {"sizes": {name: size.numbers for name, size in chosen.items()}}
     with written_whole(output) as partial:
         with_idle_pooler(encoder.backbone.float())
         encoder.heads.float()
@@ -163,7 +163,7 @@ def export_sizes(
         else:
             checks = _write_sizes(chosen, pairs, encoder, tokenizer, settings, form, facts, partial)
             content["routers"] = {
-                pair.name: {route: [size.layers, size.dim] for route, size in pair.routes.items()} for pair in pairs
+                pair.name: {route: size.numbers for route, size in pair.routes.items()} for pair in pairs
             }
             content["weights"] = form.weights
             content["onnx"] = {

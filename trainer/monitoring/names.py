@@ -5,7 +5,8 @@
     evaluation/TASK/METRIC/SIZE       a score; a task's own name may have slashes
     checkpoint/…, fault/…             of a saved checkpoint, of a step that was skipped
 
-A size is called by its name on the ladder, or as LAYERSxDIMENSIONS (models/sizes.py).
+A size is called by its name on the ladder, or as LAYERSxDIMENSIONS, with a third part for narrower feed-forwards
+(models/sizes.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""ESE's learn-to-compress as a term: narrow sizes learn the principal components of their layer's whole vectors.
+"""ESE's learn-to-compress as a term: narrow sizes learn the principal components of their body's whole vectors.
 
-The mathematics is in trainer/losses/compression.py. The components are those of the global batch. Each layer's are
+The mathematics is in trainer/losses/compression.py. The components are those of the global batch. Each body's are
 computed by one rank, the ranks taking turns, and sent to the others, so that all ranks have the same numbers.
 """
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from data.collate import PairBatch
+from models.sizes import Body
 from trainer.distributed import World, sum_over_ranks
 from trainer.losses.compression import add_compression_gradients, principal_directions
 from trainer.losses.gram import gram_matrix
@@ -24,7 +25,7 @@ from trainer.objectives.size_schedules import SizePlan
 class Compression:
     """D(v_n[:k], PCA_k(v_n)) of ESE (arXiv:2402.14776v2) at every size that is narrower than the full one.
 
-    Over queries and passages alike, times the weight of the size's own loss. The plan has each such size's layer at
+    Over queries and passages alike, times the weight of the size's own loss. The plan has each such size's body at
     full width, too (`with_whole_vectors`).
     """
 
@@ -36,21 +37,21 @@ class Compression:
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         gradients = [torch.zeros_like(each) for each in embeddings[plan.uncompared :]]
         full, device = plan.sizes[plan.full], embeddings[0].device
-        whole = {size.layers: each for size, each in zip(plan.sizes, embeddings) if size.dim == full.dim}
+        whole = {size.body: each for size, each in zip(plan.sizes, embeddings) if size.dim == full.dim}
         narrow = [n for n, size in enumerate(plan.sizes) if size.dim < full.dim and plan.loss_weights[n]]
-        widest: dict[int, int] = {}
+        widest: dict[Body, int] = {}
         for n in narrow:
-            widest[plan.sizes[n].layers] = max(plan.sizes[n].dim, widest.get(plan.sizes[n].layers, 0))
-        directions = _directions({layers: whole[layers] for layers in widest}, widest, engine.world)
+            widest[plan.sizes[n].body] = max(plan.sizes[n].dim, widest.get(plan.sizes[n].body, 0))
+        directions = _directions({body: whole[body] for body in widest}, widest, engine.world)
         num_texts = of_all_ranks(len(embeddings[0]), device)
         losses = {"loss": torch.zeros((), device=device)}
         for n in narrow:
-            layers, dim = plan.sizes[n].layers, plan.sizes[n].dim
+            body, dim = plan.sizes[n].body, plan.sizes[n].dim
             value = add_compression_gradients(
                 embeddings[n],
-                whole[layers],
+                whole[body],
                 gradients[n - plan.uncompared],
-                directions=directions[layers][:, :dim],
+                directions=directions[body][:, :dim],
                 temperature=self.temperature,
                 weight=self.weight * plan.loss_weights[n],
                 num_texts=num_texts,
@@ -60,18 +61,18 @@ class Compression:
         return losses, gradients
 
 
-def _directions(whole: dict[int, Tensor], widest: dict[int, int], world: World) -> dict[int, Tensor]:
-    """Each layer's principal directions, [D, widest k], by layers. whole: this rank's vectors [n, D]."""
-    own: dict[int, Tensor] = {}
-    for turn, (layers, vectors) in enumerate(whole.items()):
+def _directions(whole: dict[Body, Tensor], widest: dict[Body, int], world: World) -> dict[Body, Tensor]:
+    """Each body's principal directions, [D, widest k], by bodies. whole: this rank's vectors [n, D]."""
+    own: dict[Body, Tensor] = {}
+    for turn, (body, vectors) in enumerate(whole.items()):
         gram = sum_over_ranks(gram_matrix(vectors), vectors.device)
         if turn % world.size == world.rank:
-            own[layers] = gram
+            own[body] = gram
     # After all sums, so that ranks decompose at the same time.
-    found = {layers: principal_directions(gram, widest[layers]) for layers, gram in own.items()}
+    found = {body: principal_directions(gram, widest[body]) for body, gram in own.items()}
     return {
-        layers: sum_over_ranks(
-            found[layers] if layers in found else vectors.new_zeros(vectors.shape[1], widest[layers]), vectors.device
+        body: sum_over_ranks(
+            found[body] if body in found else vectors.new_zeros(vectors.shape[1], widest[body]), vectors.device
         )
-        for layers, vectors in whole.items()
+        for body, vectors in whole.items()
     }

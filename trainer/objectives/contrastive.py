@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from data.collate import PairBatch, concatenate
 from data.keyed_random import derive_seed
 from trainer.config.schema import Recipe
-from trainer.costs.flops import FORWARD_AND_BACKWARD, Shape, encoder_flops, needed_passes
+from trainer.costs.flops import FORWARD_AND_BACKWARD, Shape, needed_passes, sizes_flops
 from trainer.objectives.backward import (
     FILLER,
     Passes,
@@ -58,7 +58,7 @@ class ContrastiveObjective:
             seed=derive_seed(self.seed, step, engine.world.rank),
             graph_bytes=self.graph_bytes,
         )
-        flops = needed_passes(trains_encoder=self.trains_encoder) * encoder_flops(self.shape, lengths)
+        flops = needed_passes(trains_encoder=self.trains_encoder) * sizes_flops(self.shape, lengths, plan.sizes)
         return StepReport(losses, batch.num_tokens, padded_tokens(lengths, chunks, packed=self.packed), flops)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from data.collate import TextBatch
 from data.keyed_random import derive_seed
 from trainer.config.schema import Recipe
-from trainer.costs.flops import Shape, encoder_flops, needed_passes
+from trainer.costs.flops import Shape, needed_passes, sizes_flops
 from trainer.losses.unit_vectors import normalize_, unnormalized_gradient_
 from trainer.objectives.backward import (
     Passes,
@@ -101,7 +101,7 @@ class DistillationObjective:
             if not losses:  # this rank has no texts
                 zero = torch.zeros((), device=engine.device)
                 losses = {"loss": zero} | {f"distill/{name}": zero for name in plan.names}
-        flops = needed_passes(trains_encoder=self.trains_encoder) * encoder_flops(self.shape, lengths)
+        flops = needed_passes(trains_encoder=self.trains_encoder) * sizes_flops(self.shape, lengths, plan.sizes)
         return StepReport(losses, batch.num_tokens, padded_tokens(lengths, chunks, packed=self.packed), flops)
 
 

@@ -186,11 +186,11 @@ def weighted_by_layers(schedule: Schedule, weighting: str) -> Schedule:
 
 
 def with_whole_vectors(schedule: Schedule) -> Schedule:
-    """A schedule that embeds every depth of its sizes at full width, too, without comparing texts at the added ones."""
+    """A schedule that embeds every body of its sizes at full width, too, without comparing texts at the added ones."""
 
     def plan(step: int) -> SizePlan:
         own = schedule(step)
-        whole = [Size(size.layers, own.sizes[own.full].dim) for size in own.sizes]
+        whole = [size.body.of_dim(own.sizes[own.full].dim) for size in own.sizes]
         added = tuple(size for size in dict.fromkeys(whole) if size not in own.sizes)
         nothing = (0.0,) * len(added)
         return SizePlan(

@@ -1,8 +1,9 @@
-"""Heads without training: each depth's pooled states are mapped into the teacher's space by ridge regression.
+"""Heads without training: each body's pooled states are mapped into the teacher's space by ridge regression.
 
 The shallow layers of a finished model contain much of what the whole model's embedding says, and a linear map can
-extract it. For a depth with standardised pooled states Z [n, h], with a column of ones added, and the teacher's unit
-vectors Y [n, D]:
+extract it, and so it is with narrower feed-forwards (a body is layers and a fraction of their feed-forwards,
+models/sizes.py). For a body with standardised pooled states Z [n, h], with a column of ones added, and the teacher's
+unit vectors Y [n, D]:
     W = (ZᵀZ + λ I)⁻¹ ZᵀY
 λ is chosen among RIDGES by the mean cosine on held-out texts. Every prefix of dimensions shares one W, because the
 columns of Y are fitted one by one. The fit takes one pass over some thousand texts, without labels or gradients. It is
@@ -20,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from models.encoder import Encoder
 from models.heads import linear_head
-from models.sizes import Size
+from models.sizes import Body
 from trainer.evaluation.encoding.encode import embedder_of
 
 RIDGES = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
@@ -36,12 +37,12 @@ class ClosedForm:
     cosine: float
 
 
-def fit_heads(states: Mapping[int, Tensor], targets: Tensor, *, held_out: int) -> dict[int, ClosedForm]:
-    """Depth -> its head.
+def fit_heads(states: Mapping[Body, Tensor], targets: Tensor, *, held_out: int) -> dict[Body, ClosedForm]:
+    """Body -> its head.
 
-    states: depth -> float32 [n, h]. targets: unit vectors [n, D]. λ is chosen on the last `held_out` texts.
+    states: body -> float32 [n, h]. targets: unit vectors [n, D]. λ is chosen on the last `held_out` texts.
     """
-    return {depth: _fit(each, targets, held_out=held_out) for depth, each in states.items()}
+    return {body: _fit(each, targets, held_out=held_out) for body, each in states.items()}
 
 
 def _fit(states: Tensor, targets: Tensor, *, held_out: int) -> ClosedForm:
@@ -71,16 +72,16 @@ def depth_states(
     encoder: Encoder,
     tokenizer: PreTrainedTokenizerFast,
     texts: Sequence[str],
-    depths: Sequence[int],
+    bodies: Sequence[Body],
     *,
     max_length: int,
     prompt: str,
     device: torch.device,
-) -> dict[int, Tensor]:
-    """Depth -> pooled states of the texts before any head, float32 [n, h]."""
+) -> dict[Body, Tensor]:
+    """Body -> pooled states of the texts before any head, float32 [n, h]."""
     bare = Encoder(encoder.backbone, encoder.pooling, pool_prompt=encoder.pool_prompt)
-    sizes = [Size(depth, encoder.hidden_size) for depth in depths]
+    sizes = [body.of_dim(encoder.hidden_size) for body in bodies]
     found = embedder_of(bare, tokenizer, sizes, device=device)(
         texts, similarity="dot", max_length=max_length, prompt=prompt
     )
-    return {size.layers: torch.from_numpy(vectors) for size, vectors in found.items()}
+    return {size.body: torch.from_numpy(vectors) for size, vectors in found.items()}

@@ -16,7 +16,7 @@ _METHODS = {"resized": RESIZED, "closed form, no training": CLOSED_FORM, "trunca
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Two figures for each task: scores by size, and scores over the milliseconds of one query. Returns their paths."""
     written = []
-    costs = {Size(row.layers, row.dim): row.milliseconds for row in rows}
+    costs = {row.shape: row.milliseconds for row in rows}
     for task, of_task in itertools.groupby(rows, key=lambda row: row.task):
         curves, name = _curves(list(of_task)), file_name(task)
         written.append(plot_score_by_size(curves, folder / f"{name}_by_size.png", title=task, ylabel="score"))
@@ -28,7 +28,7 @@ def _curves(rows: Sequence[Row]) -> dict[str, dict[Size, float]]:
     """method -> size -> score, of the methods that were evaluated."""
     curves: dict[str, dict[Size, float]] = {}
     for label, column in _METHODS.items():
-        found = {Size(row.layers, row.dim): getattr(row, column) for row in rows}
+        found = {row.shape: getattr(row, column) for row in rows}
         if curve := {size: score for size, score in found.items() if score is not None}:
             curves[label] = curve
     return curves

@@ -31,6 +31,7 @@ from data.ground.whole_folder import check_place
 from data.shards.format import MANIFEST
 from models.backbone import longest_input
 from models.encoder import Encoder
+from models.heads import head_key
 from models.settings import EmbeddingSettings
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from trainer.config.load import load_recipe
@@ -41,7 +42,7 @@ from trainer.evaluation.latency import measure_costs
 from trainer.evaluation.results.output import results_content, write_json
 from trainer.evaluation.results.report import HEADLINE_METRICS, Record
 from trainer.evaluation.run import Outputs, evaluate_tasks
-from trainer.evaluation.subject import choose_device, load_model
+from trainer.evaluation.subject import check_sizes, choose_device, load_model
 from trainer.evaluation.tasks.retrieval import RetrievalData, load_beir
 from trainer.evaluation.tasks.sts import STSTask, read_sts
 from trainer.exporting.folders import weights_megabytes
@@ -49,6 +50,7 @@ from trainer.exporting.model_folder import write_model_folder
 from trainer.exporting.sizes import export_sizes
 from trainer.resizing.closed_form import FITTED_TEXTS, HELD_OUT_TEXTS, depth_states, fit_heads
 from trainer.resizing.figures import draw
+from trainer.resizing.neurons import WEIGHED_TEXTS, sort_neurons
 from trainer.resizing.table import AS_IT_IS, CLOSED_FORM, RESIZED, TO_WHOLE, Row, Table, as_markdown
 from trainer.run import execute
 from trainer.teacher_vectors import store_vectors
@@ -172,7 +174,10 @@ def _begin(asked: Resize) -> None:
 
 
 def _write_start(asked: Resize) -> None:
-    """Write start/: the unchanged model, with the ladder that was asked for or proposed."""
+    """Write start/: the unchanged model, with the ladder that was asked for or proposed.
+
+    Where the ladder has narrower feed-forwards, neurons are numbered by importance, which changes no output.
+    """
     folder = asked.output / START
     if folder.exists():
         return
@@ -185,10 +190,14 @@ def _write_start(asked: Resize) -> None:
         )
     full = Size(encoder.num_layers, encoder.embedding_size)
     ladder = _ladder(asked, full)
-    settings = dataclasses.replace(settings, ladder=tuple((size.layers, size.dim) for size in ladder))
+    check_sizes(ladder, encoder)
+    settings = dataclasses.replace(settings, ladder=tuple(size.numbers for size in ladder))
     if asked.max_length:
         settings = _cut_at(asked.max_length, encoder, tokenizer, settings)
-    write_model_folder(folder, encoder.backbone.float(), tokenizer, settings, encoder.heads)
+    backbone = encoder.backbone.float()
+    if not ladder.has_whole_feed_forwards:
+        sort_neurons(encoder, tokenizer, _sampled(asked, WEIGHED_TEXTS), settings, device=_device())
+    write_model_folder(folder, backbone.cpu(), tokenizer, settings, encoder.heads)
 
 
 def _cut_at(tokens: int, encoder: Encoder, tokenizer: Any, settings: EmbeddingSettings) -> EmbeddingSettings:
@@ -239,7 +248,7 @@ def _sampled(asked: Resize, number: int) -> list[str]:
 
 
 def _write_closed_form(asked: Resize) -> None:
-    """Write closed_form/: the same weights with a linear map for each depth but the last."""
+    """Write closed_form/: the same weights with a linear map for each body but the last."""
     folder = asked.output / CLOSED_FORM
     if folder.exists():
         return
@@ -249,12 +258,12 @@ def _write_closed_form(asked: Resize) -> None:
         raise ConfigError(f"--texts hold {len(texts)} texts beside those held out; give more")
     held_out = min(HELD_OUT_TEXTS, len(texts) // 4)
     log.info("closed form: linear maps from %s texts", f"{len(texts):,}")
-    depths = [size.layers for size in settings.sizes]
+    bodies = settings.sizes.bodies
     states = depth_states(
         encoder,
         tokenizer,
         texts,
-        depths,
+        bodies,
         max_length=settings.passage_max_length,
         prompt=settings.passage_prompt,
         device=_device(),
@@ -265,14 +274,14 @@ def _write_closed_form(asked: Resize) -> None:
         targets = torch.from_numpy(_whole_vectors(*teacher, texts, prompt=teacher[2].passage_prompt))
         full = Size(encoder.num_layers, targets.shape[1])
         ladder = _ladder(asked, full)
-        settings = dataclasses.replace(settings, ladder=tuple((size.layers, size.dim) for size in ladder))
+        settings = dataclasses.replace(settings, ladder=tuple(size.numbers for size in ladder))
     else:
-        deepest = depths[-1]
+        deepest = bodies[-1]
         with torch.no_grad():
             targets = nn.functional.normalize(encoder.cpu().head(states.pop(deepest), deepest), dim=1)
-    for depth, found in fit_heads(states, targets, held_out=held_out).items():
-        log.info("%d layers: cosine %.3f to the whole model (ridge %g)", depth, found.cosine, found.ridge)
-        heads[str(depth)] = found.head
+    for body, found in fit_heads(states, targets, held_out=held_out).items():
+        log.info("%s: cosine %.3f to the whole model (ridge %g)", body.described, found.cosine, found.ridge)
+        heads[head_key(body)] = found.head
     write_model_folder(folder, encoder.backbone, tokenizer, settings, heads)
 
 
@@ -401,7 +410,7 @@ def _measured(asked: Resize, sts: Sequence[STSTask], beir: Sequence[RetrievalDat
         for record in records:
             if record.metric == HEADLINE_METRICS[record.kind]:
                 column = method if record.document_layers == 0 else f"{method}{TO_WHOLE}"
-                scores[record.task, Size(record.layers, record.dim), column] = record.value
+                scores[record.task, record.shape, column] = record.value
         if method == RESIZED:
             _write_results(asked, trained, records)
     exported = asked.output / EXPORT
@@ -415,6 +424,7 @@ def _measured(asked: Resize, sts: Sequence[STSTask], beir: Sequence[RetrievalDat
             task=task,
             layers=size.layers,
             dim=size.dim,
+            feed_forward=size.feed_forward,
             **{column: scores.get((task, size, column)) for column in columns},
             milliseconds=costs[size].milliseconds,
             megabytes=weights_megabytes(exported / settings.sizes.name(size)),

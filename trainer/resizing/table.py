@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from data.ground.records import Record
+from models.sizes import Size
 from trainer.evaluation.results.report import markdown_table
 
 # Methods; each is a column of the table.
@@ -28,6 +29,11 @@ class Row(Record):
     resized_to_whole: float | None
     milliseconds: float  # per query
     megabytes: float
+    feed_forward: float = 1.0  # the fraction of the size's feed-forwards
+
+    @property
+    def shape(self) -> Size:
+        return Size(self.layers, self.dim, self.feed_forward)
 
 
 class Table(Record):
@@ -51,6 +57,6 @@ def as_markdown(rows: Sequence[Row]) -> str:
         for row in of_task:
             scores = (getattr(row, column) for column in headings.values())
             cells = ("–" if score is None else f"{score:.4f}" for score in scores)
-            lines.append([f"{row.layers}x{row.dim}", *cells, f"{row.milliseconds:.1f}", f"{row.megabytes:.1f}"])
+            lines.append([str(row.shape), *cells, f"{row.milliseconds:.1f}", f"{row.megabytes:.1f}"])
         text += f"## {task}\n\n{markdown_table(['size', *headings, 'ms a query', 'MB'], lines)}\n"
     return text

@@ -130,7 +130,7 @@ RECIPE_ERRORS = [
     ("model.ladder", [[2, 16], [1, 32], [3, 48]], ["model.ladder", "1x32", "grow"]),
     ("model.ladder", [[1, 16], [2, 16], [3, 48]], ["model.ladder", "2x16"]),
     ("model.ladder", [], ["model.ladder", "empty"]),
-    ("model.ladder", [[1, 16, 2]], ["model.ladder", "[1, 16, 2]"]),
+    ("model.ladder", [[1, 16, 2]], ["model.ladder", "1x16x2"]),
     ("model.ladder", [[0, 16], [3, 48]], ["model.ladder", "0x16"]),
     ("model.ladder", [[1, 16], [4, 64]], ["4x64", "outgrows", "[3, 48]"]),
     ("model.ladder", [[1, 16], [2, 32]], ["2x32", "stops short", "[3, 48]"]),

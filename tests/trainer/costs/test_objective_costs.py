@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from data.ground.errors import ConfigError
 from tests.trainer.support import recipe_of, recipe_values
+from trainer.costs import flops
 from trainer.costs.counts import Shape, Texts, encoder_flops
 from trainer.costs.objective_costs import (
     ContrastiveCosts,
@@ -52,6 +55,27 @@ def test_what_each_objective_adds_to_one_that_only_embeds(name: str) -> None:
     expected = {"parameters", "table"} if name == "masked" else {"vectors", "gathered"}
     assert added == {"operations", "loss"} | expected
     assert costs.pretrains is (name == "masked")
+
+
+@pytest.mark.parametrize("sections", [{}, {"train": {"activation_checkpointing": True}}])
+def test_each_fraction_of_the_feed_forwards_is_a_pass_of_its_own(sections: dict[str, Any]) -> None:
+    """The costs of a ladder with fractions are the sum of those of models with such feed-forwards."""
+
+    def costs_at(ladder: list[list[float]]) -> ObjectiveCosts:
+        model = {"ladder": ladder, "pooling": "mean"}
+        return costs_of(recipe_of(recipe_values("shards", model=model, **sections)))
+
+    nested = costs_at([[2, 16, 0.25], [3, 32, 0.5], [3, 48]])
+    shapes = [replace(SHAPE, inner=inner) for inner in (24, 48, 96)]
+    alone = costs_at([[3, 48]])
+    assert nested.passes(SHAPE) == shapes and alone.passes(SHAPE) == [SHAPE]
+    assert nested.model_flops(SHAPE, TEXTS) == sum(alone.model_flops(shape, TEXTS) for shape in shapes)
+    assert nested.moved_bytes(SHAPE, TEXTS) == pytest.approx(sum(alone.moved_bytes(shape, TEXTS) for shape in shapes))
+    kept, apart = (each.activation_bytes for each in (nested, alone))
+    if not sections:
+        assert kept(SHAPE, TEXTS) == pytest.approx(sum(apart(shape, TEXTS) for shape in shapes))
+    assert apart(SHAPE, TEXTS) < kept(SHAPE, TEXTS) <= sum(apart(shape, TEXTS) for shape in shapes)
+    assert flops.sizes_flops(SHAPE, torch.tensor([20] * 10), nested.sizes) == nested.model_flops(SHAPE, TEXTS) / 3
 
 
 @pytest.mark.parametrize("objective", [{}, {"loss": "cosent", "kl": "none"}])

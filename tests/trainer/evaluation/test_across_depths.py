@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from data.ground.errors import ConfigError
 from models.encoder import build_masked_lm, load_encoder
 from models.settings import EmbeddingSettings
-from models.sizes import Size
+from models.sizes import Body, Size
 from tests.beir import write_beir
 from trainer.evaluate import main
 from trainer.evaluation import sizes_command
@@ -107,6 +107,11 @@ def test_each_size_meets_every_other_depth_at_its_width() -> None:
     assert set(encoded_sizes([*LADDER, *PAIRS])) == {Size(n, d) for n in (1, 2, 3) for d in (8, 16, 32)}
     with pytest.raises(ConfigError, match="needs sizes of several depths, and all have 2"):
         across_depths([Size(2, 8), Size(2, 16)])
+    # Documents are encoded with whole feed-forwards.
+    narrower = [Size(3, 8, 0.25), Size(3, 16, 0.5), Size(3, 32)]
+    assert across_depths(narrower) == [SizePair(size, Size(3, size.dim)) for size in narrower[:2]]
+    with pytest.raises(ConfigError, match="no size has them"):
+        across_depths(narrower[:2])
 
 
 def test_a_search_across_depths_equals_the_naive_one(
@@ -199,7 +204,7 @@ def test_texts_are_encoded_once(command: Command, tmp_path: Path, monkeypatch: p
 def test_kept_vectors_serve_every_depth(command: Command, tmp_path: Path) -> None:
     options = ["--across-depths", "--vectors", str(tmp_path / "vectors")]
     first = command(tmp_path / "first", *options)
-    assert read_store(tmp_path / "vectors" / "docs_trained").widths == {1: 32, 2: 32, 3: 32}
+    assert read_store(tmp_path / "vectors" / "docs_trained").widths == {Body(1): 32, Body(2): 32, Body(3): 32}
     assert command(tmp_path / "second", *options) == first
 
 

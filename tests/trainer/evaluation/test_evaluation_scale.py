@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from data.ground.errors import ConfigError, DataError, OtherFormat
 from models.encoder import build_masked_lm, load_encoder
 from models.settings import EmbeddingSettings
-from models.sizes import Size
+from models.sizes import Body, Size
 from tests import ROOT
 from tests.beir import write_beir
 from tests.launcher import launch, run_process
@@ -131,7 +131,7 @@ def test_a_size_is_cut_from_what_is_kept(
     assert (tmp_path / "s" / "000000.f16").stat().st_size == 2 * 10 * (20 + 32 + 20) + 32  # and a checksum
     for similarity in ("dot", "cosine"):
         for size, expected in run(grid, similarity).items():
-            kept = cut(store.read(2, size.layers), size, similarity=similarity).numpy()
+            kept = cut(store.read(2, size.body), size, similarity=similarity).numpy()
             np.testing.assert_allclose(kept, expected[20:], rtol=1e-3, atol=1e-3)
             assert kept.dtype == np.float32 and (kept != expected[20:]).any()  # float16 rounds
     # Negative control: normalised before it is cut, a vector is shorter than one.
@@ -153,7 +153,7 @@ def test_stores_of_other_things_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"no vectors of size {missing}"):
             make(sizes=[*sizes, missing], fingerprints=fingerprints())
     with pytest.raises(ConfigError, match=r"000001\.f16 is gone"):
-        store.read(1, 1)
+        store.read(1, Body(1))
     full = {Size(1, 4): np.ones((2, 4), np.float32), Size(2, 8): np.ones((2, 8), np.float32)}
     store.write(1, full)
     with pytest.raises(ConfigError, match="float16 ends at 65504"):
@@ -161,20 +161,20 @@ def test_stores_of_other_things_are_refused(tmp_path: Path) -> None:
     assert store.missing() == [0, 2]
     (tmp_path / "s" / "000001.f16").write_bytes(b"short")
     with pytest.raises(ConfigError, match="has 5 bytes in place of 80"):
-        store.read(1, 2)
+        store.read(1, Body(2))
     store.write(1, full)
-    assert (store.read(1, 2) == 1).all()
+    assert (store.read(1, Body(2)) == 1).all()
     blocks = bytearray((tmp_path / "s" / "000001.f16").read_bytes())
     blocks[7] ^= 1
     (tmp_path / "s" / "000001.f16").write_bytes(blocks)
     with pytest.raises(ConfigError, match=r"000001\.f16 is damaged"):
-        read_store(tmp_path / "s").read(1, 1)
+        read_store(tmp_path / "s").read(1, Body(1))
     # Stores of the first format have no checksums, and are read as they are.
     description = tmp_path / "s" / "store.json"
     whole = description.read_text()
     description.write_text(whole.replace('"format": 2', '"format": 1'))
     (tmp_path / "s" / "000001.f16").write_bytes(blocks[:-32])
-    assert (read_store(tmp_path / "s").read(1, 2) == 1).all()
+    assert (read_store(tmp_path / "s").read(1, Body(2)) == 1).all()
     description.write_text(whole.replace('"format": 2', '"format": 3'))
     with pytest.raises(OtherFormat, match="format 3"):
         read_store(tmp_path / "s")
@@ -280,7 +280,7 @@ def test_float16_leaves_rankings_of_real_texts_as_they_are(shared_data: Path, tm
 
     expected = [scores(size, exact) for size in sizes]
     for size, means in zip(sizes, expected):
-        kept = scores(size, lambda block: store.read(block, 1))
+        kept = scores(size, lambda block: store.read(block, Body(1)))
         for metric, value in means.items():
             assert kept[metric] == pytest.approx(value, abs=1e-3), (size, metric)
     assert expected[-1]["ndcg_cut_10"] > 0.4  # it does find something

@@ -174,6 +174,48 @@ def test_a_head_is_its_size_s_dense(
     assert np.abs(theirs - ours[sizes[0]]).max() > 1e-2
 
 
+NARROWER = ((2, 8, 0.25), (4, 12, 0.25), (4, 16, 0.5), (4, 32))
+
+
+@pytest.mark.parametrize(("family", "heads"), [("bert", ()), ("modernbert", ()), ("bert", (2, "4x0_25"))])
+def test_narrower_feed_forwards_are_cut_out(
+    family: str, heads: tuple[int | str, ...], make_model: ModelFactory, docstrings: list[str], tmp_path: Path
+) -> None:
+    """Of the heads, that of 2 layers serves their narrower feed-forwards, too; the other is one body's own."""
+    texts, sizes = docstrings[:12], [Size.of(numbers) for numbers in NARROWER]
+    model = make_model(family, "mean", heads=heads, ladder=NARROWER)
+    folders = export_sizes(model, tmp_path / "export", routers=["4x12x0.25:4x12"])
+    assert list(folders) == ["2x8x0.25", "4x12x0.25", "4x16x0.5", "4x32", "router-4x12x0.25-4x12"]
+    ours = our_vectors(model, texts, [*sizes, Size(4, 12)])
+    loaded = {
+        name: sentence_transformers.SentenceTransformer(str(path), device="cpu") for name, path in folders.items()
+    }
+    for size, (name, folder) in zip(sizes, folders.items()):
+        np.testing.assert_allclose(loaded[name].encode(texts), ours[size], atol=1e-5, rtol=1e-5)
+        config = AutoConfig.from_pretrained(folder)
+        assert (config.num_hidden_layers, config.intermediate_size) == (size.layers, 48 * size.feed_forward)
+        _, report = AutoModel.from_pretrained(folder, output_loading_info=True)
+        assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    router = loaded["router-4x12x0.25-4x12"]
+    np.testing.assert_allclose(router.encode_document(texts), ours[Size(4, 12)], atol=1e-5, rtol=1e-5)
+    assert np.abs(router.encode_query([text[:20] for text in texts]) - router.encode_document(texts)).max() > 1e-2
+    whole = our_vectors(tmp_path / "export" / "encoder", texts, sizes)
+    assert all(np.array_equal(whole[size], ours[size]) for size in sizes)
+    # Negative control: the whole feed-forwards give other vectors.
+    assert np.abs(ours[Size(4, 12)] - ours[Size(4, 12, 0.25)]).max() > 1e-2
+    manifest = json.loads((tmp_path / "export" / "export.json").read_text())
+    assert manifest["sizes"] == {"2x8x0.25": [2, 8, 0.25], "4x12x0.25": [4, 12, 0.25], "4x16x0.5": [4, 16, 0.5]} | {
+        "4x32": [4, 32]
+    }
+    card = (folders["4x12x0.25"] / "README.md").read_text()
+    assert "| feed-forward | 0.25 of the whole encoder's |" in card and "the first 0.25 of the neurons" in card
+    assert "feed-forward" not in (folders["4x32"] / "README.md").read_text()
+    router_card = (folders["router-4x12x0.25-4x12"] / "README.md").read_text()
+    assert "4 of its layers with 0.25 of their feed-forwards and `encode_document` 4" in router_card
+    with pytest.raises(ModelError, match="whole number from 1 on"):
+        export_sizes(model, tmp_path / "other", sizes=["4x12x0.3"])
+
+
 def test_widths_that_servers_may_cut_to(make_model: ModelFactory, docstrings: list[str], tmp_path: Path) -> None:
     """vLLM reads them off config.json; the prefix of a size's vector is the vector of that width."""
     model = make_model("bert", "mean", heads=(2,))

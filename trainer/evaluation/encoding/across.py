@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from data.ground.errors import ConfigError
-from models.sizes import Size
+from models.sizes import Body, Size
 
 
 class SizePair(NamedTuple):
@@ -34,13 +34,21 @@ def sides(searched: Searched) -> SizePair:
 
 
 def across_depths(sizes: Sequence[Size]) -> list[SizePair]:
-    """Pairs of each size for queries with every other depth among `sizes` for documents, at the query's width."""
-    depths = sorted({size.layers for size in sizes})
-    if len(depths) < 2:
+    """Pairs of each size for queries with every other depth among `sizes` for documents, at the query's width.
+
+    Documents are encoded with whole feed-forwards, whatever the queries'.
+    """
+    depths = sorted({size.layers for size in sizes if size.has_whole_feed_forwards})
+    pairs = [SizePair(size, Size(depth, size.dim)) for size in sizes for depth in depths if Body(depth) != size.body]
+    if not depths:
+        raise ConfigError(
+            "--across-depths encodes documents with whole feed-forwards, and no size has them; name one by --sizes"
+        )
+    if not pairs:
         raise ConfigError(
             f"--across-depths needs sizes of several depths, and all have {depths[0]}; name more by --sizes"
         )
-    return [SizePair(size, Size(depth, size.dim)) for size in sizes for depth in depths if depth != size.layers]
+    return pairs
 
 
 def encoded_sizes(searched: Iterable[Searched]) -> list[Size]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from data.ground.errors import ConfigError
 from models.sizes import Size
-from trainer.evaluation.results.raw import BM25, AcrossKey, Key, RawResults
+from trainer.evaluation.results.raw import BM25, AcrossKey, Key, RawResults, own_key
 from trainer.evaluation.results.report import HEADLINE_METRICS, METRIC_LABELS, Verdict, markdown_table
 from trainer.evaluation.results.significance import (
     LEVEL,
@@ -159,7 +159,8 @@ def verdicts_of(
         shown = holm(p_values) if corrected else p_values
         for (key, test), p in zip(tests.items(), shown):
             sign = mark(test.difference, p)
-            verdicts.append(Verdict(key[1], task.name, *key[2:], metric, baseline, test.difference, p, sign))
+            of_test = (metric, baseline, test.difference, p, sign, 0, _fraction_of(key))
+            verdicts.append(Verdict(key[1], task.name, key[2], key[3], *of_test))
     return verdicts
 
 
@@ -173,16 +174,20 @@ def across_verdicts(raw: RawResults, *, corrected: bool = False) -> list[Verdict
         metric = HEADLINE_METRICS[task.kind]
         tests = {}
         for key in (key for key in raw.across if key[0] == task.name):
-            own: Key = key[:4]
-            tests[key] = compare(samples_of({0: (raw, key)})[metric], samples_of({0: (raw, own)})[metric])
+            tests[key] = compare(samples_of({0: (raw, key)})[metric], samples_of({0: (raw, own_key(key))})[metric])
         p_values = [test.p for test in tests.values()]
         shown = holm(p_values) if corrected else p_values
         for (key, test), p in zip(tests.items(), shown):
-            _, method, layers, dim, documents = key
+            _, method, layers, dim = key[:4]
             sign, baseline = mark(test.difference, p), "documents of the query's own size"
-            row = (method, task.name, layers, dim, metric, baseline, test.difference, p, sign, documents)
-            verdicts.append(Verdict(*row))
+            row = (method, task.name, layers, dim, metric, baseline, test.difference, p, sign)
+            verdicts.append(Verdict(*row, int(key[-1]), _fraction_of(own_key(key))))
     return verdicts
+
+
+def _fraction_of(key: Key) -> float:
+    """The fraction of the feed-forwards at a key's size; 1 for BM25, which has no size."""
+    return key[4] if len(key) == 5 else 1.0
 
 
 def compare_results(
@@ -196,12 +201,12 @@ def compare_results(
     parts = []
     for task in base.tasks.values():
         metric = HEADLINE_METRICS[task.kind]
-        sizes = [Size(*key[2:]) for key in base.values if key[:2] == (task.name, method)]
+        sizes = [Size.of(key[2:]) for key in base.values if key[:2] == (task.name, method)]
         samples = {
             (name, size): samples_of({0: (raw, key)})[metric]
             for name, raw in results.items()
             for size in sizes
-            if (key := (task.name, method, size.layers, size.dim)) in raw.values
+            if (key := (task.name, method, *size.numbers)) in raw.values
         }
         for name, raw in results.items():
             if raw.tasks.get(task.name, task) != task:

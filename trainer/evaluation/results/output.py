@@ -46,7 +46,7 @@ def results_content(
     return {
         "format": 1,
         "model": str(model),
-        "sizes": [[size.layers, size.dim] for size in sizes],
+        "sizes": [size.numbers for size in sizes],
         "settings": dataclasses.asdict(settings),
         "records": [record.as_json() for record in records],
         "significance": [verdict.as_json() for verdict in verdicts],

@@ -40,6 +40,7 @@ class _Row(records.Record):
     value: float | None
     document_size: str = ""
     document_layers: int = 0
+    feed_forward: float = 1.0
 
 
 class _Part(records.Record):

@@ -5,6 +5,7 @@ One gzipped file of JSON lines. A task's own line comes first:
     {"task", "kind": "sts", "gold": [score, …], "subsets": [[name, first row, rows], …]}
 Then comes one line per method and size: {"task", "method", "layers", "dim", "values": {name: [number, …]}}. A retrieval
 task has one list for each of trec_eval's names, in the order of `queries`; an STS task has the list "cosine".
+Lines of sizes with narrower feed-forwards also have "feed_forward".
 Lines of queries against documents of another depth (--across-depths) also have "document_layers". They come before the
 other lines: an earlier version ignores this key, and the last line that it reads for a size is then the right one.
 Numbers are written so that reading gives the same float64. BM25 has layers 0 and dim 0.
@@ -19,9 +20,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
+import pydantic
 
 from data.ground.errors import ConfigError
 from data.ground.files import reading, write_atomically
@@ -52,19 +54,31 @@ class RawTask:
         return {"task": self.name, "kind": self.kind, "gold": self.gold, "subsets": subsets}
 
 
-Key = tuple[str, str, int, int]  # task, method, layers, dim
-AcrossKey = tuple[str, str, int, int, int]  # task, method, layers, dim, the documents' layers
+# Task, method, layers, dim, and the fraction of narrower feed-forwards (Size.numbers).
+Key = tuple[str, str, int, int] | tuple[str, str, int, int, float]
+# The same, and the documents' layers, whose feed-forwards are whole.
+AcrossKey = tuple[str, str, int, int, int] | tuple[str, str, int, int, float, int]
 
 
-def shape_of(searched: Searched) -> tuple[int, ...]:
+def shape_of(searched: Searched) -> tuple[float, ...]:
     """The part of a key that a size, or a pair of sizes, decides."""
     query, document = sides(searched)
-    return (query.layers, query.dim, *((document.layers,) if isinstance(searched, SizePair) else ()))
+    return (*query.numbers, *((document.layers,) if isinstance(searched, SizePair) else ()))
+
+
+def is_across(key: tuple[Any, ...]) -> bool:
+    """Whether a key ends in the documents' layers, a whole number in the place of a fraction or after it."""
+    return len(key) > 4 and isinstance(key[-1], int)
+
+
+def own_key(key: AcrossKey) -> Key:
+    """The key of the same queries against documents of their own size."""
+    return key[:-1]
 
 
 @dataclass
 class RawResults:
-    """Tasks by name, and `values`: (task, method, layers, dim) -> name -> values, float64 [items].
+    """Tasks by name, and `values`: a key -> name -> values, float64 [items].
 
     `across` holds the same for queries against documents of another depth.
     """
@@ -80,7 +94,7 @@ class RawResults:
         self.set_columns((task.name, method, *shape_of(size)), {"cosine": np.asarray(cosines, np.float64)})
 
     def add_retrieval(
-        self, method: str, task: str, shape: tuple[int, ...], scores: RunScores, names: Sequence[str]
+        self, method: str, task: str, shape: tuple[float, ...], scores: RunScores, names: Sequence[str]
     ) -> None:
         """Add per-query results. `shape`: `shape_of` a size. `names`: the metrics that the ranking's depth allows."""
         self.tasks[task] = RawTask(task, "retrieval", tuple(scores.per_query))
@@ -88,12 +102,12 @@ class RawResults:
         self.set_columns((task, method, *shape), columns)
 
     def set_columns(self, key: tuple[Any, ...], columns: dict[str, np.ndarray]) -> None:
-        places: dict[Any, dict[str, np.ndarray]] = self.across if len(key) == 5 else self.values
+        places: dict[Any, dict[str, np.ndarray]] = self.across if is_across(key) else self.values
         places[key] = columns
 
     def columns(self, key: Key | AcrossKey) -> dict[str, np.ndarray]:
         """name -> values, float64 [items]."""
-        return self.across[key] if len(key) == 5 else self.values[key]
+        return self.across[cast(AcrossKey, key)] if is_across(key) else self.values[cast(Key, key)]
 
     def add(self, other: RawResults) -> None:
         self.tasks |= other.tasks
@@ -123,7 +137,8 @@ def write_raw(raw: RawResults, path: str | Path) -> None:
         for task in raw.tasks.values():
             lines.write(_line(task.as_json()))
         for key, values in (*raw.across.items(), *raw.values.items()):
-            names = ("task", "method", "layers", "dim", "document_layers")
+            names = ["task", "method", "layers", "dim"]
+            names += ["feed_forward"] * (len(key) - is_across(key) > 4) + ["document_layers"] * is_across(key)
             lists = {metric: [_nan_as_null(value) for value in column.tolist()] for metric, column in values.items()}
             lines.write(_line({**dict(zip(names, key)), "values": lists}))
     write_atomically(Path(path), content.getvalue())
@@ -160,6 +175,7 @@ class _Line(Record):
     method: str = ""
     layers: int = 0
     dim: int = 0
+    feed_forward: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
     document_layers: int | None = None
     values: dict[str, list[float | None]] | None = None
 
@@ -174,8 +190,9 @@ def _add_values(raw: RawResults, row: _Line, damaged: str, hint: str) -> None:
         if len(column) != count:
             raise ConfigError(f"{damaged} ({task.name} has {count} items and {name} {len(column)} values); {hint}")
         columns[name] = np.array([math.nan if value is None else value for value in column], np.float64)
-    shape = (row.layers, row.dim, *(() if row.document_layers is None else (row.document_layers,)))
-    raw.set_columns((row.task, row.method, *shape), columns)
+    fraction = () if row.feed_forward == 1 else (row.feed_forward,)
+    documents = () if row.document_layers is None else (row.document_layers,)
+    raw.set_columns((row.task, row.method, row.layers, row.dim, *fraction, *documents), columns)
 
 
 def _nan_as_null(value: float) -> float | None:

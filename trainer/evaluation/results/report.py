@@ -54,14 +54,20 @@ class Record:
     value: float
     document_size: str = ""
     document_layers: int = 0
+    feed_forward: float = 1.0  # the fraction of the size's feed-forwards; documents of another depth have whole ones
+
+    @property
+    def shape(self) -> Size:
+        """The size, of methods that have sizes."""
+        return Size(self.layers, self.dim, self.feed_forward)
 
     def as_json(self) -> dict[str, Any]:
         """The record as JSON. An undefined value is null, because JSON has no NaN.
 
-        The keys of the documents' size are left out if it is the queries' size.
+        The keys of the documents' size are left out if it is the queries' size, and a fraction if it is 1.
         """
         values = {**dataclasses.asdict(self), "value": None if math.isnan(self.value) else self.value}
-        return values if self.document_layers else _without_documents(values)
+        return _without_defaults(values)
 
 
 @dataclass(frozen=True)
@@ -78,14 +84,20 @@ class Verdict:
     p: float
     mark: str
     document_layers: int = 0
+    feed_forward: float = 1.0
 
     def as_json(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
         values = {key: None if isinstance(each, float) and math.isnan(each) else each for key, each in values.items()}
-        return values if self.document_layers else _without_documents(values)
+        return _without_defaults(values)
 
 
-def _without_documents(values: dict[str, Any]) -> dict[str, Any]:
+def _without_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Without the documents' size if it is the queries', and without the fraction of whole feed-forwards."""
+    if values["feed_forward"] == 1:
+        del values["feed_forward"]
+    if values["document_layers"]:
+        return values
     return {key: value for key, value in values.items() if not key.startswith("document_")}
 
 
@@ -113,17 +125,19 @@ def results_markdown(records: Sequence[Record], verdicts: Sequence[Verdict] = ()
     for task in _in_order(record.task for record in records):
         of_task = [record for record in records if record.task == task]
         metrics = [m for m in _in_order(record.metric for record in of_task) if "/" not in m]
-        values = {(r.method, r.size, r.layers, r.dim, r.metric): r.value for r in of_task}
-        tests = {(v.method, v.layers, v.dim): v for v in verdicts if v.task == task}
+        values = {(r.method, r.size, r.layers, r.dim, r.feed_forward, r.metric): r.value for r in of_task}
+        tests = {(v.method, v.layers, v.dim, v.feed_forward): v for v in verdicts if v.task == task}
+        fractions = any(r.feed_forward != 1 for r in of_task)  # a column only where they differ
         rows = []
-        for method, size, layers, dim in _in_order((r.method, r.size, r.layers, r.dim) for r in of_task):
-            numbers = [_number(values.get((method, size, layers, dim, metric))) for metric in metrics]
-            shape = [str(layers), str(dim)] if layers else ["", ""]
-            if test := tests.get((method, layers, dim)):
+        for method, size, *of_size in _in_order((r.method, r.size, r.layers, r.dim, r.feed_forward) for r in of_task):
+            numbers = [_number(values.get((method, size, *of_size, metric))) for metric in metrics]
+            shape = [f"{each:g}" if of_size[0] else "" for each in of_size[: 3 if fractions else 2]]
+            if test := tests.get((method, *of_size)):
                 numbers[metrics.index(test.metric)] += test.mark
             numbers += [p_text(test.p if test else math.nan)] if tests else []
             rows.append([method, size or "–", *shape, *numbers])
-        header = ["method", "size", "layers", "dim", *(METRIC_LABELS.get(metric, metric) for metric in metrics)]
+        columns = ["layers", "dim", *(["feed-forward"] if fractions else [])]
+        header = ["method", "size", *columns, *(METRIC_LABELS.get(metric, metric) for metric in metrics)]
         part = f"### {task}\n\n{markdown_table([*header, *(['p'] if tests else [])], rows, text_columns=2)}"
         if tests:
             test = next(iter(tests.values()))
@@ -153,13 +167,15 @@ def grids_of(records: Sequence[Record], across: Sequence[Record]) -> list[Grid]:
         of_both = [r for r in (*records, *across) if (r.task, r.method) == (task, method)]
         metric = HEADLINE_METRICS[of_both[0].kind]
         values = {
-            (r.layers, r.dim, r.document_layers or r.layers): r.value
+            (r.shape, r.document_layers or r.layers): r.value
             for r in of_both
-            if r.layers and r.metric == metric
+            # Documents of narrower feed-forwards are in no column.
+            if r.layers and r.metric == metric and (r.document_layers or r.feed_forward == 1)
         }
-        names = {Size(r.layers, r.dim): r.size for r in of_both if r.layers}
-        sizes, depths = tuple(sorted(names)), tuple(sorted({size.layers for size in names}))
-        table = [[values.get((size.layers, size.dim, depth), math.nan) for depth in depths] for size in sizes]
+        names = {r.shape: r.size for r in of_both if r.layers}
+        sizes = tuple(sorted(names))
+        depths = tuple(sorted({size.layers for size in names if size.has_whole_feed_forwards}))
+        table = [[values.get((size, depth), math.nan) for depth in depths] for size in sizes]
         shown = tuple(names[size] for size in sizes)
         grids.append(Grid(task, method, metric, sizes, shown, depths, np.array(table)))
     return grids
@@ -167,13 +183,14 @@ def grids_of(records: Sequence[Record], across: Sequence[Record]) -> list[Grid]:
 
 def grids_markdown(grids: Iterable[Grid], verdicts: Sequence[Verdict] = ()) -> str:
     """A heading and a table per task and method. Rows are sizes of queries, columns are depths of documents."""
-    marks = {(v.task, v.method, v.layers, v.dim, v.document_layers): v.mark for v in verdicts}
+    marks = {(v.task, v.method, (v.layers, v.dim, v.feed_forward), v.document_layers): v.mark for v in verdicts}
     parts = []
     for grid in grids:
         label, first, second = METRIC_LABELS[grid.metric], *_SIDES[grid.metric]
         rows = []
         for size, name, values in zip(grid.sizes, grid.names, grid.values.tolist()):
-            places = [(grid.task, grid.method, size.layers, size.dim, depth) for depth in grid.depths]
+            shape = (size.layers, size.dim, size.feed_forward)
+            places = [(grid.task, grid.method, shape, depth) for depth in grid.depths]
             cells = [_number(value) + marks.get(place, "") for value, place in zip(values, places)]
             rows.append([name, str(size.layers), str(size.dim), *cells])
         header = [first, "layers", "dim", *(f"{depth} layer{'s' * (depth > 1)}" for depth in grid.depths)]
@@ -206,11 +223,7 @@ def plot_grids(grids: Iterable[Grid], folder: Path) -> list[Path]:
 
 def size_scores(records: Iterable[Record], *, task: str, metric: str, method: str) -> dict[Size, float]:
     """Size -> value of one method on one task."""
-    return {
-        Size(r.layers, r.dim): r.value
-        for r in records
-        if r.layers and (r.task, r.metric, r.method) == (task, metric, method)
-    }
+    return {r.shape: r.value for r in records if r.layers and (r.task, r.metric, r.method) == (task, metric, method)}
 
 
 def plot_score_by_size(
@@ -235,7 +248,8 @@ def plot_score_by_size(
         f"{name}\n{size}" if (name := (names or {}).get(size, str(size))) != str(size) else name for size in sizes
     ]
     axes.set_xticks(range(len(sizes)), [label.replace("x", "×") for label in labels])
-    axes.set_xlabel("size (layers × dimensions)")
+    fractions = any(not size.has_whole_feed_forwards for size in sizes)
+    axes.set_xlabel(f"size (layers × dimensions{' × feed-forward' * fractions})")
     axes.set_ylabel(ylabel)
     axes.set_title(title)
     axes.grid(axis="y", linewidth=0.5, alpha=0.5)
@@ -252,20 +266,20 @@ def plot_heat_map(
 
 
 def draw_heat_map(values: Mapping[Size, float], *, title: str, label: str, difference: bool = False) -> Any:
-    """A matplotlib figure: layers upwards, dimensions across, the number in each cell.
+    """A matplotlib figure: bodies upwards, dimensions across, the number in each cell.
 
     `difference`: colours are centred on zero. The caller must close the figure (`close_figure`).
     """
-    layers = sorted({size.layers for size in values})
+    bodies = sorted({size.body for size in values})
     dims = sorted({size.dim for size in values})
-    grid = np.full((len(layers), len(dims)), np.nan)
+    grid = np.full((len(bodies), len(dims)), np.nan)
     for size, value in values.items():
-        grid[layers.index(size.layers), dims.index(size.dim)] = value
+        grid[bodies.index(size.body), dims.index(size.dim)] = value
     return draw_numbers(
         grid,
-        rows=[str(layer) for layer in layers],
+        rows=[str(body).replace("x", "×") for body in bodies],
         columns=[str(dim) for dim in dims],
-        ylabel="layers",
+        ylabel="layers" if all(body.feed_forward == 1 for body in bodies) else "layers × feed-forward",
         xlabel="dimensions",
         title=title,
         label=label,
@@ -323,9 +337,9 @@ def plot_records(records: Sequence[Record], folder: str | Path) -> list[Path]:
         curves = {method: size_scores(of_task, task=task, metric=metric, method=method) for method in methods}
         levels = {r.method: r.value for r in of_task if not r.layers and r.metric == metric}
         curves = {method: curve for method, curve in curves.items() if curve}
-        names = {Size(r.layers, r.dim): r.size for r in of_task if r.layers}
+        names = {r.shape: r.size for r in of_task if r.layers}
         stem = f"{file_name(task)}_{metric}"
-        if any(len(curve) > len({size.layers for size in curve}) for curve in curves.values()):
+        if any(len(curve) > len({size.body for size in curve}) for curve in curves.values()):
             for method, curve in curves.items():
                 path = folder / f"{stem}_{file_name(method)}_grid.png"
                 written.append(plot_heat_map(curve, path, title=f"{task}: {method}", label=label))

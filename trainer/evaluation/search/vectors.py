@@ -1,15 +1,15 @@
 """A corpus' vectors on disk, encoded once for all sizes, so that an evaluation of hours can go on after a kill.
 
-A size is a prefix of its layer's vector. So the store keeps one vector per layer count, as wide as the widest size with
-that layer count: 3,520 bytes per document for the six sizes of the paper, whatever sizes of those layers are scored.
+A size is a prefix of its body's vector (models/sizes.py). So the store keeps one vector per body, as wide as the widest
+size with that body: 3,520 bytes per document for the six sizes of the paper, whatever sizes of those layers are scored.
 Vectors are kept as the encoder gives them and normalised when they are read, because cosine needs vectors that are
 normalised after the cut. Numbers are float16 with eleven significant bits, which changes a score by about 1e-4 of it.
 
 A store is a folder with store.json (format, documents, widths, and fingerprints of all that decides the vectors) and
-one file per block, such as 000007.f16, which holds layer after layer, each [rows, width]. A block's file appears whole
+one file per block, such as 000007.f16, which holds body after body, each [rows, width]. A block's file appears whole
 or not at all, so its existence means that the block is done. No two writers share a file, so ranks on several machines
 may write into one folder of a network file system. Blocks are memory-mapped when read: a size reads only its own
-layer's part.
+body's part.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from data.ground.files import write_atomically
 from data.ground.records import Record, read_record
 from models.encoder import Encoder
 from models.loading import NOT_COMPUTED_WITH
-from models.sizes import Size
+from models.sizes import Body, ModelError, Size
 
 STORE_FILE = "store.json"
 # From format 2 on, a block ends in its checksum; blocks of format 1 have none.
@@ -44,13 +44,13 @@ _HINTS = "remove it, or give another --vectors folder"
 
 
 def widest(sizes: Sequence[Size]) -> list[Size]:
-    """One size per layer count, as wide as the widest of that layer count: enough to encode and keep for all sizes."""
-    widths = {size.layers: max(each.dim for each in sizes if each.layers == size.layers) for size in sizes}
-    return [Size(layers, widths[layers]) for layers in sorted(widths)]
+    """One size per body, as wide as the widest of that body: enough to encode and keep for all sizes."""
+    widths = {size.body: max(each.dim for each in sizes if each.body == size.body) for size in sizes}
+    return [body.of_dim(widths[body]) for body in sorted(widths)]
 
 
 def cut(whole: np.ndarray, size: Size, *, similarity: str) -> Tensor:
-    """float32 [n, size.dim] from a layer's vectors [n, ≥ size.dim]: first cut, then normalised for cosine."""
+    """float32 [n, size.dim] from a body's vectors [n, ≥ size.dim]: first cut, then normalised for cosine."""
     vectors = torch.from_numpy(np.ascontiguousarray(whole[:, : size.dim], dtype=np.float32))
     return torch.nn.functional.normalize(vectors, dim=-1) if similarity == "cosine" else vectors
 
@@ -83,12 +83,12 @@ def weights_digest(encoder: Encoder) -> str:
 
 @dataclass(frozen=True)
 class VectorStore:
-    """A store of `rows` documents in blocks of `rows_per_block`. `widths`: layers -> dimensions kept."""
+    """A store of `rows` documents in blocks of `rows_per_block`. `widths`: body -> dimensions kept."""
 
     folder: Path
     rows: int
     rows_per_block: int
-    widths: Mapping[int, int]
+    widths: Mapping[Body, int]
     has_checksums: bool = True
     _verified: set[int] = field(default_factory=set, repr=False, compare=False)
 
@@ -99,7 +99,7 @@ class VectorStore:
     @property
     def sizes(self) -> list[Size]:
         """The sizes to encode for this store."""
-        return [Size(layers, width) for layers, width in self.widths.items()]
+        return [body.of_dim(width) for body, width in self.widths.items()]
 
     def rows_of(self, block: int) -> range:
         """The positions of a block's documents."""
@@ -118,7 +118,7 @@ class VectorStore:
             largest = float(np.abs(whole).max(initial=0.0))
             if largest > _LARGEST:
                 raise ConfigError(
-                    f"layer {size.layers} gives vectors with a number of {largest:.3g}, and float16 ends at "
+                    f"layer {size.body} gives vectors with a number of {largest:.3g}, and float16 ends at "
                     f"{_LARGEST:.0f}; evaluate without --vectors"
                 )
             parts.append(whole.astype(np.float16).tobytes())
@@ -126,10 +126,10 @@ class VectorStore:
             parts.append(_checksum(parts))
         write_atomically(self._path(block), b"".join(parts))
 
-    def read(self, block: int, layers: int) -> np.ndarray:
-        """float16 [rows of the block, the layer's width], memory-mapped."""
+    def read(self, block: int, body: Body) -> np.ndarray:
+        """float16 [rows of the block, the body's width], memory-mapped."""
         path, rows = self._path(block), len(self.rows_of(block))
-        before = sum(width for other, width in self.widths.items() if other < layers)
+        before = sum(width for other, width in self.widths.items() if other < body)
         vectors = 2 * rows * sum(self.widths.values())
         expected = vectors + _CHECKSUM_BYTES * self.has_checksums
         if not path.is_file():
@@ -143,7 +143,7 @@ class VectorStore:
             if _checksum([whole[:vectors].data]) != whole[vectors:].tobytes():
                 raise ConfigError(f"{path} is damaged (its checksum is another); remove it, and it is made again")
             self._verified.add(block)
-        shape = (rows, self.widths[layers])
+        shape = (rows, self.widths[body])
         return np.memmap(path, np.float16, "r", offset=2 * rows * before, shape=shape)
 
     def _path(self, block: int) -> Path:
@@ -168,19 +168,24 @@ def open_store(
             raise ConfigError(f"{folder} holds vectors of other {name}; {_HINTS}")
     store = read_store(folder)
     for size in widest(sizes):
-        if store.widths.get(size.layers, 0) < size.dim:
+        if store.widths.get(size.body, 0) < size.dim:
             raise ConfigError(f"{folder} holds no vectors of size {size}; {_HINTS}")
     return store
 
 
 def read_store(folder: Path) -> VectorStore:
     content = _content(folder)
-    widths = dict(sorted(content.widths.items()))
-    return VectorStore(folder, content.rows, content.rows_per_block, widths, has_checksums=content.format > 1)
+    try:
+        widths = {Body.parse(name): width for name, width in content.widths.items()}
+    except ModelError as error:
+        raise ConfigError(f"{folder / STORE_FILE} is damaged ({error}); {_HINTS}") from None
+    return VectorStore(
+        folder, content.rows, content.rows_per_block, dict(sorted(widths.items())), has_checksums=content.format > 1
+    )
 
 
 def _make(folder: Path, rows: int, rows_per_block: int, sizes: Sequence[Size], fingerprints: Mapping[str, str]) -> None:
-    widths = {size.layers: size.dim for size in widest(sizes)}
+    widths = {str(size.body): size.dim for size in widest(sizes)}
     needed = 2 * rows * sum(widths.values())
     place = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
     if (free := shutil.disk_usage(place).free) < needed:
@@ -200,12 +205,14 @@ def _make(folder: Path, rows: int, rows_per_block: int, sizes: Sequence[Size], f
 
 
 class _Description(Record):
-    """store.json. `widths`: layers -> dimensions kept; `fingerprints`: digests of all that decides the vectors."""
+    """store.json. `widths`: "LAYERS" or "LAYERSxFRACTION" -> dimensions kept; `fingerprints`: digests of all that
+    decides the vectors.
+    """
 
     format: Literal[1, 2]
     rows: _Count
     rows_per_block: _Count
-    widths: dict[Annotated[int, pydantic.Field(strict=False, ge=1)], _Count] = pydantic.Field(min_length=1)
+    widths: dict[str, _Count] = pydantic.Field(min_length=1)
     fingerprints: dict[str, str]
 
 

@@ -160,9 +160,9 @@ def merge_keys(keys: Tensor, k: int, *, world: World) -> Tensor:
 
 
 def _cut_of(vectors: Mapping[Size, np.ndarray], similarity: str, size: Size) -> Tensor:
-    whole = next(rows for stored, rows in vectors.items() if stored.layers == size.layers)
+    whole = next(rows for stored, rows in vectors.items() if stored.body == size.body)
     return cut(whole, size, similarity=similarity)
 
 
 def _stored(store: VectorStore, block: int, similarity: str, size: Size) -> Tensor:
-    return cut(store.read(block, size.layers), size, similarity=similarity)
+    return cut(store.read(block, size.body), size, similarity=similarity)
