@@ -27,15 +27,14 @@ ALONE: Mapping[str, Callable[[Setting], list[Asked]]] = {
     "precision": precision.asked,
     "cross_entropy": cross_entropy.asked,
     "ranks.alone": ranks.train_alone,
-    "steps": steps.asked,
-    "speeds": speeds.asked,
+    "steps": lambda setting: [*steps.asked(setting), *speeds.asked(setting)],
 }
 TOGETHER: Mapping[str, Callable[[Setting], list[Asked]]] = {
     "ranks": ranks.asked,
-    "resume_smae.killed": partial(resume.train_and_die, task="SMAE"),
-    "resume_smae": partial(resume.asked, task="SMAE"),
-    "resume_srl.killed": partial(resume.train_and_die, task="SRL"),
-    "resume_srl": partial(resume.asked, task="SRL"),
+    "resume_of_smae.killed": partial(resume.train_and_die, task="SMAE"),
+    "resume_of_smae": partial(resume.asked, task="SMAE"),
+    "resume_of_srl.killed": partial(resume.train_and_die, task="SRL"),
+    "resume_of_srl": partial(resume.asked, task="SRL"),
 }
 
 
@@ -49,7 +48,7 @@ def main() -> None:
     args = parser.parse_args()
     rank = int(os.environ.get("RANK", "0"))
     setting = Setting(args.folder, args.quick, torch.cuda.is_available())
-    lines = Lines(args.lines if rank == 0 else None, args.subject.partition(".")[0])
+    lines = Lines(args.lines if rank == 0 else None, args.subject.partition(".")[0].partition("_of_")[0])
     together = args.subject in TOGETHER
     asked = (TOGETHER if together else ALONE)[args.subject](setting)
     lines.announce(asked, about(setting))

@@ -27,7 +27,7 @@ from trainer.qualification.lines import Asked, Bound, Outcome, judged, not_answe
 from trainer.qualification.settings import SHIPPED, TINY, Setting, recipe_of, recipe_values
 from trainer.run import execute
 
-STEPS, SAVE_EVERY = 24, 4
+STEPS, SAVE_EVERY = 12, 3
 _POLL_SECONDS = 0.001
 WHOLE, REPEATED, KILLED = "whole", "repeated", "killed"
 
