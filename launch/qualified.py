@@ -30,14 +30,15 @@ TITLES = {
 _SHARES = {"matrix": "matrix_flops", "memory": "memory_bytes", "link": "link_bytes"}
 
 
-def remaining_seconds(expected: Sequence[float], *, done: int, elapsed: float) -> float:
-    """How long the parts from number `done` on will take, if they are as much slower as those before them were.
+def remaining_seconds(expected: Sequence[float], *, done: int, before: float, here: float) -> float:
+    """How long the parts from number `done` on will still take, if they are as slow as those so far.
 
-    expected: seconds of each part, in order. elapsed: of those before, and of what part `done` has had so far.
+    expected: seconds of each part, in order. before: seconds of the parts that are done. here: of this part so far.
     """
-    before, after = sum(expected[:done]), sum(expected[done:])
-    pace = elapsed / before if before else 1.0
-    return after * pace if before else max(0.0, after - elapsed)
+    so_far = sum(expected[:done])
+    pace = before / so_far if so_far else 1.0
+    pace = max(pace, (before + here) / (so_far + expected[done]))
+    return max(0.0, pace * expected[done] - here) + pace * sum(expected[done + 1 :])
 
 
 # --- launch.plan -------------------------------------------------------------------------------------------------
@@ -126,8 +127,8 @@ def calibration(lines: Sequence[Line], device: str, *, hosts: bool) -> list[str]
     parts = [f"```\npython -m launch.plan RECIPE.toml --gpu {gpu} {options}\n```"]
     if hosts and "link_bytes" in values:
         parts.append(
-            f"`--link-share`: each rank sent {values['link_bytes'] / 1e9:.1f} GB/s in a large all-reduce. Divide by the "
-            "bytes a second of your `--interconnect`, or of the GPU's own link where that is slower."
+            f"`--link-share`: each rank sent {values['link_bytes'] / 1e9:.1f} GB/s in a large all-reduce. Divide by "
+            "the bytes a second of your `--interconnect`, or of the GPU's own link where that is slower."
         )
     if "launch_seconds" in values and "context_bytes" in values:
         parts.append(

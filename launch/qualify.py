@@ -4,10 +4,10 @@
     python -m launch.qualify --hostfile hosts --folder /shared/qualify
     python -m launch.qualify --quick --only attention       # smaller shapes; one subject
 
-The subjects are in trainer/qualification/; docs/qualification.md says what each of them asks, and why its tolerances are
-what they are. Measurements of one device run on this machine. Those of several ranks run under DeepSpeed's launcher on
+The subjects are in trainer/qualification/; docs/qualification.md says what each of them asks, with its tolerances and
+their reasons. Measurements of one device run on this machine. Those of several ranks run under DeepSpeed's launcher on
 all GPUs of the machine, or on the hosts of the hostfile, which must see --folder. Exit code 0: nothing failed; 1: a
-line failed; 2: an error on the command line. What a machine cannot answer counts as neither.
+line failed; 2: an error on the command line. A question that this machine cannot answer does not count as failed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from launch import checks
 from launch.calls import call_into, ends_all_it_started
 from launch.machine import ON_A_CPU, count_gpus, free_port
 from launch.qualified import Page, plan_lines, remaining_seconds
-from trainer.qualification.lines import Found, Line, crashed, not_answered, read_lines
+from trainer.qualification.lines import Found, Line, crashed, read_lines
 
 MEASURE = "trainer.qualification.measure"
 RANKS_ON_A_CPU = 2
@@ -100,44 +101,34 @@ class Qualification:
         return [part for part in PARTS if part.subject in chosen and (part.quick or not self.args.quick)]
 
     def run(self) -> None:
+        """Answer all chosen subjects, one after another."""
         for number, part in enumerate(self.parts):
-            self._say(number, part.name.replace("_", " "))
-            self._answer(part, lambda n=number: self._say(n))
+            progress = Progress([each.seconds[self.cuda, self.args.quick] for each in self.parts], number, self.begin)
+            progress.say(part.name.replace("_", " "))
+            self._answer(part, progress)
         if "steps" in {part.subject for part in self.parts}:
             measured = self.scratch / "steps" / STEPS_FILE
             records = json.loads(measured.read_text(encoding="utf-8")) if measured.is_file() else {}
             self.lines += plan_lines(records, self.lines, cuda=self.cuda, hosts=bool(self.args.hostfile))
 
-    def _answer(self, part: Part, tick: Callable[[], None]) -> None:
-        """Run a part's phases. The lines of one that ends before its time say so, and the rest is not tried."""
+    def _answer(self, part: Part, progress: Progress) -> None:
+        """Run a part's phases. Where one ends before its time, its lines say so, and the next are not tried."""
         folder = self.scratch / part.name
         folder.mkdir()
         for phase in part.phases:
             path, log = folder / f"{phase.name}.jsonl", folder / f"{phase.name}.log"
-            before, shown = len(self.lines), 0
-
-            def show(path: Path = path) -> None:
-                nonlocal shown
-                found = read_lines(path).lines
-                for line in found[shown:]:
-                    print(printable(f"  {line.outcome.verdict}: {line.asked} ({line.outcome.figure})"), file=sys.stderr)
-                if len(found) > shown:
-                    shown = len(found)
-                    tick()
-
             begin = time.monotonic()
             code = call_into(
                 log,
                 self._command(phase, folder, path),
                 environment={} if self.cuda else ON_A_CPU,
                 seconds=LONGEST_SECONDS[self.args.quick],
-                watch=show,
+                watch=partial(progress.show_file, path),
             )
             found = ended(read_lines(path), phase, part.subject, code, log, seconds=time.monotonic() - begin)
+            progress.show(found.lines)
             self.lines += found.lines
             self.about |= found.about
-            for line in self.lines[before + shown :]:
-                print(printable(f"  {line.outcome.verdict}: {line.asked} ({line.outcome.figure})"), file=sys.stderr)
             if found.told:
                 return
 
@@ -152,13 +143,37 @@ class Qualification:
             launcher += ["--num_gpus", RANKS_ON_A_CPU]
         return [*launcher, "--module", MEASURE, *arguments]
 
-    def _say(self, number: int, name: str = "") -> None:
-        """A line of progress: before the part `number` begins, or between its lines."""
-        expected = [part.seconds[self.cuda, self.args.quick] for part in self.parts]
-        elapsed = time.monotonic() - self.begin
-        left = remaining_seconds(expected, done=number, elapsed=elapsed)
-        what = f"[{number + 1}/{len(expected)}] {name}: " if name else "  … "
-        print(f"{what}{elapsed:.0f} s so far, about {left:.0f} s left", file=sys.stderr, flush=True)
+
+class Progress:
+    """Says on stderr what part number `number` has found, and how long all parts will take.
+
+    expected: seconds of every part. begin: when the first one began.
+    """
+
+    def __init__(self, expected: Sequence[float], number: int, begin: float) -> None:
+        self._expected, self._number, self._begin = expected, number, begin
+        self._here = time.monotonic()
+        self._shown: set[str] = set()
+
+    def say(self, name: str) -> None:
+        print(f"[{self._number + 1}/{len(self._expected)}] {name}{self._times()}", file=sys.stderr, flush=True)
+
+    def show(self, lines: Sequence[Line]) -> None:
+        """Print the lines that were not shown before."""
+        for line in lines:
+            if line.asked not in self._shown:
+                self._shown.add(line.asked)
+                said = f"  {line.outcome.verdict}: {line.asked} ({line.outcome.figure}){self._times()}"
+                print(printable(said), file=sys.stderr, flush=True)
+
+    def show_file(self, path: Path) -> None:
+        self.show(read_lines(path).lines)
+
+    def _times(self) -> str:
+        now = time.monotonic()
+        here = now - self._here
+        left = remaining_seconds(self._expected, done=self._number, before=self._here - self._begin, here=here)
+        return f"   [{now - self._begin:.0f} s so far, about {left:.0f} s left]"
 
 
 def ended(found: Found, phase: Phase, subject: str, code: int | None, log: Path, *, seconds: float) -> Found:

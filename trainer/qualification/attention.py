@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,8 +37,8 @@ def asked(setting: Setting) -> list[Asked]:
     for family in ("BERT", "a causal decoder with grouped heads"):
         for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bf16")):
             question = f"packed = padded attention, {family}, {name}"
-            questions.append(Asked(question, lambda f=family, d=dtype: equality(setting, f, d, texts)))
-    questions.append(Asked("packed attention runs in a fused kernel", lambda: kernel(setting, texts)))
+            questions.append(Asked(question, partial(equality, setting, family, dtype, texts)))
+    questions.append(Asked("packed attention runs in a fused kernel", partial(kernel, setting, texts)))
     return questions
 
 
@@ -115,5 +116,5 @@ def judged_kernels(names: set[str]) -> Outcome:
     """names: what a profile saw, operators and kernels."""
     fused = sorted(name for name in names if any(word in name.lower() for word in ("flash", "fmha", "varlen")))
     shown = ", ".join(name[:60] for name in fused[:4])
-    verdict = "passed" if any("flash" in name.lower() for name in fused) else "failed"
-    return Outcome(verdict, shown or "none was seen", "flash attention ran")
+    ran = any("flash" in name.lower() for name in fused)
+    return Outcome("passed" if ran else "failed", shown or "none was seen", "flash attention ran")

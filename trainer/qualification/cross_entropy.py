@@ -50,19 +50,20 @@ Loss = Callable[[Given], Tensor]
 
 
 def asked(setting: Setting) -> list[Asked]:
-    forms = {
-        "float32": (torch.float32, {}),
-        "float32, without a bias": (torch.float32, {"bias": False}),
-        "float32, losses above 87 nats": (torch.float32, {"scale": 40.0}),
-        "bf16": (torch.bfloat16, {}),
+    plain, unbiased = partial(given_for, setting), partial(given_for, setting, bias=False)
+    rare = partial(given_for, setting, scale=40.0)
+    forms: dict[str, tuple[torch.dtype, Callable[[], Given]]] = {
+        "float32": (torch.float32, plain),
+        "float32, without a bias": (torch.float32, unbiased),
+        "float32, losses above 87 nats": (torch.float32, rare),
+        "bf16": (torch.bfloat16, plain),
     }
-    questions = []
-    for name, (dtype, options) in forms.items():
-        given = partial(given_for, setting, **options)
-        answer = lambda g=given, d=dtype: equality(fused, g(), d)  # noqa: E731
-        questions.append(Asked(f"fused = naive cross-entropy, {name}", answer))
-    questions.append(Asked("the fused cross-entropy's peak memory is below the naive one's", lambda: memory(setting)))
-    return questions
+    questions = [
+        Asked(f"fused = naive cross-entropy, {name}", partial(equality, fused, given, dtype))
+        for name, (dtype, given) in forms.items()
+    ]
+    less = "the fused cross-entropy's peak memory is below the naive one's"
+    return [*questions, Asked(less, partial(memory, setting))]
 
 
 def given_for(setting: Setting, *, bias: bool = True, scale: float = 1.0) -> Given:
@@ -97,8 +98,9 @@ def naive(given: Given) -> Tensor:
     return (F.cross_entropy(wide, given.targets, reduction="none") * given.row_weights).sum()
 
 
-def equality(form: Loss, given: Given, dtype: torch.dtype) -> Outcome:
+def equality(form: Loss, make: Callable[[], Given], dtype: torch.dtype) -> Outcome:
     """A form in `dtype` against the naive one in float64, of the same numbers."""
+    given = make()
     exact, rounded = given.to(torch.float64), given.to(dtype)
     wanted, found = naive(exact), form(rounded)
     wanted.backward()
@@ -115,11 +117,16 @@ def memory(setting: Setting) -> Outcome:
     given = given_for(setting)
     chunk = rows_per_chunk(setting.scale.vocabulary, memory_mib=CHUNK_MIB, dtype=torch.bfloat16)
     added = {}
-    for name, form in (("fused", partial(fused, chunk_rows=chunk)), ("naive", naive)):
+    forms: dict[str, Loss] = {"fused": partial(fused, chunk_rows=chunk), "naive": naive}
+    for name, form in forms.items():
         rounded = given.to(torch.bfloat16)
-        peak, before = peak_bytes(lambda f=form, g=rounded: f(g).backward(), setting.device)
+        peak, before = peak_bytes(partial(_forward_and_backward, form, rounded), setting.device)
         added[name] = peak - before
     return judged_memory(added["fused"], added["naive"], MEMORY_RATIO)
+
+
+def _forward_and_backward(form: Loss, given: Given) -> None:
+    form(given).backward()
 
 
 def judged_memory(ours: float, theirs: float, most: float) -> Outcome:

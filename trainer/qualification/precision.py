@@ -42,7 +42,7 @@ def asked(setting: Setting) -> list[Asked]:
         return compared(found, wanted)
 
     return [
-        Asked(f"bf16 = float32, {task}, {way}", lambda t=task, w=way: answer(t, w)) for task in TASKS for way in WAYS
+        Asked(f"bf16 = float32, {task}, {way}", functools.partial(answer, task, way)) for task in TASKS for way in WAYS
     ]
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from trainer.config.schema import Recipe
 from trainer.distributed import start
 from trainer.qualification import made_up
-from trainer.qualification.lines import Asked, Bound, Outcome, judged, not_answered
+from trainer.qualification.lines import Asked, Bound, Outcome, crashed, judged, not_answered
 from trainer.qualification.settings import SHIPPED, TINY, Setting, recipe_of, recipe_values
 from trainer.run import execute
 
@@ -99,7 +99,7 @@ def asked(setting: Setting, *, task: str) -> list[Asked]:
 
     def resumed() -> Outcome:
         if begun is None or ended:
-            return Outcome("failed", "the run came to its end, or to no checkpoint, before it was killed")
+            return crashed("the run came to its end, or to no checkpoint, before it was killed", setting.folder)
         execute(_recipe(setting, task, KILLED, resume="required"), last=False)
         whole, again, other = (_weights(setting.folder / run) for run in (WHOLE, KILLED, REPEATED))
         return compared(again, whole, repeated=other, since=f"killed after step {begun} of {STEPS}")

@@ -6,6 +6,8 @@ The share of a link is measured with all ranks, by trainer/qualification/ranks.p
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -27,10 +29,11 @@ def asked(setting: Setting) -> list[Asked]:
         "seconds that the host needs for a kernel": launches,
         "bytes of the CUDA context": context,
     }
-    return [
-        Asked(question, lambda f=find: f(setting.device) if setting.cuda else not_answered(_NO_GPU))
-        for question, find in questions.items()
-    ]
+    return [Asked(question, partial(_on_a_gpu, find, setting)) for question, find in questions.items()]
+
+
+def _on_a_gpu(find: Callable[[torch.device], Outcome], setting: Setting) -> Outcome:
+    return find(setting.device) if setting.cuda else not_answered(_NO_GPU)
 
 
 def products(device: torch.device) -> Outcome:

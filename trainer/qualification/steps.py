@@ -7,11 +7,12 @@ beside it.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import json
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ LEAST_SPEED, MOST_MEMORY = 1.0, 1.0
 STEPS_FILE = "steps.json"
 _LR = 1e-6
 _NO_GPU = "there is no GPU, whose memory could be counted"
-_TRAIN = {"SMAE": direct.train_masked, "SRL": direct.train_contrastive}
+_TRAIN: dict[str, Callable[..., float]] = {"SMAE": direct.train_masked, "SRL": direct.train_contrastive}
 
 
 class Ours:
@@ -108,7 +109,7 @@ class Theirs:
 
 
 def asked(setting: Setting) -> list[Asked]:
-    @cache
+    @functools.cache
     def shards() -> Path:
         return made_up.write(setting.folder / "data", setting.scale)
 
@@ -118,7 +119,7 @@ def asked(setting: Setting) -> list[Asked]:
         values["optim"] |= {"max_grad_norm": 0.0}
         return recipe_of(values)
 
-    @cache
+    @functools.cache
     def costs(task: str, who: str) -> dict[str, float]:
         chosen = recipe(task, in_bf16=setting.cuda)
         makers: dict[str, Callable[[], Any]] = {
@@ -135,24 +136,29 @@ def asked(setting: Setting) -> list[Asked]:
             _record(setting, task, chosen, found)
         return found
 
-    questions = []
-    for task in TASKS:
-        questions += [
-            Asked(
-                f"{task} step = the direct way, float32", lambda t=task: equality(recipe(t, in_bf16=False), t, setting)
-            ),
-            Asked(
-                f"{task} step, time against the direct way", lambda t=task: speed(costs(t, "ours"), costs(t, "direct"))
-            ),
-            Asked(
-                f"{task} step, peak memory against the direct way",
-                lambda t=task: memory(costs(t, "ours"), costs(t, "direct")) if setting.cuda else not_answered(_NO_GPU),
-            ),
-            Asked(f"{task} step, MFU", lambda t=task: utilisation(costs(t, "ours"), setting)),
-        ]
-    beside = "SRL step beside sentence-transformers (widths of the last layer alone)"
-    questions.append(Asked(beside, lambda: beside_theirs(partial(costs, "SRL"))))
-    return questions
+    return [question for task in TASKS for question in _of_task(task, setting, recipe, partial(costs, task))]
+
+
+Costs = Callable[[str], dict[str, float]]  # who takes the step -> its costs
+
+
+def _of_task(task: str, setting: Setting, recipe: Callable[..., Recipe], costs: Costs) -> list[Asked]:
+    def equal() -> Outcome:
+        return equality(recipe(task, in_bf16=False), task, setting)
+
+    def saving() -> Outcome:
+        return memory(costs("ours"), costs("direct")) if setting.cuda else not_answered(_NO_GPU)
+
+    questions = {
+        f"{task} step = the direct way, float32": equal,
+        f"{task} step, time against the direct way": lambda: speed(costs("ours"), costs("direct")),
+        f"{task} step, peak memory against the direct way": saving,
+        f"{task} step, MFU": lambda: utilisation(costs, setting),
+    }
+    if task == "SRL":
+        beside = "SRL step beside sentence-transformers (widths of the last layer alone)"
+        questions[beside] = lambda: beside_theirs(costs)
+    return [Asked(question, answer) for question, answer in questions.items()]
 
 
 def equality(recipe: Recipe, task: str, setting: Setting) -> Outcome:
@@ -208,17 +214,18 @@ def memory(ours: dict[str, float], others: dict[str, float]) -> Outcome:
     return judged({"ratio": Bound(mine / theirs, most=MOST_MEMORY)}, more=shown)
 
 
-def utilisation(ours: dict[str, float], setting: Setting) -> Outcome:
+def utilisation(costs: Costs, setting: Setting) -> Outcome:
     if not setting.cuda:
         return not_answered("no data sheet says the peak of this CPU")
     peak = listed_peak_flops(torch.cuda.get_device_name())
     if peak is None:
         return not_answered(f"the peak of {torch.cuda.get_device_name()} is not in trainer/costs/flops.py")
+    ours = costs("ours")
     share = ours["flops"] / ours["seconds"] / peak
     return measured(f"{share:.1%} of {peak / 1e12:.0f} Tflop/s; {_milliseconds(ours)} a step", {"mfu": share})
 
 
-def beside_theirs(costs: Callable[[str], dict[str, float]]) -> Outcome:
+def beside_theirs(costs: Costs) -> Outcome:
     if importlib.util.find_spec("sentence_transformers") is None:
         return not_answered("install sentence-transformers")
     ours, theirs = costs("ours"), costs("theirs")
