@@ -65,7 +65,7 @@ def encoder_of(setting: Setting, family: str) -> Encoder:
             "num_hidden_layers": scale.layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "head_dim": scale.hidden // 4 // 8 * 8,
+            "head_dim": min(64, scale.hidden // 4),
             "intermediate_size": 2 * scale.hidden,
             "max_position_embeddings": scale.length,
         }
