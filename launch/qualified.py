@@ -6,15 +6,16 @@ Pure functions of lines and figures. Torch-free.
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from launch.scaling import GPUS, INTERCONNECTS, Assumptions, Cluster, Lengths, Model, Prediction, predict
 from trainer.config.load import build_recipe
 from trainer.costs.shapes import Shape
-from trainer.qualification.lines import Bound, Line, Outcome, counted, judged, not_answered
+from trainer.qualification.lines import Asked, Bound, Line, Outcome, counted, judged, not_answered
 
 # A prediction from a data sheet and three guessed shares; nothing was fitted.
 LEAST_RATIO, MOST_RATIO = 0.5, 2.0
@@ -71,41 +72,51 @@ def prediction_of(record: Mapping[str, Any], gpu: str, assumed: Assumptions) -> 
     return predict(recipe, model, cluster, stage=0, micro_batch_size=micro, lengths=lengths, assumed=assumed)
 
 
-def plan_lines(
-    records: Mapping[str, Mapping[str, Any]], lines: Sequence[Line], *, cuda: bool, hosts: bool
-) -> list[Line]:
-    """launch.plan's time and memory beside the measured ones. records: of steps.json, by task."""
-    found = []
+Records = Mapping[str, Mapping[str, Any]]  # of steps.json, by task
+
+
+def plan_asked(records: Callable[[], Records], lines: Sequence[Line], *, cuda: bool, hosts: bool) -> list[Asked]:
+    """launch.plan's time and memory beside the measured ones. lines: those before, which have measured speeds."""
+    questions = []
     for task in ("SMAE", "SRL"):
-        time, memory = _plan_outcomes(records.get(task), lines, cuda=cuda, hosts=hosts)
-        found.append(Line("plan", f"launch.plan's time of a {task} step", time, 0.0))
-        found.append(Line("plan", f"launch.plan's memory of a {task} step", memory, 0.0))
-    return found
+        for what, judge in {"time": _time_beside, "memory": _memory_beside}.items():
+            answer = partial(_plan_outcome, records, task, judge, lines, cuda=cuda, hosts=hosts)
+            questions.append(Asked(f"launch.plan's {what} of a {task} step", answer))
+    return questions
 
 
-def _plan_outcomes(
-    record: Mapping[str, Any] | None, lines: Sequence[Line], *, cuda: bool, hosts: bool
-) -> tuple[Outcome, Outcome]:
+def _plan_outcome(
+    records: Callable[[], Records],
+    task: str,
+    judge: Callable[[Mapping[str, Any], Prediction, Prediction], Outcome],
+    lines: Sequence[Line],
+    *,
+    cuda: bool,
+    hosts: bool,
+) -> Outcome:
     if not cuda:
-        reason = not_answered("there is no GPU, and launch.plan predicts GPUs alone")
-        return reason, reason
+        return not_answered("there is no GPU, and launch.plan predicts GPUs alone")
+    record = records().get(task)
     if record is None:
-        reason = not_answered("the step was not measured")
-        return reason, reason
+        return not_answered("the step was not measured")
     gpu = gpu_named(record["device"])
     if gpu is None:
-        reason = not_answered(f"launch.plan has no data sheet of {record['device']} (GPUS in launch/scaling.py)")
-        return reason, reason
+        return not_answered(f"launch.plan has no data sheet of {record['device']} (GPUS in launch/scaling.py)")
     shares = {f"{name}_share": value for name, value in shares_of(gpu, lines, hosts=hosts).items()}
-    default = prediction_of(record, gpu, Assumptions())
-    again = prediction_of(record, gpu, Assumptions(**shares))
-    seconds = f"predicted {default.step_seconds:.3f} s, with measured shares {again.step_seconds:.3f} s"
-    predicted = default.memory.total - default.memory.context  # the context is not PyTorch's
-    memory = f"predicted {predicted / 2**30:.2f} GiB, measured {record['peak_bytes'] / 2**30:.2f} GiB"
-    return (
-        _beside(default.step_seconds, record["seconds"], f"{seconds}, measured {record['seconds']:.3f} s"),
-        _beside(predicted, record["peak_bytes"], memory),
-    )
+    default, again = (prediction_of(record, gpu, assumed) for assumed in (Assumptions(), Assumptions(**shares)))
+    return judge(record, default, again)
+
+
+def _time_beside(record: Mapping[str, Any], default: Prediction, again: Prediction) -> Outcome:
+    predicted, measured = default.step_seconds, record["seconds"]
+    shown = f"predicted {predicted:.3f} s, with measured shares {again.step_seconds:.3f} s, measured {measured:.3f} s"
+    return _beside(predicted, measured, shown)
+
+
+def _memory_beside(record: Mapping[str, Any], default: Prediction, again: Prediction) -> Outcome:
+    predicted, measured = default.memory.total - default.memory.context, record["peak_bytes"]
+    shown = f"predicted {predicted / 2**30:.2f} GiB without the context, measured {measured / 2**30:.2f} GiB"
+    return _beside(predicted, measured, shown)
 
 
 def _beside(predicted: float, measured: float, shown: str) -> Outcome:

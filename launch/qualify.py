@@ -30,8 +30,8 @@ from data.ground.files import write_atomically
 from launch import checks
 from launch.calls import call_into, ends_all_it_started
 from launch.machine import ON_A_CPU, count_gpus, free_port
-from launch.qualified import Page, plan_lines, remaining_seconds
-from trainer.qualification.lines import Found, Line, crashed, read_lines
+from launch.qualified import Page, plan_asked, remaining_seconds
+from trainer.qualification.lines import Found, Line, Lines, crashed, measure_all, read_lines
 
 MEASURE = "trainer.qualification.measure"
 RANKS_ON_A_CPU = 2
@@ -107,9 +107,15 @@ class Qualification:
             progress.say(part.name.replace("_", " "))
             self._answer(part, progress)
         if "steps" in {part.subject for part in self.parts}:
-            measured = self.scratch / "steps" / STEPS_FILE
-            records = json.loads(measured.read_text(encoding="utf-8")) if measured.is_file() else {}
-            self.lines += plan_lines(records, self.lines, cuda=self.cuda, hosts=bool(self.args.hostfile))
+            path = self.scratch / "plan.jsonl"
+            asked = plan_asked(self._records, tuple(self.lines), cuda=self.cuda, hosts=bool(self.args.hostfile))
+            measure_all(asked, Lines(path, "plan"), tracebacks=path.with_suffix(".txt"))
+            self.lines += read_lines(path).lines
+
+    def _records(self) -> dict[str, dict[str, Any]]:
+        """What trainer/qualification/steps.py has measured, by task."""
+        path = self.scratch / "steps" / STEPS_FILE
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
     def _answer(self, part: Part, progress: Progress) -> None:
         """Run a part's phases. Where one ends before its time, its lines say so, and the next are not tried."""
@@ -188,8 +194,16 @@ def ended(found: Found, phase: Phase, subject: str, code: int | None, log: Path,
             (Line(subject, "a run is killed after a checkpoint", said, seconds),), about=found.about, told=True
         )
     if code or found.missing:
-        return found.completed(subject=subject, ended=f"the process ended with exit code {code}", details=log)
+        why = f"the process ended with exit code {code}{_last_words(log)}"
+        return found.completed(subject=subject, ended=why, details=log)
     return found
+
+
+def _last_words(log: Path) -> str:
+    """The last line that a process has written, which often says why it ended."""
+    written = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    last = next((line.strip() for line in reversed(written) if line.strip()), "")
+    return f' after "{last[:200]}"' if last else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -202,10 +216,11 @@ def qualify(args: argparse.Namespace) -> int:
     if args.hostfile and (problem := checks.hostfile(args.hostfile)).status == checks.BAD:
         raise UserError(f"--hostfile: {problem.seen}; {problem.hint}")
     output = args.output or args.folder / "qualification.md"
-    for path in filter(None, (args.folder / "x", output, args.json)):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for path in filter(None, (output, args.json)):
         if path.is_dir():
             raise UserError(f"{path} is a folder; name a file")
+        path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="details_", dir=args.folder)).resolve()
     this = Qualification(args, scratch, cuda=count_gpus() > 0)
     this.run()

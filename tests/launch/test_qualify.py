@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launch import qualified, qualify
-from launch.qualified import Page, calibration, plan_lines, prediction_of, remaining_seconds, shares_of
+from launch.qualified import Page, calibration, plan_asked, prediction_of, remaining_seconds, shares_of
 from launch.qualify import PARTS, SUBJECTS, Part, Phase, ended, main
 from launch.scaling import GPUS, Assumptions
 from trainer.config.load import as_tables
@@ -68,27 +68,27 @@ def record() -> dict[str, Any]:
     return {"recipe": recipe, "config": config, "lengths": {"document": 300.0}, "device": H100}
 
 
+def outcomes(records: dict[str, Any], *, cuda: bool = True) -> list[Outcome]:
+    return [each.measure() for each in plan_asked(lambda: records, [], cuda=cuda, hosts=False)]
+
+
 def test_a_prediction_stands_beside_each_measurement(record: dict[str, Any]) -> None:
     predicted = prediction_of(record, "h100", Assumptions())
     assert predicted.gpus == 1 and predicted.stage == 0 and predicted.global_batch_size == 16
     memory = predicted.memory.total - predicted.memory.context
     record |= {"seconds": 1.5 * predicted.step_seconds, "peak_bytes": 0.8 * memory}
-    time, space, *others = plan_lines({"SMAE": record}, [], cuda=True, hosts=False)
-    assert time.outcome.verdict == space.outcome.verdict == "passed"
-    assert time.outcome.values == pytest.approx({"measured ÷ predicted": 1.5})
-    assert [each.outcome.figure for each in others] == ["the step was not measured"] * 2
+    time, space, *others = outcomes({"SMAE": record})
+    assert time.verdict == space.verdict == "passed"
+    assert time.values == pytest.approx({"measured ÷ predicted": 1.5})
+    assert [each.figure for each in others] == ["the step was not measured"] * 2
     record |= {"seconds": 2.1 * predicted.step_seconds, "peak_bytes": 2.1 * memory}
-    found = plan_lines({"SMAE": record}, [], cuda=True, hosts=False)
-    assert [each.outcome.verdict for each in found[:2]] == ["failed"] * 2
+    assert [each.verdict for each in outcomes({"SMAE": record})[:2]] == ["failed"] * 2
 
 
 def test_what_the_plan_does_not_know_is_not_answered(record: dict[str, Any]) -> None:
     record |= {"seconds": 1.0, "peak_bytes": 1.0, "device": "NVIDIA GeForce RTX 4090"}
-    for found in (
-        plan_lines({"SMAE": record}, [], cuda=True, hosts=False),
-        plan_lines({}, [], cuda=False, hosts=False),
-    ):
-        assert {line.outcome.verdict for line in found} == {"not answered"}
+    for found in (outcomes({"SMAE": record}), outcomes({}, cuda=False)):
+        assert {each.verdict for each in found} == {"not answered"}
 
 
 def test_measured_speeds_become_options_of_the_plan(record: dict[str, Any]) -> None:
