@@ -23,6 +23,7 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
     "start": {
         "demo": Command("launch.demo", "all steps from data to exported models on a laptop, in minutes"),
         "doctor": Command("launch.doctor", "checks whether this machine, or every rank of a job, can train"),
+        "qualify": Command("launch.qualify", "all that only a GPU can show, as a page with a verdict a line"),
     },
     "data": {
         "prepare": Command("data.prepare", "texts and training examples to tokenized shards; also trains a tokenizer"),

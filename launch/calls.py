@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from data.ground.parent_death import adopt_orphans, signal_at_parents_death
 
 PATIENCE_SECONDS = 30.0  # a command that is asked to end is killed after this time
+_WATCH_SECONDS = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -58,6 +60,48 @@ def call(
     words = [str(word) for word in command]
     shown = [Path(words[0]).name, *words[1:]]
     print(f"$ {shlex.join(shown)}", flush=True)
+    output = Output(stdout=subprocess.DEVNULL) if quiet else Output()
+    code = _run(words, environment=environment, output=output, interactive=interactive)
+    if code:
+        print(f"error: this command ended with exit code {code}; its output above says why", file=sys.stderr)
+        raise SystemExit(code if code > 0 else 1)
+
+
+def call_into(
+    log: Path,
+    command: Sequence[object],
+    *,
+    environment: Mapping[str, str] | None = None,
+    seconds: float,
+    watch: Callable[[], None],
+) -> int | None:
+    """Run one command, whose output goes to a file; returns its exit code, or None if it was ended after `seconds`.
+
+    watch: called twice a second while the command runs.
+    """
+    with log.open("ab") as file:
+        output = Output(file.fileno(), file.fileno())
+        words = [str(word) for word in command]
+        return _run(words, environment=environment, output=output, seconds=seconds, watch=watch)
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a command's output goes; None: where this process' goes."""
+
+    stdout: int | None = None
+    stderr: int | None = None
+
+
+def _run(
+    words: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None,
+    output: Output,
+    interactive: bool = False,
+    seconds: float | None = None,
+    watch: Callable[[], None] = lambda: None,
+) -> int | None:
     parent = os.getpid()
     # Signals are blocked until there is a process to end.
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_SIGNALS})
@@ -71,22 +115,33 @@ def call(
         process = subprocess.Popen(
             words,
             env={**os.environ, **(environment or {})},
-            stdout=subprocess.DEVNULL if quiet else None,
+            stdout=output.stdout,
+            stderr=output.stderr,
             # An interactive command must stay in the terminal's session. Others get a process group, ended as a whole.
             start_new_session=not interactive,
             preexec_fn=prepare,
         )
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-        code = process.wait()
+        code = process.wait() if seconds is None else _wait(process, seconds, watch)
+        if code is None:
+            _end(process, alone=interactive)
+        return code
     except (KeyboardInterrupt, _Signalled):
         if process is not None:
             _end(process, alone=interactive)
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-    if code:
-        print(f"error: this command ended with exit code {code}; its output above says why", file=sys.stderr)
-        raise SystemExit(code if code > 0 else 1)
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float, watch: Callable[[], None]) -> int | None:
+    """The exit code of a process, or None if it still runs after `seconds`."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(_WATCH_SECONDS)
+        watch()
+    return None
 
 
 def _end(process: subprocess.Popen[bytes], *, alone: bool) -> None:

@@ -20,8 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -34,6 +32,7 @@ from data.ground.command import exit_code_of
 from data.ground.errors import UserError
 from data.minilm import minilm_folder
 from launch.calls import call, ends_all_it_started
+from launch.machine import ON_A_CPU, count_gpus, free_port
 from trainer.config.load import load_recipe
 
 OUTPUT = Path("runs/demo")
@@ -240,13 +239,13 @@ def _evaluate(model: Path, *arguments: object) -> None:
 def _train(module: str, recipe: str, overrides: Sequence[object]) -> None:
     launcher = Path(sys.executable).with_name("deepspeed")
     # Without a GPU, two ranks run on the CPU, so that the demo is a distributed run on every machine.
-    ranks = ["--num_gpus", _count_gpus() or 2, "--master_port", _free_port()]
+    ranks = ["--num_gpus", count_gpus() or 2, "--master_port", free_port()]
     _call([launcher, *ranks, "--module", module, "--config", recipe, *_precision(), *overrides])
 
 
 def _precision() -> list[str]:
     """The engine settings: float32 on a CPU without bf16 units, which would take many times as long for bf16."""
-    name = "zero1" if _count_gpus() or _has_bf16_units() else "zero1_float32"
+    name = "zero1" if count_gpus() or _has_bf16_units() else "zero1_float32"
     return [f"--engine.ds_config=ds_configs/{name}.json"]
 
 
@@ -256,26 +255,12 @@ def _has_bf16_units() -> bool:
     return cpu.is_file() and "bf16" in cpu.read_text(encoding="utf-8")
 
 
-def _count_gpus() -> int:
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return listed.stdout.count("GPU ") if listed.returncode == 0 else 0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _stage(title: str) -> None:
     print(f"\n== {title}", flush=True)
 
 
 def _call(command: Sequence[object], *, quiet: bool = False, interactive: bool = False) -> None:
-    # Without this, DeepSpeed would warn that it had to guess the accelerator.
-    accelerator = {} if _count_gpus() else {"DS_ACCELERATOR": "cpu"}
+    accelerator = {} if count_gpus() else ON_A_CPU
     call(command, environment=accelerator, quiet=quiet, interactive=interactive)
 
 

@@ -30,6 +30,7 @@ ALLOWED = {
         "trainer.costs.objective_costs",
         "trainer.costs.parameters",
         "trainer.costs.shapes",
+        "trainer.qualification.lines",
         "trainer.resilience.run_lock",
         "models.sizes",
         "data.minilm",

@@ -31,8 +31,8 @@ READER_GONE_CODE = 141
 # The meanings of the exit codes that do not come from a CommandEnd.
 OTHER_CODES: Mapping[str, str] = {
     "0": "The command is done.",
-    "1": "A crash, with its traceback; a rank that died or hung, named in one sentence; or, from `launch.doctor`, a "
-    "machine that is not fit to train.",
+    "1": "A crash, with its traceback; a rank that died or hung, named in one sentence; from `launch.doctor`, a "
+    "machine that is not fit to train; or, from `launch.qualify`, a line that failed.",
     str(INTERRUPTED_CODE): "Ctrl-C.",
     str(READER_GONE_CODE): "The reader of the output has closed it, as `| head` does.",
     "128 + n": "Signal n ended the process, as shells report it: 137 is a kill, 143 is SIGTERM.",

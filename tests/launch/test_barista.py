@@ -15,6 +15,7 @@ from tests import ROOT
 MARK = 'if __name__ == "__main__":'
 # Started by other commands, or by whoever develops barista.
 INNER = {"launch.node", "launch.barista", "launch.reference", "trainer.config.reference"}
+INNER |= {"trainer.qualification.measure"}
 
 
 def test_every_command_is_on_the_map() -> None:

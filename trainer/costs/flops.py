@@ -19,6 +19,7 @@ __all__ = [
     "Shape",
     "bf16_slowdown",
     "encoder_flops",
+    "listed_peak_flops",
     "masked_flops",
     "needed_passes",
     "peak_flops",
@@ -72,13 +73,17 @@ def _texts(shape: Shape, lengths: Tensor) -> counts.Texts:
 def peak_flops(device: torch.device) -> float:
     """Operations a second: the maker's figure for a known GPU, else a large product measured now."""
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for key, value in _PEAKS.items():
-            if key in name:
-                return value
+        listed = listed_peak_flops(torch.cuda.get_device_name(device))
+        if listed is not None:
+            return listed
         return 2 * 4096**3 / _product_seconds(4096, torch.bfloat16, device)
     dtype = torch.float32 if bf16_slowdown(device) > 1 else torch.bfloat16
     return 2 * 1024**3 / _product_seconds(1024, dtype, device)
+
+
+def listed_peak_flops(name: str) -> float | None:
+    """The maker's figure for a GPU of this name; None where it is not known here."""
+    return next((value for key, value in _PEAKS.items() if key in name), None)
 
 
 @functools.cache
