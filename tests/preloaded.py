@@ -2,6 +2,7 @@
 
 import gc
 
+import deepspeed.runtime.zero.muon.muon_optimizer  # DeepSpeed imports it, and a compiler with it, at every start
 import trainer.evaluate
 import trainer.resize  # noqa: F401
 
