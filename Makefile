@@ -1,10 +1,10 @@
 # `make demo` is the whole road on this machine; QUICK=1 is its short form, FROM_SCRATCH=1 begins with random weights.
 # `make check`, `make docs` and `make test-all` are what CI runs.
 #
-# Tests run in three lanes, each of which contains the one before it (CONTRIBUTING.md):
-#   make test-fast   no process is started: 3 minutes on two plain cores
-#   make test        and those that start processes, and one real launch of each kind: 9
-#   make test-all    and the products, each stage, recipe, kill and host: some 35 minutes more
+# Tests run in three lanes, each of which contains the one before it (CONTRIBUTING.md, with the minutes of each):
+#   make test-fast   no process is started
+#   make test        and those that start processes, and one real launch of each kind
+#   make test-all    and the products, each stage, recipe, kill and host
 # ARGS="-k srl" gives pytest more to go by, WORKERS=8 uses more cores, WORKERS=0 one process.
 PYTHON ?= python3
 WORKERS ?= 2

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 GUARD = Guard()
 NUM_DOCSTRINGS = 3000
+TINY_VOCABULARY = 2000  # tokens
 # The package's own tests are no documentation.
 SKIPPED_FOLDERS = {"test", "tests", "testing"}
 LARGEST_SOURCE = 30_000  # bytes; longer modules take longer to parse than their docstrings are worth
@@ -126,21 +127,37 @@ def docstrings() -> list[str]:
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer_path(docstrings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a lower-case WordPiece tokenizer of 2,000 tokens with BERT's special tokens."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    """Folder of a lower-case WordPiece tokenizer of 2,000 tokens with BERT's special tokens; the same in every run."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from transformers import BertTokenizerFast
 
     specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    pieces = _byte_pairs(docstrings, TINY_VOCABULARY // 2)
+    vocabulary = [*specials, *pieces, *(f"##{piece}" for piece in pieces)][:TINY_VOCABULARY]
+    backend = Tokenizer(models.WordPiece({token: i for i, token in enumerate(vocabulary)}, unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer(lowercase=True)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(prefix="##")
-    trainer = trainers.WordPieceTrainer(vocab_size=2000, special_tokens=specials, show_progress=False)
-    backend.train_from_iterator(docstrings, trainer)
     backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     folder = tmp_path_factory.mktemp("tokenizer")
     BertTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
     return folder
+
+
+def _byte_pairs(texts: list[str], count: int) -> list[str]:
+    """Letters and their most frequent joins, the same in every process.
+
+    The library's trainer for WordPiece gives other tokens in every process: it numbers the letters that continue a word
+    in the order of a hash table, and decides ties by these numbers. Its trainer for byte pairs has no such letters.
+    """
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=count, show_progress=False))
+    found = backend.get_vocab()
+    return sorted(found, key=found.__getitem__)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,9 @@
 
 import gc
 
+# DeepSpeed imports its Muon, and torch's compiler with it, at every start.
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+
 import trainer.evaluate
 import trainer.resize  # noqa: F401
 

@@ -413,7 +413,7 @@ def naive_teaching(
 
     roles: each text's; with teacher.balance = "roles" each role's texts weigh as much as another's, together.
     """
-    chosen, total, rows = recipe.teacher, torch.zeros(()), range(len(teacher))
+    chosen, total = recipe.teacher, torch.zeros(())
     taught = teacher @ teacher.T
     share = torch.full((len(teacher),), 1 / len(teacher))  # of a text in a mean
     if chosen.balance == "roles":
@@ -432,13 +432,10 @@ def naive_teaching(
             divergence = (target.exp() * (target - logits)).sum(1)
             loss = loss + chosen.similarity_weight * (share * divergence).sum()
         if chosen.order_weight:
-            triples = [
-                F.relu((scores[i, j] - scores[i, k]) * (taught[i, k] - taught[i, j]).sign() + 0.015)
-                for i in rows
-                for j in rows
-                for k in rows
-            ]
-            of_texts = torch.stack(triples).view(len(teacher), -1).mean(1)
+            # [i, j, k]: text i is to have the texts j and k in the teacher's order.
+            asked = (taught[:, None, :] - taught[:, :, None]).sign()
+            triples = F.relu((scores[:, :, None] - scores[:, None, :]) * asked + 0.015)
+            of_texts = triples.mean((1, 2))
             loss = loss + chosen.order_weight * (share * of_texts).sum()
         total = total + weight * loss
     return total

@@ -19,7 +19,7 @@ once, while ranks are left behind. The seed decides what is drawn, not what the 
   orphans                        processes left after DONE
   kills_by_target, kills_by_moment
   each_trial                     what was done and seen
-  control                        the same figures of one more run, whose checkpoint was made wrong by one batch
+  control                        the same figures of one more run, resumed from a checkpoint made wrong by one batch
 All from `lost` to `orphans` must be 0 and the control's must not, or the exit code is 1. --max-minutes: no trial
 begins after it. --folder: keep the runs there.
 """
@@ -30,6 +30,7 @@ import argparse
 import contextlib
 import json
 import random
+import shutil
 import signal
 import statistics
 import sys
@@ -200,29 +201,18 @@ def _sign(moment: Moment, started: Start, run: Path) -> Callable[[], bool]:
 
 
 def run_trial(
-    run: Path,
-    inputs: Path,
-    reference: Reference,
-    *,
-    stage: int,
-    rng: random.Random,
-    first: Moment | None = None,
-    tamper: Callable[[Path], None] | None = None,
+    run: Path, inputs: Path, reference: Reference, *, stage: int, rng: random.Random, wanted_kills: int
 ) -> Trial:
-    """Start, kill and resume a run until DONE.
-
-    `first`: the moment of the first kill, in place of a drawn one. `tamper`: called once, after a kill.
-    """
+    """Start, kill and resume a run until DONE."""
     trial = Trial(stage)
     began = time.monotonic()
     records: list[tuple[int, str]] = []
-    wanted_kills = 1 if first else 1 + (rng.random() < SECOND_KILL_SHARE)
     try:
         for number in range(MAX_STARTS):
             trial.resumes = number
             moment = None
             if len(trial.kills) < wanted_kills:
-                moment = first or draw_moment(rng, saved_step=_saved_step(run))
+                moment = draw_moment(rng, saved_step=_saved_step(run))
             started = start(inputs, run, stage, mark=str(run))
             killed = kill_at(moment, started, run, reference.pace) if moment else None
             in_save = _is_half_saved(run, since=started.began)
@@ -240,9 +230,6 @@ def run_trial(
             records += step_records(run)
             if (run / "DONE").exists():
                 break
-            if tamper and trial.kills:
-                tamper(run)
-                tamper = None
         trial.orphans = _end_all(run, within_seconds=ENDING_SECONDS)
         trial.lost = int(not (run / "DONE").exists())
         if not trial.lost:
@@ -296,8 +283,13 @@ def one_batch_back(run: Path) -> None:
 
 
 def run_control(run: Path, inputs: Path, reference: Reference, *, stage: int) -> Trial:
-    moment = Moment(kind="save", step=4 * SAVE_EVERY_STEPS, share=0.5, target="rank 1", at_once=False)
-    return run_trial(run, inputs, reference, stage=stage, rng=random.Random(0), first=moment, tamper=one_batch_back)
+    """Resume a copy of the undisturbed run from its last checkpoint but one, which is made wrong."""
+    shutil.copytree(reference.run, run)
+    (run / "DONE").unlink()
+    for folder in (run / "model", Checkpointer(run / "checkpoints", keep=1).complete()[0]):
+        shutil.rmtree(folder)
+    one_batch_back(run)
+    return run_trial(run, inputs, reference, stage=stage, rng=random.Random(0), wanted_kills=0)
 
 
 def figures(trials: list[Trial], control: Trial | None) -> dict[str, Any]:
@@ -354,11 +346,12 @@ def run_matrix(
             print(f"control: {control.differences}", flush=True)
         run = folder / f"trial_{number:03d}_zero{stage}"
         rng = random.Random(f"{seed}/{number}")
-        trial = run_trial(run, inputs, references[stage], stage=stage, rng=rng)
+        kills = 1 + (rng.random() < SECOND_KILL_SHARE)
+        trial = run_trial(run, inputs, references[stage], stage=stage, rng=rng, wanted_kills=kills)
         while not trial.kills and is_exact(figures([trial], control)):
             # The run was done before the moment came, which tests nothing, so the trial is repeated with another draw.
             run = run.with_name(f"{run.name}_again")
-            trial = run_trial(run, inputs, references[stage], stage=stage, rng=rng)
+            trial = run_trial(run, inputs, references[stage], stage=stage, rng=rng, wanted_kills=kills)
         done.append(trial)
         write()
         left = (time.monotonic() - began) / len(done) * (trials - len(done)) / 60

@@ -1,8 +1,8 @@
 """The kill matrix in short: real runs killed at random moments end as if nothing had happened.
 
-There is one trial at the shipped default's ZeRO stage, one at a stage that also partitions weights, and one whose
-checkpoint is made wrong, which the figures must show. Copies of a run's records test that the figures show every other
-difference. For other stages and more trials: `python -m tests.faults.kill_matrix`.
+There is one trial at the shipped default's ZeRO stage, one at a stage that also partitions weights, and one run that is
+resumed from a wrong checkpoint, which the figures must show. Copies of a run's records test that the figures show every
+other difference. For other stages and more trials: `python -m tests.faults.kill_matrix`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_killed_runs_end_as_if_nothing_had_happened(result: dict[str, Any]) -> N
 
 
 def test_a_checkpoint_that_is_off_by_one_batch_is_noticed(result: dict[str, Any]) -> None:
-    """Negative control through a whole trial."""
+    """Negative control through a real start."""
     control = result["control"]
     assert control["mismatched_steps"] > 0 and control["mismatched_weights"] == 1
     assert control["repeated_documents"] > 0 and control["missed_documents"] > 0

@@ -342,7 +342,7 @@ def launched(
             values |= {"engine": {"ds_config": f"ds_configs/{config}.json"}}
             values |= {"optim": {"name": "muon"}} if name == "muon" else {}
             if f"{name}-{config}" in wanted:
-                cases.append({"name": f"{name}-{config}", "values": values, "steps": 2})
+                cases.append({"name": f"{name}-{config}", "values": values, "steps": 1})
     (folder / "cases.json").write_text(json.dumps(cases))
     words = ["tests.launch.communication", str(folder / "cases.json"), str(folder / "results.json")]
     try:

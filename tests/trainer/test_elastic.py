@@ -28,6 +28,7 @@ pytestmark = pytest.mark.long
 STEPS = 8
 SEGMENTS = ((2, 2), (1, 5), (4, 7), (2, STEPS))  # (ranks, last step)
 CONTROL = "zero1-without-moments"
+BF16_TOLERANCE = 5e-3  # of losses with bf16 weights
 
 # The engine of each segment. Stage 3 changes its process, so cases that use it come last.
 RUNS = {
@@ -140,18 +141,22 @@ def test_losses_are_those_of_the_undisturbed_run(name: str, whole: str, runs: di
     assert (runs[name] / "DONE").is_file()
 
 
-@pytest.mark.needs("bf16", "bf16-whole")
+@pytest.mark.needs("bf16", "bf16-whole", "zero1-whole")
 def test_bf16_weights_follow_too(runs: dict[str, Path]) -> None:
-    """Masters and moments are exact; products in bf16 round by the shape of a rank's batch, which the ranks change."""
+    """Masters and moments are exact: until the first step on other ranks nothing differs.
+
+    After it, masters differ by their last bits, of which some decide how a weight is rounded to bf16, by 0.4 %. So two
+    runs with bf16 weights differ more from each other than each of them from the run with float32 weights.
+    """
     got, want = losses(runs["bf16"]), losses(runs["bf16-whole"])
     assert got[:2] == want[:2]
-    assert got[2] == pytest.approx(want[2], rel=0, abs=1e-4)  # before any step on other ranks
-    assert got == pytest.approx(want, rel=0, abs=5e-3)
+    assert got[2] == pytest.approx(want[2], rel=0, abs=1e-4)
+    assert got == pytest.approx(losses(runs["zero1-whole"]), rel=0, abs=BF16_TOLERANCE)
 
 
 @pytest.mark.needs(CONTROL, "zero1-whole")
 def test_without_moments_the_losses_differ(runs: dict[str, Path]) -> None:
-    """Negative control: what is compared above to 1e-5 depends on the optimizer's state."""
+    """Negative control: what is compared above to 1e-5, and in bf16, depends on the optimizer's state."""
     got, want = losses(runs[CONTROL]), losses(runs["zero1-whole"])
     assert got[:3] == pytest.approx(want[:3], rel=0, abs=1e-5)  # the first loss after the move is of the weights alone
-    assert max(math.fabs(a - b) for a, b in zip(got[3:5], want[3:5], strict=True)) > 1e-4
+    assert max(math.fabs(a - b) for a, b in zip(got[3:5], want[3:5], strict=True)) > 3 * BF16_TOLERANCE

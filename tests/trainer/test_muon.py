@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -126,45 +127,56 @@ RESUMED |= {
     "moved_bf16_3": ("bf16", "zero3", 1),
 }
 FORGOTTEN = "moved_1_0_without_momentum"
+RESUMED |= {FORGOTTEN: RESUMED["moved_1_0"]}
 WHOLE = {"moved_1_0": "zero1", "moved_3_2": "zero3"}
 
 
 @pytest.fixture(scope="module")
-def resumed(launcher: None, tuple_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the runs of RESUMED, and of each engine that they begin with ENGINE-whole."""
-    folder = tmp_path_factory.mktemp("resumed")
+def resumed(
+    request: pytest.FixtureRequest, launcher: None, tuple_shards: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """The needed of the runs of RESUMED, and ENGINE-whole, which nothing interrupts."""
+    wanted, folder = needed(request), tmp_path_factory.mktemp("resumed")
+    going = {name: chosen for name, chosen in RESUMED.items() if name in wanted}
     engines = {f"zero{stage}": float32_ds_config(folder, stage) for stage in STAGES}
     engines["bf16"] = ROOT / "ds_configs/zero1.json"
     optim = {"name": "muon", "lr": 1e-3, "muon_lr": 5e-3, "eps": 1e-6, "schedule": "cosine", "warmup_ratio": 0.3}
     values = recipe_values(tuple_shards, train={"steps": 6, "micro_batch_size": 3}, checkpoint={"every_steps": 100})
     (folder / "recipe.toml").write_text(tomli_w.dumps(values | {"optim": optim}))
 
-    def case(name: str, engine: str, *arguments: str, control: str = "") -> dict[str, Any]:
+    def case(name: str, engine: str, *arguments: str) -> dict[str, Any]:
         chosen = ["--config", str(folder / "recipe.toml"), f"--run.output={folder / name}", *arguments]
         chosen.append(f"--engine.ds_config={engines[engine]}")
+        control = "moments stay behind" if name == FORGOTTEN else ""
         return {"task": "contrastive", "arguments": chosen, "ids": str(folder / "ids"), "control": control}
 
     def run(cases: list[dict[str, Any]], ranks: int) -> None:
-        (folder / "cases.json").write_text(json.dumps(cases))
+        (folder / "cases.json").write_text(json.dumps(sorted(cases, key=lambda each: "zero3" in each["arguments"][-1])))
         run_ranks("tests.trainer.elastic_worker", str(folder / "cases.json"), ranks=ranks)
 
-    every = RESUMED | {FORGOTTEN: RESUMED["moved_1_0"]}
-    first = [case(name, engines[0], "--train.stop_at_step=3") for name, engines in every.items()]
-    first += [case(f"{engine}-whole", engine) for engine in ("zero1", "bf16", "zero3")]
-    run(sorted(first, key=lambda each: "zero3" in each["arguments"][-1]), 2)
+    # One run for all that begin alike.
+    begun = sorted({engine for engine, _, _ in going.values()})
+    first = [case(f"{engine}-begun", engine, "--train.stop_at_step=3") for engine in begun]
+    run([*first, *(case(name, name.removesuffix("-whole")) for name in wanted if name.endswith("-whole"))], 2)
+    for name, (engine, _, _) in going.items():
+        shutil.copytree(folder / f"{engine}-begun", folder / name)
     for ranks in RANKS:
-        then = [case(n, to, "--resume=required") for n, (_, to, where) in RESUMED.items() if where == ranks]
-        if ranks == 1:
-            control = case(FORGOTTEN, "zero0", "--resume=required", control="moments stay behind")
-            then.insert(0, control)
-        run(sorted(then, key=lambda each: "zero3" in each["arguments"][-1]), ranks)
-    return folder
+        then = [case(name, to, "--resume=required") for name, (_, to, where) in going.items() if where == ranks]
+        if then:
+            run(then, ranks)
+    return {name: folder / name for name in wanted}
+
+
+@pytest.fixture
+def gone_on(request: pytest.FixtureRequest, resumed: dict[str, Path]) -> dict[str, Path]:
+    return own(request, resumed)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, ranks) in RESUMED.items() if ranks == 2])
-def test_resumed_equals_uninterrupted(name: str, resumed: Path) -> None:
+@pytest.mark.needs("{name}", "{name}-whole")
+def test_resumed_equals_uninterrupted(name: str, gone_on: dict[str, Path]) -> None:
     """To the last bit, with both rates of the schedule in the log."""
-    run, whole = resumed / name, resumed / f"{name}-whole"
+    run, whole = gone_on[name], gone_on[f"{name}-whole"]
     assert records(run) == records(whole) and len(records(whole)) == 6
     got, want = weights(run), weights(whole)
     assert all(torch.equal(got[key], want[key]) for key in want)
@@ -173,20 +185,23 @@ def test_resumed_equals_uninterrupted(name: str, resumed: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "whole"), WHOLE.items())
-def test_other_ranks_at_other_stages_go_on(name: str, whole: str, resumed: Path) -> None:
-    got, want = records(resumed / name), records(resumed / f"{whole}-whole")
+@pytest.mark.needs("{name}", "{whole}-whole")
+def test_other_ranks_at_other_stages_go_on(name: str, whole: str, gone_on: dict[str, Path]) -> None:
+    got, want = records(gone_on[name]), records(gone_on[f"{whole}-whole"])
     assert [line["loss"] for line in got] == pytest.approx([line["loss"] for line in want], rel=0, abs=2e-5)
 
 
-def test_bf16_goes_on_in_float32(resumed: Path) -> None:
+@pytest.mark.needs("moved_bf16_3", "zero1-whole")
+def test_bf16_goes_on_in_float32(gone_on: dict[str, Path]) -> None:
     """From a checkpoint of two ranks in bf16 to one rank at stage 3. Masters and momentum are float32 in both."""
-    got, want = records(resumed / "moved_bf16_3"), records(resumed / "zero1-whole")
+    got, want = records(gone_on["moved_bf16_3"]), records(gone_on["zero1-whole"])
     assert [line["loss"] for line in got] == pytest.approx([line["loss"] for line in want], rel=0, abs=2e-2)
 
 
-def test_without_the_momentum_the_losses_differ(resumed: Path) -> None:
+@pytest.mark.needs(FORGOTTEN, "zero1-whole")
+def test_without_the_momentum_the_losses_differ(gone_on: dict[str, Path]) -> None:
     """Negative control: what is compared above to 2e-5 depends on the optimizer's state."""
-    got, want = records(resumed / FORGOTTEN), records(resumed / "zero1-whole")
+    got, want = records(gone_on[FORGOTTEN]), records(gone_on["zero1-whole"])
     assert max(abs(a["loss"] - b["loss"]) for a, b in zip(got, want, strict=True)) > 2e-4
 
 

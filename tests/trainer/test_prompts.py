@@ -19,7 +19,7 @@ from trainer.distributed import World
 from trainer.evaluation.encoding.encode import Embedder, encode
 from trainer.exporting.model_folder import embedding_settings
 
-QUERY_LENGTH, PASSAGE_LENGTH = 14, 24
+QUERY_LENGTH, PASSAGE_LENGTH = 18, 28
 PROMPTS = {"query_prompts": ["query: ", "find the text for this title: "], "passage_prompts": ["passage: "]}
 
 

@@ -122,8 +122,9 @@ def launched(
                 [*arguments, "--texts", str(tuple_file(root / "texts.jsonl", docstrings, of="tuples"))]
             )
         if f"{path.stem}-direct" in wanted:
-            # As many steps: a curriculum goes by the share of them that is done.
+            # Stopped after the first of as many steps: a curriculum goes by the share of them that is done.
             changed = [f"--run.output={root / path.stem}-direct", "--objective.backward=direct"]
+            changed += ["--train.stop_at_step=1", "--log.tensorboard=false"]
             cases.append({"task": "contrastive", "arguments": [*arguments, *changed]})
         if path.stem == "srl_nli" and "feed" in wanted:
             # The same with all that can be said of how folders are fed.
@@ -199,8 +200,8 @@ def test_recipe_trains_without_gradient_caching(name, trained):
     """The same first loss, to what bf16 keeps of texts that are padded otherwise."""
     cached, direct = trained[name], trained[f"{name}-direct"]
     assert tomllib.loads((direct / "recipe.toml").read_text())["objective"]["backward"] == "direct"
-    assert (direct / "DONE").is_file()
-    assert steps_of(direct)[0]["loss"] == pytest.approx(steps_of(cached)[0]["loss"], rel=0.02)
+    (first,) = steps_of(direct)
+    assert first["loss"] == pytest.approx(steps_of(cached)[0]["loss"], rel=0.02)
 
 
 def test_every_method_has_a_recipe_for_both_fine_tunings():

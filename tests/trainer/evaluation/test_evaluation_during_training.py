@@ -9,7 +9,7 @@ import pytest
 
 from models.encoder import load_encoder
 from tests.beir import write_beir
-from tests.launcher import launch
+from tests.ranks import run_ranks
 from tests.run_folder import lines_of
 from tests.trainer.support import float32_ds_config, recipe_of, recipe_values
 from trainer.config.load import as_toml
@@ -45,7 +45,7 @@ def test_scores_are_those_of_the_saved_model(stage, tmp_path, tuple_shards, task
         evaluation={"every_steps": 2, **tasks},
     )
     (tmp_path / "recipe.toml").write_text(as_toml(recipe_of(values)))
-    launch("trainer.finetune", "--config", str(tmp_path / "recipe.toml"), ranks=2)
+    run_ranks("trainer.finetune", "--config", str(tmp_path / "recipe.toml"), ranks=2)
     scored = {r["step"]: r for r in lines_of(run) if any(key.startswith("evaluation/") for key in r)}
     assert sorted(scored) == [2, 4]
     inputs = ["--model", str(run / "model"), "--beir", *tasks["beir"], "--sts", *tasks["sts"]]

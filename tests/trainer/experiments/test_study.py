@@ -550,7 +550,7 @@ def test_raw_results_read_back_as_written(tmp_path: Path) -> None:
 def real_study(
     tmp_path_factory: pytest.TempPathFactory, tuple_shards: Path, tiny_tokenizer, docstrings: list[str]
 ) -> Iterator[Path]:
-    """Two methods × two seeds of a tiny model, three steps each; and that model as it is."""
+    """Two methods on a tiny model, three steps each; and that model as it is."""
     folder = tmp_path_factory.mktemp("study")
     torch.manual_seed(0)
     config = {"model_type": MODEL["model_type"], **MODEL}
@@ -566,7 +566,7 @@ def real_study(
     values = {
         "study": {
             "output": str(folder / "out"),
-            "seeds": [1, 2],
+            "seeds": [1],
             "ladder": LADDER,
             "baseline": "start/full",
             "grid": True,
@@ -603,14 +603,15 @@ def test_the_whole_study(real_study: Path, capsys: pytest.CaptureFixture[str], m
     assert "[1/" in done.stderr and "left" in done.stderr
     runs = sorted(path.parent for path in output.glob("runs/**/DONE"))
     assert [str(run.relative_to(output / "runs")) for run in runs] == [
-        f"start/{method}/seed_{seed}" for method in ("full", "srl") for seed in (1, 2)
+        "start/full/seed_1",
+        "start/srl/seed_1",
     ]
     assert not list(output.glob("runs/**/checkpoints"))
     report = (output / "report" / "report.md").read_text()
     assert "Not complete" not in report and "untrained" in report and "## Latency" in report
     rows = list(csv.DictReader(io.StringIO((output / "report" / "report.csv").read_text())))
     as_it_is = [row for row in rows if row["arm"] == "start/as_it_is" and row["metric"] == "ndcg_cut_10"]
-    assert {row["seeds"] for row in as_it_is} == {"1"} and len(as_it_is) == len(LADDER) ** 2 + 1  # and the average
+    assert len(as_it_is) == len(LADDER) ** 2 + 1  # and the average
     settings = json.loads((output / "results/start/as_it_is/seed_1/results.json").read_text())["settings"]
     assert settings["query_max_length"] == settings["passage_max_length"] == 24
 

@@ -22,7 +22,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from data.ground.errors import ConfigError, DataError
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
-from tests.launcher import launch
+from tests.ranks import run_ranks
 from tests.run_folder import lines_of
 from tests.trainer.support import float32_ds_config, recipe_of, recipe_values
 from trainer.config.load import as_toml
@@ -102,7 +102,7 @@ def test_a_real_run(tmp_path: Path, tuple_shards: Path, tasks: list[str]) -> Non
     )
     recipe = recipe_of(values)
     (tmp_path / "recipe.toml").write_text(as_toml(recipe))
-    launch("trainer.finetune", "--config", str(tmp_path / "recipe.toml"), ranks=2)
+    run_ranks("trainer.finetune", "--config", str(tmp_path / "recipe.toml"), ranks=2)
 
     curves = drawn(run)
     runs = {name: f"{i + 1}_{name}" for i, name in enumerate(CUPS)}

@@ -32,7 +32,7 @@ from tests.needs import Lazy, needed, own
 from tests.ranks import run_ranks
 from tests.reference import first_parameters, train_naively
 from tests.run_folder import steps_of, weights
-from tests.trainer.support import MODEL, float32_ds_config, recipe_of, recipe_values
+from tests.trainer.support import MODEL, STEEP, float32_ds_config, recipe_of, recipe_values
 from trainer.build import build_model, open_shards
 from trainer.exporting.sizes import export_sizes
 from trainer.optim import parameter_groups
@@ -79,7 +79,9 @@ def recipes(source: Path, document_shards: Path, tuple_shards: Path) -> dict[str
     )
     above = {"lora_rank": 2, "lora_alpha": 6.0, "lora_targets": ["query", "output.dense"], "frozen_layers": 1}
     cases = {
-        "frozen_srl": pairs(frozen_layers=1),
+        # At a rate of 0.1 the first step ends where the loss is so steep that rounding of 7e-7 in the parameters, which
+        # the step has amplified, shows in the second loss by 3e-6.
+        "frozen_srl": pairs(frozen_layers=1) | {"optim": {**STEEP, "lr": 0.02}},
         "frozen_smae": smae,
         "lora": pairs(lora_rank=4, lora_alpha=8.0),
         "lora_above_frozen": pairs(**above),

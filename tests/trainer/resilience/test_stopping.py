@@ -1,7 +1,7 @@
-"""A run that is asked to stop, and ranks that die or hang: whole runs under the real launcher, each with one fault.
+"""A run that is asked to stop, and ranks that die or hang: whole runs of two ranks, each with one fault.
 
-What is asked by a signal ends with a checkpoint, STOPPED and code 75, and resumes to the last bit. What breaks ends the
-job with the rank and the reason named.
+What is asked by a signal ends with a checkpoint, STOPPED and, under the real launcher, code 75; it resumes to the last
+bit. What breaks ends the launcher's job with the rank and the reason named.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tomli_w
 
 from tests.launcher import launch
 from tests.needs import needed
+from tests.ranks import run_ranks
 from tests.run_folder import records
 from tests.trainer.support import float32_ds_config, recipe_values, with_dropout
 from trainer.resilience.run_lock import Locked, lock
@@ -61,10 +62,11 @@ def case(folder: Path, name: str, fault: dict[str, Any] | None, *more: str) -> d
     return {"name": name, "task": "contrastive", "arguments": arguments, "fault": fault, "stop_file": stop_file}
 
 
-def start(folder: Path, name: str, cases: list[dict[str, Any]], *, expect: int | None) -> Any:
+def start(folder: Path, name: str, cases: list[dict[str, Any]], *, expect: int | None, by: Any = launch) -> Any:
+    """By the real launcher, or forked by `run_ranks`."""
     path = folder / f"{name}.json"
     path.write_text(json.dumps(cases))
-    return launch("tests.trainer.fault_worker", str(path), ranks=2, expect=expect)
+    return by("tests.trainer.fault_worker", str(path), ranks=2, expect=expect)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,7 @@ def stops(request: pytest.FixtureRequest, launcher: None, folder: Path) -> str:
     ]
     others = [each for each in others if each["name"] in wanted]
     if others:
-        start(folder, "others", others, expect=0)
+        start(folder, "others", others, expect=0, by=run_ranks)
     stopped = [name for name in STOPS if name in wanted]
     for name in stopped:
         shutil.copytree(folder / name, folder / f"{name}-stopped")
@@ -96,7 +98,7 @@ def stops(request: pytest.FixtureRequest, launcher: None, folder: Path) -> str:
     more = {"save": every_2}
     again = [case(folder, name, None, "--resume=required", *more.get(name, [])) for name in stopped]
     if again:
-        start(folder, "resumed", again, expect=0)
+        start(folder, "resumed", again, expect=0, by=run_ranks)
     return said
 
 
