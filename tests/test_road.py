@@ -53,7 +53,7 @@ def killed(launcher: None, folder: Path) -> tuple[Path, Trial]:
     whole = undisturbed(folder, folder, STAGE)
     moment = Moment(kind="step", step=5, share=0.0, target="rank 1", at_once=False)
     run = folder / "killed"
-    return run, run_trial(run, folder, whole, stage=STAGE, rng=random.Random(0), first=moment)
+    return run, run_trial(run, folder, whole, stage=STAGE, rng=random.Random(0), wanted_kills=1, first=moment)
 
 
 @pytest.fixture(scope="module")

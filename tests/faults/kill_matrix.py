@@ -201,9 +201,16 @@ def _sign(moment: Moment, started: Start, run: Path) -> Callable[[], bool]:
 
 
 def run_trial(
-    run: Path, inputs: Path, reference: Reference, *, stage: int, rng: random.Random, wanted_kills: int
+    run: Path,
+    inputs: Path,
+    reference: Reference,
+    *,
+    stage: int,
+    rng: random.Random,
+    wanted_kills: int,
+    first: Moment | None = None,
 ) -> Trial:
-    """Start, kill and resume a run until DONE."""
+    """Start, kill and resume a run until DONE. first: the moment of the first kill; None: one is drawn."""
     trial = Trial(stage)
     began = time.monotonic()
     records: list[tuple[int, str]] = []
@@ -212,7 +219,8 @@ def run_trial(
             trial.resumes = number
             moment = None
             if len(trial.kills) < wanted_kills:
-                moment = draw_moment(rng, saved_step=_saved_step(run))
+                is_given = first is not None and not trial.kills
+                moment = first if is_given else draw_moment(rng, saved_step=_saved_step(run))
             started = start(inputs, run, stage, mark=str(run))
             killed = kill_at(moment, started, run, reference.pace) if moment else None
             in_save = _is_half_saved(run, since=started.began)
