@@ -634,19 +634,6 @@ def naive_spread(vectors: Tensor) -> Tensor:
     return torch.stack(cosines).square().mean() if cosines else vectors.sum() * 0.0
 
 
-def naive_quantised(vectors: Tensor, precision: str) -> Tensor:
-    """hard + soft − sg(soft) of unit vectors: signs beside tanh(√d · u), or the middles of int8's steps beside u."""
-    unit = F.normalize(vectors, dim=1)
-    if precision == "binary":
-        hard, soft = torch.where(unit > 0, 1.0, -1.0), torch.tanh(unit.shape[1] ** 0.5 * unit)
-    else:
-        low, high = unit.detach().amin(0), unit.detach().amax(0)
-        step = ((high - low) / 255).clamp(min=1e-30)
-        hard = low + (((unit.detach() - low) / step).floor().clamp(max=254) + 0.5) * (high - low) / 255
-        soft = unit
-    return hard + soft - soft.detach()
-
-
 def naive_contrastive_loss(
     queries: Sequence[Tensor],
     passages: Sequence[Tensor],
@@ -673,28 +660,6 @@ def naive_contrastive_loss(
     """
     count = len(queries[0])
     owners = torch.arange(count) if owners is None else owners
-    of_bits = queries[0].new_zeros(())
-    for precision in ("int8", "binary"):
-        if weight_of_bits := getattr(objective, f"{precision}_weight", 0.0):
-            rounded = [naive_quantised(torch.cat(both), precision) for both in zip(queries, passages)]
-            of_bits = of_bits + weight_of_bits * naive_contrastive_loss(
-                [each[:count] for each in rounded],
-                [each[count:] for each in rounded],
-                targets=targets,
-                gold=gold,
-                weights=weights,
-                kl_weights=[],
-                objective=replace(
-                    objective, kl="none", asymmetric_weight=0.0, spread_weight=0.0, int8_weight=0.0, binary_weight=0.0
-                ),
-                excluded=excluded,
-                guide=guide,
-                guide_temperature=guide_temperature,
-                passage_query=passage_query,
-                excluded_queries=excluded_queries,
-                query_weights=query_weights,
-                owners=owners,
-            )
 
     def scores(q: Tensor, p: Tensor) -> Tensor:
         if objective.similarity == "cosine":
@@ -728,7 +693,7 @@ def naive_contrastive_loss(
     def mean(terms: Tensor) -> Tensor:
         return (shares * terms).sum() / count
 
-    total = of_bits
+    total = queries[0].new_zeros(())
     for matrix, weight in zip(matrices, weights):
         if objective.loss == "cosent":
             assert gold is not None

@@ -27,7 +27,7 @@ from models.loading import NOT_COMPUTED_WITH
 from trainer.build import ModelParts
 from trainer.config.schema import Recipe, flat
 from trainer.distributed import Refused, World, gather_objects, named_ranks
-from trainer.engine import takes_weights_of_rank_0
+from trainer.ds_config import takes_weights_of_rank_0
 from trainer.objectives.guide import StoredGuide
 from trainer.objectives.teacher import LiveTeacher, StoredTeacher
 

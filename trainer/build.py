@@ -51,7 +51,7 @@ from models.static_embedding import MODEL_TYPE, build_static, special_ids_of
 from trainer.config.schema import Recipe
 from trainer.config.step_sizes import DRAWN, EVERY_DEPTH
 from trainer.costs.flops import Shape
-from trainer.engine import multiplies_in_bf16, read_ds_config
+from trainer.ds_config import multiplies_in_bf16, read_ds_config
 from trainer.objectives.collators import total_samples
 from trainer.objectives.guide import Guide, StoredGuide, load_guide
 from trainer.objectives.materials import Materials
@@ -167,7 +167,7 @@ def build_model(
     """The model that trains, and the frozen ones beside it. ds_config: the engine's; None: read for this alone.
 
     weights: whether this rank loads the weights of model.source. On a rank that does not, they are on the meta device
-    until an engine of stage 3 gives the rank its share (`trainer.engine.loads_weights`). It is so for encoders and
+    until an engine of stage 3 gives the rank its share (`trainer.ds_config.loads_weights`). It is so for encoders and
     decoders that are fine-tuned or distilled; masked pre-training and model.config make a whole model on every rank.
     """
     ds_config = read_ds_config(recipe.engine.ds_config) if ds_config is None else ds_config

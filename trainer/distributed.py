@@ -124,15 +124,10 @@ def sum_over_ranks(values: Sequence[float] | Tensor, device: torch.device) -> Te
 
 
 def max_over_ranks(value: int, device: torch.device) -> int:
-    return int(largest_over_ranks(torch.tensor(value, dtype=torch.int64, device=device)))
-
-
-def largest_over_ranks(values: Tensor) -> Tensor:
-    """Element-wise maximum over ranks."""
-    largest = values.clone(memory_format=torch.contiguous_format)
+    largest = torch.tensor(value, dtype=torch.int64, device=device)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest
+    return int(largest)
 
 
 def gather_objects(value: T) -> list[T]:

@@ -1,20 +1,12 @@
-"""The training engine on DeepSpeed, made from a recipe and a ds_config.
+"""The training engine on DeepSpeed: forward passes, backward passes, a step, and what a checkpoint holds.
 
-`ds_configs/*.json` own the engine only (ZeRO stage, precision, offload, communication). Batch sizes, accumulation,
-clipping, optimizer and schedule belong to the recipe and are refused in the JSON. What this module sets, and why:
-- Clipping is always set, because DeepSpeed takes an absent key as 1.0.
-- The caller accumulates: any number of `backward` calls, then one `step`. Stages 2 and 3 reduce gradients at every
-  backward pass unless they are told to coalesce, which works where gradients are float32.
+trainer/ds_config.py has the settings, and the reason for each. What this module does beside DeepSpeed, and why:
 - Losses are multiplied by the world size, which undoes DeepSpeed's mean over ranks. Our losses are already divided by
   the global batch's counts, so gradients must be summed.
 - At stage 0 DeepSpeed reports no gradient norm, so this module clips and knows the norm.
-- A step with a gradient that is not finite is skipped: at stage 0 by this module, and from stage 1 on by DeepSpeed,
-  which must be told to look for it in bf16.
+- A step with a gradient that is not finite is skipped: at stage 0 by this module, and from stage 1 on by DeepSpeed.
 - At stage 3, rank 0's weights are divided among the ranks one parameter at a time, so the other ranks need no whole
   model (`loads_weights`). DeepSpeed alone would divide them only after every rank has all of them on its device.
-- Muon is DeepSpeed's own, too. Only matrices whose gradient is float32 and whose state is on the device go to it
-  (`_check_muon`). At stage 3 it needs whole gradients on every rank, so `reduce_scatter` is off there. DeepSpeed clips
-  its steps in place of its gradients, except at stages 0 and 1 with bf16, so nothing is clipped at any stage.
 - The values of a checkpoint are handed out as fragments: ranges of a parameter's elements, named by parameter and
   range. They do not depend on the ZeRO stage, the precision or the number of ranks, so any engine can load what any
   other saved, and no rank needs more than its part. DeepSpeed's own files are not used, because it reads them by
@@ -24,38 +16,21 @@ clipping, optimizer and schedule belong to the recipe and are refused in the JSO
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data.ground.errors import ConfigError
-from data.ground.files import refused_by
-from trainer.config.load import read_json_object
 from trainer.config.schema import Recipe
-from trainer.config.sections import OptimConfig
 from trainer.distributed import World
-from trainer.optim import adamw, hidden_matrices, parameter_groups
-
-_OWNED_BY_RECIPE = {
-    "train_batch_size": "train.global_batch_size",
-    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
-    "gradient_accumulation_steps": "train.micro_batch_size",
-    "managed_gradient_accumulation": "train.micro_batch_size",
-    "gradient_clipping": "optim.max_grad_norm",
-    "optimizer": "[optim]",
-    "scheduler": "[optim]",
-    "tensorboard": "[log]",
-    "activation_checkpointing": "train.activation_checkpointing",
-}
+from trainer.ds_config import clipping, full_ds_config, has_bf16_weights, zero_stage
+from trainer.optim import optimizer_of
 
 _PART = 1 << 22  # elements that are compared at a time
 
@@ -73,201 +48,6 @@ class Fragment:
     stop: int
 
 
-def read_ds_config(path: str | Path) -> dict[str, Any]:
-    """Read an engine configuration. Raises ConfigError where it sets what the recipe owns, or what cannot work."""
-    path = Path(path)
-    values = read_json_object(path, "engine.ds_config", hint="shipped ones are ds_configs/zero{0,1,2,3}.json")
-    for key in ("zero_optimization", "bf16", "fp16", "torch_autocast"):
-        part = values.get(key, {})
-        if not isinstance(part, dict):
-            raise ConfigError(f"{path}: {key} = {part!r} must be an object, as in ds_configs/zero1.json")
-        if not isinstance(part.get("enabled", False), bool):
-            raise ConfigError(f"{path}: {key}.enabled = {part['enabled']!r} must be true or false")
-    for key, owner in _OWNED_BY_RECIPE.items():
-        if key in values:
-            raise ConfigError(f"{path} sets {key!r}, which belongs to the recipe; remove it there and use {owner}")
-    stage = values.get("zero_optimization", {}).get("stage", 0)
-    if isinstance(stage, float) or stage not in (0, 1, 2, 3):
-        raise ConfigError(f"{path}: zero_optimization.stage = {stage!r} must be 0, 1, 2 or 3")
-    if stage == 0 and has_bf16_weights(values):
-        raise ConfigError(
-            f"{path} asks for bf16 at ZeRO stage 0, where DeepSpeed takes a stray optimizer step at start; "
-            "use torch_autocast there, or stage 1"
-        )
-    offload = values.get("zero_optimization", {}).get("offload_optimizer") or {}
-    if not isinstance(offload, dict):
-        raise ConfigError(
-            f"{path}: zero_optimization.offload_optimizer = {offload!r} must be an object, as in "
-            "ds_configs/zero3_offload.json"
-        )
-    if offload.get("device") == "nvme":
-        raise ConfigError(f"{path} offloads the optimizer to nvme, which checkpoints cannot read back; offload to cpu")
-    if values.get("fp16", {}).get("enabled"):
-        raise ConfigError(f"{path} asks for fp16, which these losses do not scale for; use bf16 or torch_autocast")
-    return values
-
-
-class _Asked(dict[str, Any]):
-    """A dict that records which of its keys were asked for; a shallow copy records them in the same set."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        self.asked: set[object] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self.asked.add(key)
-        return super().__contains__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
-        return super().get(key, default)
-
-
-def checked_ds_config(recipe: Recipe) -> dict[str, Any]:
-    """Read the engine configuration of a run, and check it with DeepSpeed's own classes.
-
-    This is done before the run writes anything. Only this function reads the file, so that the run checks, compares
-    between ranks, trains with and writes down the same values. DeepSpeed ignores top-level keys that its classes do not
-    know, so such keys are refused here.
-    """
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    path = recipe.engine.ds_config
-    ds_config = read_ds_config(path)
-    if not recipe.ladder.has_whole_feed_forwards and zero_stage(ds_config) == 3:
-        raise ConfigError(
-            f"model.ladder has sizes with narrower feed-forwards, which {path}, whose stage 3 divides every weight, "
-            "cannot take a part of; use a stage from 0 to 2, or sizes of two numbers"
-        )
-    if recipe.train.compile and zero_stage(ds_config) == 3:
-        raise ConfigError(
-            f"train.compile = true does not go with {path}, whose stage 3 fetches weights layer by layer; use a stage "
-            "up to 2, or train.compile = false"
-        )
-    with refused_by("DeepSpeed", f"engine.ds_config {path}", hint="fix that setting", kind=ConfigError):
-        values = _Asked(full_ds_config(recipe, ds_config))
-        DeepSpeedConfig(values)
-    if unknown := sorted(set(ds_config) - values.asked):
-        raise ConfigError(
-            f"engine.ds_config {path} sets {unknown[0]!r}, which this DeepSpeed does not know; remove it, or fix its "
-            "name"
-        )
-    if recipe.optim.name == "muon":
-        _check_muon(path, ds_config)
-    return ds_config
-
-
-def _check_muon(path: str, ds_config: Mapping[str, Any]) -> None:
-    """Refuse engines under which DeepSpeed's Muon takes another step, or none (docs/objectives.md has the figures)."""
-    sent, summed = ds_config.get("communication_data_type"), ds_config.get("data_types", {}).get("grad_accum_dtype")
-    is_float32 = sent in (None, "fp32")
-    if has_bf16_weights(ds_config):
-        is_float32 = zero_stage(ds_config) != 2 and sent == summed == "fp32"
-    if not is_float32:
-        raise ConfigError(
-            f'optim.name = "muon" does not go with {path}, under which DeepSpeed keeps the momentum in bf16; use '
-            "ds_configs/zero1.json or zero3.json"
-        )
-    if ds_config.get("zero_optimization", {}).get("offload_optimizer"):
-        raise ConfigError(
-            f'optim.name = "muon" does not go with {path}, which offloads the optimizer: that has not been tried '
-            "with a GPU; use a configuration that does not offload, or adamw"
-        )
-
-
-def zero_stage(values: Mapping[str, Any]) -> int:
-    return int(values.get("zero_optimization", {}).get("stage", 0))
-
-
-def takes_weights_of_rank_0(recipe: Recipe, ds_config: Mapping[str, Any]) -> bool:
-    """Whether the weights of rank 0 replace those of all other ranks: at stage 3, unless a step is only replayed."""
-    return zero_stage(ds_config) == 3 and not recipe.debug.replay
-
-
-def loads_weights(recipe: Recipe, ds_config: Mapping[str, Any], rank: int) -> bool:
-    """Whether this rank must load the weights of the model that trains; others may have it on the meta device."""
-    return rank == 0 or not takes_weights_of_rank_0(recipe, ds_config)
-
-
-def multiplies_in_bf16(values: Mapping[str, Any]) -> bool:
-    """Whether matrix products run in bf16, with weights in bf16 or under autocast."""
-    return has_bf16_weights(values) or bool(values.get("torch_autocast", {}).get("enabled"))
-
-
-def has_bf16_weights(values: Mapping[str, Any]) -> bool:
-    return bool(values.get("bf16", {}).get("enabled"))
-
-
-def full_ds_config(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON handed to DeepSpeed: engine settings plus what follows from the recipe. It shares nothing with them."""
-    stage = zero_stage(values)
-    coalesce = stage >= 2 and not has_bf16_weights(values)
-    # At stage 0, Engine clips.
-    clipping = _clipping(recipe) if stage > 0 else 0.0
-    bf16 = {"bf16": {**values["bf16"], "check_grad_overflow": True}} if has_bf16_weights(values) else {}
-    given = copy.deepcopy(dict(values))
-    if stage == 3 and recipe.optim.name == "muon":
-        given["zero_optimization"]["reduce_scatter"] = False
-    return {
-        **given,
-        **bf16,
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": coalesce,
-        "gradient_clipping": clipping,
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-    }
-
-
-def _clipping(recipe: Recipe) -> float:
-    """The norm that gradients are scaled down to; 0: they are not."""
-    return recipe.optim.max_grad_norm if recipe.optim.name == "adamw" else 0.0
-
-
-def _optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
-    if optim.name == "muon":
-        return _muon(module, optim)
-    betas = (optim.beta1, optim.beta2)
-    return adamw(module, lr=optim.lr, betas=betas, eps=optim.eps, weight_decay=optim.weight_decay)
-
-
-def _muon(module: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
-    """DeepSpeed's Muon for the hidden matrices, with fused AdamW for the other parameters.
-
-    `rate` in a group is the group's learning rate as a multiple of AdamW's.
-    """
-    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
-
-    class Muon(MuonWithAuxAdam):
-        def step(self, closure: Any = None, step_id: Any = None) -> None:
-            # DeepSpeed's takes a gradient that is missing for zeros, but a step that is skipped changes nothing.
-            if any(p.grad is not None for group in self.param_groups for p in group["params"]):
-                super().step(closure, step_id)
-
-    matrices = hidden_matrices(module)
-    taken = {id(parameter) for parameter in matrices}
-    others = ((name, p) for name, p in module.named_parameters() if id(p) not in taken)
-    groups = [
-        {
-            "params": matrices,
-            "use_muon": True,
-            "weight_decay": optim.weight_decay,
-            "momentum": optim.muon_momentum,
-            "rate": optim.muon_lr / optim.lr,
-        },
-        *({"use_muon": False, **group} for group in parameter_groups(others, weight_decay=optim.weight_decay)),
-    ]
-    adamw_settings = {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
-    for group in groups[1:]:
-        group |= adamw_settings
-    return Muon(groups, torch.optim.AdamW, {**adamw_settings, "fused": True})
-
-
 class Engine:
     """A model under DeepSpeed: forward, backward (any number of times), one step.
 
@@ -283,11 +63,11 @@ class Engine:
         self.ds_config = full_ds_config(recipe, ds_config)
         self.stage = zero_stage(self.ds_config)
         self._coalesces = bool(self.ds_config["managed_gradient_accumulation"])
-        optimizer = _optimizer(module, recipe.optim)
+        optimizer = optimizer_of(module, recipe.optim)
         by_muon = [p for group in optimizer.param_groups if group.get("use_muon") for p in group["params"]]
         self._skips = False
         self._norm_at_stage_0: float | None = None
-        limit = _clipping(recipe) or float("inf")
+        limit = clipping(recipe) or float("inf")
 
         def before_step(inner: torch.optim.Optimizer, *_: Any) -> None:
             parameters = [p for group in inner.param_groups for p in group["params"]]

@@ -1,15 +1,15 @@
-"""Which parameters each optimizer takes, AdamW, and learning rates as a pure function of the step.
-
-DeepSpeed's Muon is made in trainer/engine.py.
-"""
+"""The optimizers, which parameters each takes, and learning rates as a pure function of the step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
+
+from trainer.config.sections import OptimConfig
 
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float) -> list[dict]:
@@ -54,6 +54,46 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
         for parameter in module.parameters()
         if parameter.requires_grad and parameter.ndim == 2 and min(parameter.shape) > 1 and id(parameter) not in tables
     ]
+
+
+def optimizer_of(module: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+    """The recipe's optimizer of a module's trained parameters. Call before ZeRO-3 partitions parameters."""
+    if optim.name == "muon":
+        return _muon(module, optim)
+    betas = (optim.beta1, optim.beta2)
+    return adamw(module, lr=optim.lr, betas=betas, eps=optim.eps, weight_decay=optim.weight_decay)
+
+
+def _muon(module: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+    """DeepSpeed's Muon for the hidden matrices, with fused AdamW for the other parameters.
+
+    `rate` in a group is the group's learning rate as a multiple of AdamW's.
+    """
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    class Muon(MuonWithAuxAdam):
+        def step(self, closure: Any = None, step_id: Any = None) -> None:
+            # DeepSpeed's takes a gradient that is missing for zeros, but a step that is skipped changes nothing.
+            if any(p.grad is not None for group in self.param_groups for p in group["params"]):
+                super().step(closure, step_id)
+
+    matrices = hidden_matrices(module)
+    taken = {id(parameter) for parameter in matrices}
+    others = ((name, p) for name, p in module.named_parameters() if id(p) not in taken)
+    groups = [
+        {
+            "params": matrices,
+            "use_muon": True,
+            "weight_decay": optim.weight_decay,
+            "momentum": optim.muon_momentum,
+            "rate": optim.muon_lr / optim.lr,
+        },
+        *({"use_muon": False, **group} for group in parameter_groups(others, weight_decay=optim.weight_decay)),
+    ]
+    adamw_settings = {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
+    for group in groups[1:]:
+        group |= adamw_settings
+    return Muon(groups, torch.optim.AdamW, {**adamw_settings, "fused": True})
 
 
 def learning_rate(step: int, *, peak: float, total_steps: int, warmup_ratio: float, schedule: str) -> float:

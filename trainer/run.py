@@ -43,14 +43,14 @@ from trainer.config.schema import Recipe
 from trainer.costs.flops import bf16_slowdown
 from trainer.costs.objective_costs import costs_of
 from trainer.distributed import Refused, World, gather_objects, start
-from trainer.engine import (
-    Engine,
+from trainer.ds_config import (
     checked_ds_config,
     full_ds_config,
     loads_weights,
     multiplies_in_bf16,
     takes_weights_of_rank_0,
 )
+from trainer.engine import Engine
 from trainer.evaluation.during_training import Evaluator
 from trainer.exporting.model_folder import embedding_settings, save_model
 from trainer.loop import Hooks, Plan, RunState, TrainState, train

@@ -2,11 +2,13 @@
 
     python docs/site/pictures.py        writes docs/figures/NAME_light.svg and NAME_dark.svg
 
-The ladder's sizes are those of models/sizes.py. The text stays text, and the same code always writes the same bytes.
+The ladder's sizes are those of models/sizes.py, the scores those of a record. The text stays text, and the same code
+always writes the same bytes.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +17,13 @@ from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "docs" / "figures"
+RESIZED = ROOT / "records" / "2026-11-22_minilm_resized" / "resize.json"
 sys.path.insert(0, str(ROOT))
 
 from models.sizes import STARBUCKS_LADDER  # noqa: E402
 
 FONT = "'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
-# Roles of colours: the page, text, lines, and the fills of what is data, model, loss, and left out.
+# Roles of colours: the page, text, lines, the fills of what is data, model, loss, and left out; the lines of a chart.
 LIGHT = {
     "page": "#ffffff",
     "text": "#1f2328",
@@ -32,6 +35,9 @@ LIGHT = {
     "loss": "#ffebe9",
     "used": "#fb8f44",
     "unused": "#eaeef2",
+    "first": "#bc4c00",
+    "second": "#0969da",
+    "third": "#6e7781",
 }
 DARK = {
     "page": "#0d1117",
@@ -44,6 +50,9 @@ DARK = {
     "loss": "#4e1c1f",
     "used": "#bd561d",
     "unused": "#262c36",
+    "first": "#f0883e",
+    "second": "#58a6ff",
+    "third": "#9198a1",
 }
 THEMES: Mapping[str, Mapping[str, str]] = {"light": LIGHT, "dark": DARK}
 
@@ -111,6 +120,13 @@ class Canvas:
             f'<polyline points="{path}" fill="none" stroke="{self.theme["line"]}" stroke-width="1.4" '
             f'marker-end="url(#head)"{dashes}/>'
         )
+
+    def curve(self, points: Sequence[tuple[float, float]], colour: str) -> None:
+        """A line through the points, with a dot at each."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self.parts.append(f'<polyline points="{path}" fill="none" stroke="{self.theme[colour]}" stroke-width="2.2"/>')
+        for x, y in points:
+            self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{self.theme[colour]}"/>')
 
     def svg(self) -> str:
         head = (
@@ -282,11 +298,69 @@ def srl(theme: Mapping[str, str]) -> Canvas:
     return canvas
 
 
+@dataclass(frozen=True)
+class Chart:
+    """A chart's frame on a canvas, 370 × 220 pixels from (left, top). Its scores go from 0 up to `highest`."""
+
+    canvas: Canvas
+    left: float
+    top: float
+    highest: float
+
+    def place(self, share: float, score: float) -> tuple[float, float]:
+        """The pixel of a score. share: 0 at the left end, 1 at the right one."""
+        return self.left + 370 * share, self.top + 220 * (1 - score / self.highest)
+
+    def frame(self, title: str, below: str) -> None:
+        self.canvas.text(self.left, self.top - 18, title, bold=True, anchor="start")
+        for tenths in range(0, round(self.highest * 10), 2):
+            x, y = self.place(0, tenths / 10)
+            self.canvas.rectangle(x, y, 370, 0.2, "unused", line="unused", radius=0)
+            self.canvas.text(x - 8, y + 4, f"{tenths / 10:.1f}", size=11, colour="quiet", anchor="end")
+        self.canvas.text(self.left + 185, self.top + 262, below, size=12, colour="quiet")
+
+
+def resized(theme: Mapping[str, str]) -> Canvas:
+    """A trained model at every size: truncated, with fitted linear maps, and after `trainer.resize`."""
+    rows = json.loads(RESIZED.read_text(encoding="utf-8"))["records"]
+    methods = {
+        "resized by one run": ("resized", "first"),
+        "linear maps, no training": ("closed_form", "second"),
+        "truncated": ("as_it_is", "third"),
+    }
+    canvas = Canvas(900, 372, "all-MiniLM-L6-v2 at six sizes: truncated, with linear maps, and resized", theme)
+    for number, (name, (_, colour)) in enumerate(methods.items()):
+        canvas.curve([(60 + 210 * number, 26), (88 + 210 * number, 26)], colour)
+        canvas.text(98 + 210 * number, 30, name, size=12, anchor="start")
+    by_size = Chart(canvas, 50, 84, 0.88)
+    by_size.frame("STS-B, Spearman", "layers × dimensions")
+    by_cost = Chart(canvas, 500, 84, 0.7)
+    by_cost.frame("SciFact, nDCG@10", "milliseconds a query")
+    for chart, task in ((by_size, "stsb_test"), (by_cost, "scifact")):
+        found = [row for row in rows if row["task"] == task]
+        places = [0.05 + 0.9 * number / (len(found) - 1) for number in range(len(found))]
+        if chart is by_cost:
+            places = [row["milliseconds"] / 12.5 for row in found]
+            for each in (0, 4, 8, 12):
+                canvas.text(chart.left + 370 * each / 12.5, chart.top + 238, str(each), size=11, colour="quiet")
+        for column, colour in reversed(methods.values()):
+            canvas.curve([chart.place(x, row[column]) for x, row in zip(places, found)], colour)
+        for x, row in zip(places, found):
+            name = f"{row['layers']} × {row['dim']}"
+            if chart is by_size:
+                canvas.text(chart.place(x, 0)[0], chart.top + 238, name, size=11, colour="quiet")
+            else:
+                left, top = chart.place(x, row["resized"])
+                canvas.text(left - 2, top - 10, name, size=10, colour="quiet")
+    return canvas
+
+
 PICTURES: Mapping[str, Callable[[Mapping[str, str]], Canvas]] = {
     "ladder": ladder,
     "training_loop": training_loop,
     "smae": smae,
     "srl": srl,
+    "resized": resized,
 }
 
 

@@ -28,7 +28,8 @@ from tests.benchmarks.support import write_figures
 from trainer.checkpoint import Checkpointer
 from trainer.config.load import build_recipe
 from trainer.distributed import start
-from trainer.engine import Engine, read_ds_config
+from trainer.ds_config import read_ds_config
+from trainer.engine import Engine
 
 BASE = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)
 QUICK = {**BASE, "num_hidden_layers": 2}

@@ -20,10 +20,9 @@ each size, hashes, places) and those of a query and a block of columns count, an
 near 1 thus says that, of all that is quadratic in the batch, only a tile is held, and that vectors are copied a few
 thousand rows at a time at most. Tiles are equal because `train.score_memory_mib` would give a small batch other ones.
 The other terms copy vectors of the whole batch, and their share says how much: one size's queries and positives
-("spread"), a second set of gradients ("compression"), the quantised vectors and their gradients ("int8", "binary"), a
-role's texts ("vectors"), all texts ("similarities", "gram"), or a row of each positive ("positives"). "spread",
-"compression" and "gram" also compute in float64, the former two up to 4,096 rows at a time, which between these two
-batches is growth, too.
+("spread"), a second set of gradients ("compression"), a role's texts ("vectors"), all texts ("similarities", "gram"),
+or a row of each positive ("positives"). "spread", "compression" and "gram" also compute in float64, the former two up
+to 4,096 rows at a time, which between these two batches is growth, too.
 --quick: the differences and effects are those of a full run; memory of the terms that are only tiled grows from 512 to
 1,024 queries; steps are of 16 triplets and losses of 256 queries, timed once, which says little. Two minutes.
 """
@@ -74,8 +73,6 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "espresso": {"objective": ESPRESSO, "model": ESPRESSO_LADDER},
     "compression": {"objective": ESPRESSO | {"compression_weight": 1.0}, "model": ESPRESSO_LADDER},
     "spread": {"objective": {"spread_weight": 1.0}},
-    "int8": {"objective": {"int8_weight": 1.0}},
-    "binary": {"objective": {"binary_weight": 1.0}},
     "hardness": {"objective": {"hardness": 5.0}},
     "blocks": {"objective": {"negatives": list(PARTS)}},
     "guide_filter": {"objective": {"filter_false_negatives": True, "filter_by": "guide"}, "guide": GUIDE},

@@ -41,7 +41,8 @@ from tests.benchmarks.support import SHARED, Figures, peak_mib, take_turns
 from trainer.config.load import build_recipe
 from trainer.costs.flops import Shape
 from trainer.distributed import start
-from trainer.engine import Engine, read_ds_config
+from trainer.ds_config import read_ds_config
+from trainer.engine import Engine
 from trainer.objectives.contrastive import ContrastiveObjective, TableObjective, contrastive
 from trainer.objectives.contrastive_loss import contrastive_loss
 from trainer.objectives.guide import Guide, PairGuide, StoredGuide

@@ -53,7 +53,8 @@ from trainer.config.load import build_recipe
 from trainer.config.schema import Recipe
 from trainer.costs.flops import Shape
 from trainer.distributed import World, start
-from trainer.engine import Engine, read_ds_config
+from trainer.ds_config import read_ds_config
+from trainer.engine import Engine
 from trainer.objectives.backward import counting_saved, embed_texts, micro_batches
 from trainer.objectives.contrastive import contrastive
 from trainer.objectives.materials import Materials

@@ -50,7 +50,8 @@ from trainer.config.load import build_recipe
 from trainer.config.schema import Recipe
 from trainer.costs.flops import Shape
 from trainer.distributed import start
-from trainer.engine import Engine, read_ds_config
+from trainer.ds_config import read_ds_config
+from trainer.engine import Engine
 from trainer.evaluation.encoding.encode import _text_encoder, embedder_of
 from trainer.objectives.contrastive import contrastive
 from trainer.objectives.materials import Materials

@@ -56,6 +56,7 @@ from tests.trainer.support import recipe_of  # noqa: E402
 from tests.trainer.worker import counted_chunks  # noqa: E402
 from trainer import build, engine  # noqa: E402
 from trainer.distributed import World, gather_objects, start  # noqa: E402
+from trainer.ds_config import read_ds_config  # noqa: E402
 
 WARM_UP_STEPS = 2
 
@@ -79,7 +80,7 @@ def watch_steps(values: dict[str, Any], world: World, *, steps: int) -> dict[str
     recipe = recipe_of(values)
     before = _storages()  # kept, so that what is left of an earlier engine cannot go while this one is counted
     sources = build.open_shards(recipe)
-    ds_config = engine.read_ds_config(recipe.engine.ds_config)
+    ds_config = read_ds_config(recipe.engine.ds_config)
     parts = build.build_model(recipe, sources, ds_config)
     trained = engine.Engine(parts.module, recipe, world, ds_config)
     trained.train()

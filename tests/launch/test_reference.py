@@ -68,7 +68,7 @@ def below(schema: type[Record]) -> Iterator[type[Record]]:
 def test_every_chart_of_losses_is_of_a_family_on_the_page() -> None:
     names = (loss_of(f"{family}/demi") for family in FAMILIES)
     tags = {name.tag for name in names if name}
-    weights = ("asymmetric_weight", "spread_weight", "int8_weight", "binary_weight", "compression_weight")
+    weights = ("asymmetric_weight", "spread_weight", "compression_weight")
     with_all_terms = replace(Recipe(), objective=replace(Recipe().objective, **dict.fromkeys(weights, 1.0)))
     charts = [
         pattern
@@ -77,7 +77,7 @@ def test_every_chart_of_losses_is_of_a_family_on_the_page() -> None:
         for patterns in kind.charts(recipe)[1].values()
         for pattern in patterns
     ]
-    assert len(charts) > 3 and {"^losses/int8", "^losses/binary"} <= set(charts)
+    assert len(charts) > 3 and {"^losses/spread", "^losses/compression"} <= set(charts)
     for pattern in charts:
         assert pattern.removeprefix("^") in tags, pattern
 

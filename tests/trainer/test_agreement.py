@@ -22,7 +22,7 @@ from trainer.agreement import FREE_KEYS, disagreement, facts_of, fingerprint, fr
 from trainer.build import open_shards
 from trainer.config.load import build_recipe
 from trainer.config.schema import Recipe
-from trainer.engine import read_ds_config
+from trainer.ds_config import read_ds_config
 
 NO_PARTS = cast(Any, SimpleNamespace(guide=None, teacher=None))
 

@@ -654,7 +654,7 @@ def test_kept_by_count_and_for_good(tmp_path: Path) -> None:
 
 
 def test_offload_to_nvme_is_refused(tmp_path: Path) -> None:
-    from trainer.engine import read_ds_config
+    from trainer.ds_config import read_ds_config
 
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}))

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from tests.trainer.support import recipe_of, recipe_values
-from trainer.engine import checked_ds_config, full_ds_config, zero_stage
+from trainer.ds_config import checked_ds_config, full_ds_config, zero_stage
 
 
 def test_each_run_reads_the_file_as_it_is_then(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ AT_EVERY_STAGE = ("smae", "srl", "stored", "kept")
 AT_TWO_STAGES = ("mlm", "direct", "two_d", "one", "enhanced", "spans", "guided", "guided_masked_pairs")
 AT_TWO_STAGES += ("smae_lonely", "srl_lonely", "guided_lonely", "enhanced_lonely", "spans_lonely", "sparse")
 AT_TWO_STAGES += ("espresso", "adaptive", "distill", "distill_heads", "distill_lonely", "related", "taught", "left_out")
-AT_TWO_STAGES += ("blocks", "kept_lonely", "bits", "ringed")
+AT_TWO_STAGES += ("blocks", "kept_lonely", "ringed")
 # These use the engine as one of those above does. They differ only in the loss, which is computed from the engine's
 # outputs: whole float32 tensors at every stage.
 AT_ONE_STAGE = ("mrl", "cosent", "coordinates", "weighted", "crowded", "filtered", "margins")
@@ -61,15 +61,6 @@ AT_ONE_STAGE += ("espresso_full_width", "espresso_lonely", "compressed_directly"
 AT_ONE_STAGE += ("by_log_of_layers", "two_d_by_layers", "smae_by_log_of_layers")
 AT_ONE_STAGE += ("spread", "spread_by_dot", "spread_lonely", "spread_masked_pairs", "spread_graded")
 AT_ONE_STAGE += ("spread_symmetric_spans", "left_out_lonely")
-AT_ONE_STAGE += (
-    "bits_lonely",
-    "bits_graded",
-    "bits_espresso",
-    "bits_positives",
-    "bits_directly",
-    "int8",
-    "int8_lonely",
-)
 AT_ONE_STAGE += ("srl_uneven", "smae_uneven", "related_directly", "related_lonely", "similarity", "gram", "order")
 AT_ONE_STAGE += ("ringed_blocks", "ringed_lonely")
 AT_ONE_STAGE += ("kept_related", "stored_directly", "stored_lonely", "matched", "matched_lonely", "stored_masked_pairs")
@@ -84,7 +75,7 @@ ON_RANKS = {
     1: ("smae", "srl", "two_d", "mrl"),
     4: (
         *("srl", "two_d", "mrl", "smae", "crowded", "srl_uneven", "smae_lonely", "distill", "related", "asymmetric"),
-        *("spread", "espresso", "blocks", "positives", "matched", "bits", "ringed"),
+        *("spread", "espresso", "blocks", "positives", "matched", "ringed"),
     ),
 }
 CONTROLS = {
@@ -222,18 +213,11 @@ def recipes(
     cases["spread"] = pairs(crowded_shards, spread_weight=4.0)
     cases["spread_by_dot"] = pairs(spread_weight=8.0, similarity="dot", temperature=8.0, kl="none", reduction="sum")
     cases["spread_graded"] = pairs(graded_shards, loss="cosent", kl="none", spread_weight=2.0)
-    cases["bits"] = pairs(crowded_shards, binary_weight=2.0)
-    cases["bits_directly"] = pairs(crowded_shards, binary_weight=2.0, backward="direct")
-    cases["bits_graded"] = pairs(graded_shards, loss="cosent", kl="none", binary_weight=2.0)
-    # A value at the edge of a step may be rounded the other way on the ranks. The weight is so small that this stays
-    # below the tolerance; a gradient that is lost does not.
-    cases["int8"] = pairs(crowded_shards, int8_weight=0.004)
     cases["by_log_of_layers"] = pairs(layer_weighting="log", reduction="sum", sizes="grid")
     cases["two_d_by_layers"] = pairs(sizes="two_d", layer_weighting="linear")
     cases["smae_by_log_of_layers"] = masked(layer_weighting="log")
     espresso = {"layer_weighting": "log", "compression_weight": 1.0, "kl": "none"}
     cases["espresso"] = pairs(crowded_shards, sizes="espresso", **espresso)
-    cases["bits_espresso"] = pairs(crowded_shards, sizes="espresso", **espresso, binary_weight=1.0)
     cases["espresso_full_width"] = pairs(sizes="espresso_full_width", layer_weighting="log", kl_weight=0.5)
     cases["compressed_directly"] = pairs(backward="direct", compression_weight=2.0, compression_temperature=0.5)
     cases["compressed_two_d"] = pairs(sizes="two_d", pooling="mean", similarity="dot", temperature=8.0, **espresso)
@@ -288,8 +272,6 @@ def recipes(
         cases[name]["data"] |= {"num_positives": 3}
     cases["spread_positives"] = pairs(crowded_shards, spread_weight=2.0)
     cases["spread_positives"]["data"] |= {"num_positives": 2}
-    cases["bits_positives"] = pairs(weighted_shards, negatives=every, hardness=3.0, binary_weight=2.0)
-    cases["bits_positives"]["data"] |= {"num_positives": 3}
     cases["positives_lonely"] = copy.deepcopy(cases["positives_blocks"])
     cases["positives_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
     cases["blocks_directly"] = copy.deepcopy(cases["blocks"])
@@ -330,7 +312,7 @@ def recipes(
     for name in ("kept", "kept_related"):
         cases[name]["train"] |= {"activation_memory_mib": 2.0}
     # Last batches of 11 samples, and of one: the other ranks then have none.
-    for name in ("asymmetric", "spread", "espresso", "kept", "bits", "int8"):
+    for name in ("asymmetric", "spread", "espresso", "kept"):
         cases[f"{name}_lonely"] = copy.deepcopy(cases[name])
         cases[f"{name}_lonely"]["train"] |= {"steps": 0, "epochs": 1 / 24}
     for name, samples in (("uneven", 11), ("lonely", 1)):
@@ -537,10 +519,6 @@ def test_every_recipe_is_in_the_product(recipes: dict[str, Any]) -> None:
         ("own_margins", "direct"),
         ("asymmetric", "crowded"),
         ("spread", "crowded"),
-        ("bits", "crowded"),
-        ("bits_graded", "cosent"),
-        ("bits_espresso", "espresso"),
-        ("int8", "crowded"),
         ("smae_by_log_of_layers", "smae"),
         ("espresso", "espresso_full_width"),
         ("compressed_directly", "srl"),
@@ -595,15 +573,11 @@ def test_the_cases_are_the_hard_ones(two_ranks: Results) -> None:
         ("srl_lonely", 96),
         ("spread", 96),
         ("espresso", 3 * 48 + 48),
-        ("bits", 2 * 96),
     ],
 )
 @pytest.mark.needs("{name}-float32_zero1")
 def test_embeddings_are_sent_once_each_way(name: str, widths: int, two_ranks: Results) -> None:
-    """Passages alone, in float32, at the ladder's widths; their gradients back. Shares are padded to the largest.
-
-    A loss of quantised vectors sends those, too.
-    """
+    """Passages alone, in float32, at the ladder's widths; their gradients back. Shares are padded to the largest."""
     (step, *_) = two_ranks[f"{name}-float32_zero1"]
     expected_bytes = max(step["passages"]) * widths * 4
     assert step["sent"] == [[expected_bytes] * 2, [expected_bytes] * 2]
@@ -635,7 +609,7 @@ def test_cached_equals_direct_with_dropout(two_ranks: Results) -> None:
     assert_equal(cached, direct)
 
 
-@pytest.mark.parametrize("name", ["blocks", "bits", "widths"])
+@pytest.mark.parametrize("name", ["blocks", "widths"])
 @pytest.mark.needs("{name}-float32_zero2", "{name}_directly-float32_zero1")
 def test_cached_equals_direct(name: str, two_ranks: Results) -> None:
     assert_equal(two_ranks[f"{name}-float32_zero2"], two_ranks[f"{name}_directly-float32_zero1"])

@@ -26,7 +26,8 @@ from tests.trainer.test_checkpoint import SHAPES, Held
 from trainer.build import build_model, open_shards
 from trainer.checkpoint import Checkpointer
 from trainer.distributed import Refused
-from trainer.engine import MOMENTUM, checked_ds_config
+from trainer.ds_config import checked_ds_config
+from trainer.engine import MOMENTUM
 
 STAGES, RANKS, STEPS = (0, 1, 2, 3), (1, 2), 3
 TASKS = ("smae", "srl")

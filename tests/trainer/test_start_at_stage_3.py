@@ -25,7 +25,7 @@ from tests.trainer.support import float32_ds_config, recipe_of, recipe_values
 from trainer.agreement import disagreement, facts_of
 from trainer.build import build_model, open_shards
 from trainer.config.schema import Recipe
-from trainer.engine import loads_weights, read_ds_config
+from trainer.ds_config import loads_weights, read_ds_config
 
 SHAPE = {
     "model_type": "qwen3",

@@ -36,7 +36,6 @@ LADDER = [[1, 8], [1, 16], [1, 48]]
 MODEL = {"config": {"model_type": "static", "hidden_size": 48}, "ladder": LADDER, "pooling": "mean"}
 CASES = ("nested", "sharded", "dot", "taught", "one", "lonely", "unguided")
 CASES += ("guided", "guided_by_a_table", "taught_by_guide", "spread", "compressed", "blocks", "by_weight", "positives")
-CASES += ("bits",)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +62,6 @@ def cases(
         "one": values(tuple_shards, 1, sizes="one", size="1x16"),
         "compressed": values(tuple_shards, 0, compression_weight=2.0, compression_temperature=0.3),
         "spread": values(crowded_shards, 1, spread_weight=4.0),
-        "bits": values(crowded_shards, 0, binary_weight=2.0),
         "lonely": values(crowded_shards, 0),
         "unguided": values(crowded_shards, 0),
     }

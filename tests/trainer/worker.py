@@ -33,6 +33,7 @@ from data.ground.command import run_command
 from data.shards.reader import ShardFolder
 from tests.trainer.support import recipe_of, without_fp16_units
 from trainer import build, engine, ring, run
+from trainer import ds_config as engine_settings
 from trainer.config.kinds import kind_named
 from trainer.config.schema import Recipe
 from trainer.distributed import World, gather_counts, gather_objects, gather_rows, seed_step, start, sum_over_ranks
@@ -109,8 +110,8 @@ def take_steps(values: dict[str, Any], world: World, *, steps: int) -> list[dict
 
 def started(recipe: Recipe, sources: Sequence[ShardFolder], world: World) -> tuple[build.ModelParts, engine.Engine]:
     """The model and its engine, as trainer/run.py makes them."""
-    ds_config = engine.read_ds_config(recipe.engine.ds_config)
-    weights = engine.loads_weights(recipe, ds_config, world.rank)
+    ds_config = engine_settings.read_ds_config(recipe.engine.ds_config)
+    weights = engine_settings.loads_weights(recipe, ds_config, world.rank)
     parts = build.build_model(recipe, sources, ds_config, weights=weights)
     return parts, engine.Engine(parts.module, recipe, world, ds_config)
 
@@ -292,7 +293,7 @@ def _broken(control: str) -> Iterator[None]:
         def always(*_: Any) -> bool:
             return True
 
-        with patch(engine, "loads_weights", always):
+        with patch(engine_settings, "loads_weights", always):
             yield
     elif control == "no world size factor":  # the mean over ranks that data parallelism takes on its own
 

@@ -112,8 +112,6 @@ class Contrastive(Kind):
             charts["queries against the full size's passages"] = ["^losses/asymmetric"]
         if recipe.objective.spread_weight:
             charts["squared similarity of different texts"] = ["^losses/spread"]
-        if recipe.objective.int8_weight or recipe.objective.binary_weight:
-            charts["loss of quantised vectors"] = ["^losses/int8", "^losses/binary"]
         if recipe.objective.compression_weight:
             charts["distance to the principal components"] = ["^losses/compression"]
         if self.is_taught(recipe):
@@ -137,11 +135,6 @@ class Contrastive(Kind):
             raise ConfigError(
                 "objective.asymmetric_weight compares a size's queries with the full size's passages, for which "
                 "objective.filter_false_negatives has no scores; set one of the two"
-            )
-        if objective.binary_weight and objective.filter_false_negatives and objective.filter_by == "full":
-            raise ConfigError(
-                "objective.binary_weight compares bits, whose scores are often equal, and objective.filter_by = "
-                '"full" reads those of the full size; set filter_by = "guide", or one of the two'
             )
         if objective.preset and not objective.preset_for:
             raise ConfigError(

@@ -209,8 +209,6 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "objective.detach_teacher": (CONTRASTIVE, KL, OWN_TEACHER, STUDENTS),
     "objective.asymmetric_weight": (CONTRASTIVE, NEGATIVES, LAYERS, SMALLER_SIZES),
     "objective.spread_weight": (COMPARISONS,),
-    "objective.int8_weight": (CONTRASTIVE, COSINE),
-    "objective.binary_weight": (CONTRASTIVE, COSINE),
     "objective.compression_weight": (CONTRASTIVE, NARROW_SIZES),
     "objective.compression_temperature": (CONTRASTIVE, NARROW_SIZES, COMPRESSION),
     "objective.negatives": (COMPARISONS, NEGATIVES),

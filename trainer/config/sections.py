@@ -315,20 +315,6 @@ class ObjectiveConfig:
         description="Weight of the mean squared similarity of different queries, plus that of different positives, in "
         "the global batch; beside the weight of the size's own loss.",
     )
-    int8_weight: float = Field(
-        default=0.0,
-        ge=0,
-        le=_LARGEST,
-        description="Weight of the contrastive loss of vectors rounded to int8, with gradients straight through the "
-        "rounding; beside the weight of the size's own loss.",
-    )
-    binary_weight: float = Field(
-        default=0.0,
-        ge=0,
-        le=_LARGEST,
-        description="Weight of the contrastive loss of the vectors' bits, with gradients straight through the signs; "
-        "beside the weight of the size's own loss.",
-    )
     compression_weight: float = Field(
         default=0.0,
         ge=0,

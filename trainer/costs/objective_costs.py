@@ -474,15 +474,14 @@ class ContrastiveCosts(InfoNCECosts):
     def gathered_bytes(self, vectors: float) -> float:
         if self.recipe.objective.loss != "infonce":
             return 0.0
-        contrasts = (1 + len(self._quantised)) * super().gathered_bytes(vectors)
-        return contrasts + 4.0 * self._passages(vectors) * self._asymmetric_widths
+        return super().gathered_bytes(vectors) + 4.0 * self._passages(vectors) * self._asymmetric_widths
 
     def _loss_flops(self, texts: Texts, vectors: float) -> float:
         scores = 0.0
         if self.recipe.objective.loss != "cosent":
             queries, passages = self._rows(texts), self._passages(vectors)
             asymmetric = (2 + self._times_scored(queries, passages)) * 2 * queries * passages * self._asymmetric_widths
-            scores = (1 + len(self._quantised)) * self._score_flops(texts, vectors) + asymmetric
+            scores = self._score_flops(texts, vectors) + asymmetric
         return scores + self._spread_flops(texts) + self._compression_flops(texts.count)
 
     def summed_bytes(self) -> float:
@@ -507,12 +506,6 @@ class ContrastiveCosts(InfoNCECosts):
                 found[size.body] = max(size.dim, found.get(size.body, 0))
         return found
 
-    @property
-    def _quantised(self) -> list[float]:
-        """The weights of the losses of quantised vectors, each of which compares as much as the loss of the vectors."""
-        objective = self.recipe.objective
-        return [weight for weight in (objective.int8_weight, objective.binary_weight) if weight]
-
     def _passages(self, vectors: float) -> float:
         """How many of the gathered vectors are passages'."""
         return vectors * self.passages_each / (self.passages_each + self._gathers_queries)
@@ -525,15 +518,13 @@ class ContrastiveCosts(InfoNCECosts):
     def loss_bytes(self, texts: Texts, *, vectors: float) -> float:
         """And what further terms hold, beside what is summed over ranks.
 
-        That is whole vectors of the layers at which no whole vectors are compared; the full size's passages, cut; and
-        quantised vectors and their gradients, of one precision after the other.
+        That is whole vectors of the layers at which no whole vectors are compared, and the full size's passages, cut.
         """
         whole = {size.body for size in self.sizes if size.dim == self.sizes[-1].dim}
         added = 4.0 * texts.count * self.sizes[-1].dim * len(self._compressed.keys() - whole)
         compared = super().loss_bytes(texts, vectors=vectors)
         compared += 8 * self._asymmetric_widths * self._passages(self.vectors_held(texts, vectors))
-        quantised = 8.0 * self.widths * texts.count if self._quantised else 0.0
-        return compared + added + quantised + self.summed_bytes()
+        return compared + added + self.summed_bytes()
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,6 @@ FAMILIES: Mapping[str, str] = {
     "kl": "The KL divergence or the margins (`objective.kl`).",
     "asymmetric": "A size's queries against the full size's passages (`objective.asymmetric_weight`).",
     "spread": "The mean squared similarity of different texts (`objective.spread_weight`).",
-    "int8": "The contrastive loss of int8 vectors (`objective.int8_weight`).",
-    "binary": "The contrastive loss of binary vectors (`objective.binary_weight`).",
     "compression": "The distance to the principal components (`objective.compression_weight`).",
     "distill": "All terms of the teacher's vectors together ([teacher]).",
     "vector": "One of several such terms: `teacher.vector_weight`.",

@@ -28,7 +28,6 @@ from trainer.objectives.contrastive_terms import (
 )
 from trainer.objectives.guide import PairGuide
 from trainer.objectives.infonce_terms import Asymmetric, InfoNCE, Negatives
-from trainer.objectives.quantised import Precision, Quantised
 from trainer.objectives.size_schedules import SizePlan
 from trainer.objectives.spread import SpreadOut
 from trainer.objectives.teacher import Teaching
@@ -128,7 +127,7 @@ def contrastive_loss(
         terms.append(Asymmetric(chosen.asymmetric_weight, plain, chosen.similarity == "cosine"))
     if kl == "margins":
         terms.append(Margins(chosen.kl_weight, chosen.temperature, teacher))
-    terms += [*_spread_out(recipe), *_quantised(recipe)]
+    terms += _spread_out(recipe)
     coordinates: list[CoordinateTerm] = []
     if kl == "coordinates":
         coordinates.append(CoordinateKL(chosen.kl_weight, chosen.kl_temperature, chosen.detach_teacher))
@@ -153,14 +152,6 @@ def pair_loss(recipe: Recipe, *, guide: PairGuide | None = None) -> ContrastiveL
 def _spread_out(recipe: Recipe) -> list[SpreadOut]:
     weight = recipe.objective.spread_weight
     return [SpreadOut(weight, unit=recipe.objective.similarity == "cosine")] if weight else []
-
-
-def _quantised(recipe: Recipe) -> list[Quantised]:
-    chosen = recipe.objective
-    weights: dict[Precision, float] = {"int8": chosen.int8_weight, "binary": chosen.binary_weight}
-    term = CoSENT(chosen.temperature) if chosen.loss == "cosent" else _infonce(recipe)
-    used = {name: weight for name, weight in weights.items() if weight and is_read(recipe, f"objective.{name}_weight")}
-    return [Quantised(name, weight, term) for name, weight in used.items()]
 
 
 def _infonce(recipe: Recipe, *, parts: tuple[str, ...] = ()) -> InfoNCE:

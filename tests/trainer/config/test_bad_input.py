@@ -219,8 +219,6 @@ def test_combinations(values: Values, masked_values: Values, refusal: Callable[.
     assert "guide.model = '/nowhere/guide'" in refusal(changed(filtered, "guide.model", "/nowhere/guide"))
     filtered = changed(changed(values, "objective.filter_false_negatives", True), "objective.asymmetric_weight", 1.0)
     assert "objective.asymmetric_weight" in refusal(filtered)
-    filtered = changed(changed(values, "objective.filter_false_negatives", True), "objective.binary_weight", 1.0)
-    assert "objective.binary_weight" in refusal(filtered)
     without = refusal(changed(values, "objective.negatives", ["query_query"]))
     assert "objective.negatives" in without and '"query_passage"' in without
     assert "nothing twice" in refusal(changed(values, "objective.negatives", ["query_passage", "query_passage"]))

@@ -122,8 +122,6 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     ),
     "objective.asymmetric_weight": ("0.5", [], [MASKED, COSENT, ["objective.sizes=full"], ONE_SIZE]),
     "objective.spread_weight": ("0.5", COSENT, [MASKED, DISTILL]),
-    "objective.int8_weight": ("0.5", COSENT, [MASKED, SPANS, DISTILL, DOT]),
-    "objective.binary_weight": ("0.5", [], [MASKED, SPANS, DISTILL, DOT]),
     "objective.compression_weight": (
         "0.5",
         [],

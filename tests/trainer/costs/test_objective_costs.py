@@ -93,20 +93,6 @@ def test_texts_are_spread_out_through_gram_matrices(objective: dict[str, Any]) -
     assert spread.gathered_bytes(VECTORS) == plain.gathered_bytes(VECTORS)
 
 
-@pytest.mark.parametrize("of_bits", [{"binary_weight": 1.0}, {"binary_weight": 1.0, "int8_weight": 1.0}])
-def test_quantised_vectors_are_compared_as_the_vectors_are(of_bits: dict[str, Any]) -> None:
-    """Scores and gathered vectors once more for each precision; copies and gradients of one precision at a time."""
-    plain, quantised = (costs_of(recipe_of(recipe_values("shards", objective=each))) for each in ({}, of_bits))
-    width = 16 + 32 + 48
-    added = quantised.computed_flops(SHAPE, TEXTS, vectors=VECTORS) - plain.computed_flops(
-        SHAPE, TEXTS, vectors=VECTORS
-    )
-    assert added == pytest.approx(len(of_bits) * 3 * 2 * (TEXTS.count / 5) * VECTORS * width)
-    assert quantised.gathered_bytes(VECTORS) == (1 + len(of_bits)) * plain.gathered_bytes(VECTORS)
-    more = quantised.loss_bytes(TEXTS, vectors=VECTORS) - plain.loss_bytes(TEXTS, vectors=VECTORS)
-    assert more == 8 * TEXTS.count * width
-
-
 def test_components_cost_what_they_are_made_of() -> None:
     """A Gram matrix of whole vectors for each of two layers below the last, and the targets of every narrow size."""
     objective = {"compression_weight": 1.0, "kl": "none"}

@@ -862,7 +862,7 @@ def test_all_shipped_studies_are_looked_at() -> None:
     shipped = {path.name for path in (ROOT / "launch" / "studies").glob("*.toml")}
     assert shipped == {
         "starbucks_small.toml", "starbucks_smoke.toml", "starbucks_longer.toml", "matryoshka.toml", "minilm.toml",
-        "terms.toml", "quantised.toml", "muon.toml",
+        "terms.toml", "muon.toml",
     }  # fmt: skip
 
 
@@ -974,30 +974,3 @@ def test_the_study_from_a_real_start_is_sound() -> None:
     }
     assert {each for each in steps.values() if each != 60} == {round(60 * layers)}
     assert all(each.model.dropout == 0.0 and each.model.pooling == "mean" for each in (*tuned, mlm, smae, resized))
-
-
-def test_the_study_of_quantised_vectors_is_sound() -> None:
-    """Its arms differ in the weights of the terms alone, and its baseline is the SRL of minilm.toml."""
-    study, other = (load_study(ROOT / "launch" / "studies" / name) for name in ("quantised.toml", "minilm.toml"))
-    runs = runs_of(study)
-    assert len(runs) == len(study.arms) * len(study.seeds) == 10
-    terms = ("spread_weight", "int8_weight", "binary_weight")
-    plain = dict.fromkeys(terms, 0.0)
-    weights = {run.name.split("/")[2]: {n: getattr(run.recipe.objective, n) for n in terms} for run in runs}
-    assert weights == {
-        "srl": plain,
-        "srl_spread": plain | {"spread_weight": 1.0},
-        "srl_int8": plain | {"int8_weight": 1.0},
-        "srl_binary": plain | {"binary_weight": 1.0},
-        "srl_binary_spread": plain | {"binary_weight": 1.0, "spread_weight": 1.0},
-    }
-    objectives = {str(dataclasses.replace(run.recipe.objective, **plain)) for run in runs}
-    assert len(objectives) == len({str((run.recipe.train, run.recipe.optim, run.recipe.data)) for run in runs}) == 1
-    # The baseline is that study's SRL, with the same seeds, so that its figures are known.
-    known = {run.name: run.recipe for run in runs_of(other)}
-    for run in runs:
-        if run.name.startswith("runs/minilm/srl/"):
-            same = known[run.name]
-            assert (run.recipe.model, run.recipe.objective, run.recipe.data) == (same.model, same.objective, same.data)
-    assert study.ladder == other.ladder and set(study.evaluation.task_names) < set(other.evaluation.task_names)
-    assert (study.evaluation.dtype, study.evaluation.max_length) == ("bfloat16", 64)

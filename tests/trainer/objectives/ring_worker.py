@@ -35,7 +35,6 @@ from trainer.objectives import infonce_terms
 from trainer.objectives.contrastive_loss import ContrastiveLoss
 from trainer.objectives.contrastive_terms import Term
 from trainer.objectives.infonce_terms import Asymmetric, InfoNCE, Negatives
-from trainer.objectives.quantised import Quantised
 from trainer.objectives.size_schedules import SizePlan
 from trainer.objectives.spread import SpreadOut
 from trainer.ring import Ring, Visit
@@ -70,7 +69,6 @@ def terms_of(*, in_a_ring: bool) -> dict[str, tuple[Term, ...]]:
         "weights": (make(**kl),),
         "positives": (make(**kl, negatives=Negatives(parts=EVERY_PART)),),
         "asymmetric": (make(), Asymmetric(2.0, make(), cosine=True)),
-        "binary": (Quantised("binary", 1.0, make()),),
         "all at once": (make(**kl, teacher=ScoreTeacher(GUIDE), negatives=everything, hardness=3.0),),
     }
 

@@ -23,14 +23,10 @@ from trainer.config.load import load_recipe
 from trainer.config.schema import Recipe
 from trainer.costs.counts import Shape
 from trainer.distributed import World
-from trainer.losses.quantised import extremes
-from trainer.objectives import quantised
 from trainer.objectives.contrastive import ContrastiveObjective, contrastive
 from trainer.objectives.contrastive_loss import ContrastiveLoss
-from trainer.objectives.contrastive_terms import CoSENT
 from trainer.objectives.masked import PairGradients
 from trainer.objectives.materials import Materials
-from trainer.objectives.quantised import Quantised
 from trainer.objectives.size_schedules import SizePlan, build_schedule
 
 RECIPES = ROOT / "launch" / "recipes"
@@ -348,76 +344,6 @@ def test_spread_out_is_of_queries_and_of_positives() -> None:
         return torch.stack(own).mean()
 
     assert_equal_but_for(recipe, [{"spread_weight": 0.0}, {"spread_weight": 3.0}], plan, naive)
-
-
-@pytest.mark.parametrize(("precision", "tolerance"), [("binary", 1e-6), ("int8", 1e-4)])
-def test_quantised_vectors_have_the_same_loss(precision: str, tolerance: float) -> None:
-    """InfoNCE of y = hard + soft − sg(soft) at every size, beside that of the vectors.
-
-    In float32 a value near the edge of one of int8's steps may be rounded the other way, hence the tolerance.
-    """
-    weight = f"{precision}_weight"
-    recipe = load_recipe(RECIPES / "srl_nli.toml", ["objective.kl=none", f"objective.{weight}=0.5"])
-    plan = objective_of(recipe).schedule(0)
-    options: dict[str, Any] = {"cosine": True, "temperature": 0.05}
-
-    def rounded(x: Tensor) -> Tensor:
-        u = F.normalize(x, dim=1)
-        soft, (low, high) = u, (u.detach().amin(0), u.detach().amax(0))
-        step = (high - low) / 255
-        hard = low + (((u - low) / step).floor().clamp(max=254) + 0.5) * step
-        if precision == "binary":
-            soft, hard = torch.tanh(u * u.shape[1] ** 0.5), torch.where(u > 0, 1.0, -1.0).double()
-        return hard.detach() + soft - soft.detach()
-
-    def naive(states: dict[int, Tensor]) -> Tensor:
-        own = []
-        for size in plan.sizes:
-            cut = states[size.layers][:, : size.dim]
-            own.append(infonce(cut, size.dim, **options) + 0.5 * infonce(rounded(cut), size.dim, **options))
-        return torch.stack(own).mean()
-
-    loss_error, gradient_error = compare(objective_of(recipe).loss, plan, naive)
-    assert loss_error < tolerance
-    assert gradient_error < 10 * tolerance
-    # Negative controls: no such loss, and another weight.
-    for changed in (0.0, 1.0):
-        loss_error, gradient_error = compare(objective_of(recipe, **{weight: changed}).loss, plan, naive)
-        assert loss_error > 0.05 and gradient_error > 0.05
-
-
-def test_quantised_losses_are_told_apart_and_leave_the_rest_as_it_is() -> None:
-    """Every size's loss of either precision has its name, without the weight; the float losses stay bit for bit."""
-    recipe = load_recipe(RECIPES / "srl_nli.toml")
-    plan = objective_of(recipe).schedule(0)
-
-    def losses(**weights: float) -> dict[str, Tensor]:
-        states = states_of(plan.sizes)
-        embeddings = [states[size.layers][:, : size.dim].float().clone() for size in plan.sizes]
-        return objective_of(recipe, **weights).loss.loss_and_gradients(embeddings, batch_of(), plan, ALONE)[0]
-
-    plain, both = losses(), losses(int8_weight=0.5, binary_weight=2.0)
-    assert both.keys() - plain.keys() == {f"{kind}/{name}" for kind in ("int8", "binary") for name in plan.names}
-    assert all(torch.equal(both[name], plain[name]) for name in plain.keys() - {"loss"})
-    mean = {kind: torch.stack([both[f"{kind}/{name}"] for name in plan.names]).mean() for kind in ("int8", "binary")}
-    assert float(both["loss"]) == pytest.approx(float(plain["loss"] + 0.5 * mean["int8"] + 2.0 * mean["binary"]))
-    full = plan.names[plan.full]
-    assert float(both[f"int8/{full}"]) == pytest.approx(float(plain[f"loss/{full}"]), rel=0.01)
-    assert float(both[f"binary/{full}"]) != pytest.approx(float(plain[f"loss/{full}"]), rel=0.1)
-
-
-def test_int8_has_the_ranges_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank's vectors are rounded to the steps of the global batch, those of other ranks' texts included."""
-    given = [F.normalize(torch.randn(20, dim, generator=torch.Generator().manual_seed(dim)), dim=1) for dim in (4, 6)]
-    term = Quantised("int8", 1.0, CoSENT(0.05))
-    whole = term._quantised(given)
-    alone = term._quantised([each[:8] for each in given])
-    others = torch.cat([extremes(each[8:]) for each in given], dim=1)
-    monkeypatch.setattr(quantised, "largest_over_ranks", lambda own: torch.maximum(own, others))
-    together = term._quantised([each[:8] for each in given])
-    for all_of, with_others, own in zip(whole, together, alone):
-        assert torch.equal(all_of[:8], with_others)
-        assert not torch.equal(own, with_others)  # negative control
 
 
 def test_a_pair_term_of_several_losses_reports_each_by_its_name() -> None:
