@@ -217,8 +217,20 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     (status,) = json.loads(capsys.readouterr().out, parse_constant=refuse)
     assert status["state"] == "running" and status["step"] == 10 and status["newest"]["loss"] is None
     assert status["sizes"][5] == {
-        "name": "trenta", "layers": 6, "dim": 48, "losses": {"encoder": 6.0, "decoder": 15.0}, "scores": {}
+        "name": "trenta", "layers": 6, "dim": 48, "feed_forward": 1.0,
+        "losses": {"encoder": 6.0, "decoder": 15.0}, "scores": {},
     }  # fmt: skip
+
+
+def test_sizes_with_narrower_feed_forwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = {"loss/3x16x0.25": 1.0, "loss/3x32": 2.0, "loss/3x24x0.5": 3.0}
+    run = plant(tmp_path / "run", [step(10) | losses], model={"ladder": [[3, 16, 0.25], [3, 32]]})
+    assert main([str(run), "--json"]) == 0
+    (status,) = json.loads(capsys.readouterr().out)
+    found = {(s["layers"], s["dim"], s["feed_forward"]): s["losses"]["loss"] for s in status["sizes"]}
+    assert found == {(3, 16, 0.25): 1.0, (3, 24, 0.5): 3.0, (3, 32, 1.0): 2.0}
+    assert main([str(run)]) == 0
+    assert "feed-forward" in capsys.readouterr().out
 
 
 def test_watching_ends_with_the_runs(
