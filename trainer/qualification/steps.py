@@ -178,7 +178,7 @@ def equality(recipe: Recipe, task: str, setting: Setting) -> Outcome:
 
 def costs_of(way: Any, setting: Setting) -> dict[str, float]:
     """Seconds of a step; on a GPU also the bytes that it adds to what was held, and the most that were held."""
-    found = {"seconds": seconds_of(way.step, setting.device, repeats=2 if setting.quick else 4)}
+    found = {"seconds": seconds_of(way.step, setting.device, repeats=4 if setting.cuda else 2)}
     if setting.cuda:
         peak, before = peak_bytes(way.step, setting.device)
         found |= {"added_bytes": peak - before, "peak_bytes": peak}

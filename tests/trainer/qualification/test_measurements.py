@@ -85,10 +85,10 @@ def test_a_perturbed_weight_is_more_than_rounding(shards: Path) -> None:
     subject = Subject(recipe_for("SRL", shards))
     engine = Plain(subject.parts.module, torch.device("cpu"))
     wanted = precision._results(subject, engine)
-    assert precision.compared(wanted, wanted).verdict == "passed"
+    assert precision.compared(wanted, wanted, "SRL").verdict == "passed"
     with torch.no_grad():
         subject.parts.encoder.word_embeddings.weight[5:205] *= 1.2
-    assert precision.compared(precision._results(subject, engine), wanted).verdict == "failed"
+    assert precision.compared(precision._results(subject, engine), wanted, "SRL").verdict == "failed"
 
 
 def test_errors_are_of_all_numbers_and_angles_of_the_worst_text() -> None:
