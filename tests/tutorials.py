@@ -30,7 +30,7 @@ _NEEDS = re.compile(r"^You need (?:.+\n)+", re.MULTILINE)
 _OTHER_PAGE = re.compile(r"\]\((?P<name>\w+)\.md(?:#[\w-]+)?\)")
 _OUTPUT = re.compile(r"\bruns/tutorials/[\w./-]*\w(?![\w./-]*\*)")  # a pattern with * is no name
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-_LONGEST_SECONDS = 1800.0  # of a page on a busy machine; the pages take up to two minutes of CPU time
+_LONGEST_SECONDS = 1800.0  # of a page on a busy machine; the pages take one to three minutes of CPU time
 
 
 @dataclass(frozen=True)
