@@ -36,7 +36,7 @@ from trainer.qualification.lines import Found, Line, Lines, crashed, measure_all
 MEASURE = "trainer.qualification.measure"
 RANKS_ON_A_CPU = 2
 # A process that takes longer is ended, and its line has failed.
-LONGEST_SECONDS = {True: 240.0, False: 600.0}  # quick: seconds
+LONGEST_SECONDS = {True: 300.0, False: 900.0}  # quick: seconds
 STEPS_FILE = "steps.json"
 
 

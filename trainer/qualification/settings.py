@@ -55,7 +55,7 @@ STARBUCKS = ((2, 32), (4, 64), (6, 128), (8, 256), (10, 512), (12, 768))
 # Heads are 16 wide, because flash attention takes multiples of 8.
 TINY = Scale(64, 3, 4, ((1, 16), (2, 32), (3, 64)), 1000, 12, 12, 32)
 QUICK_ON_CPU = Scale(192, 6, 6, ((1, 32), (2, 64), (3, 96), (4, 128), (5, 160), (6, 192)), 2000, 8, 8, 64)
-ON_CPU = Scale(384, 6, 6, SIX, 8000, 8, 16, 128)
+ON_CPU = Scale(384, 6, 6, SIX, 4000, 8, 8, 96)
 QUICK_ON_GPU = Scale(384, 6, 6, SIX, 30522, 32, 64, 256)
 ON_GPU = Scale(768, 12, 12, STARBUCKS, 30522, 16, 32, 512)
 
