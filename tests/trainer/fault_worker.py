@@ -174,10 +174,12 @@ def numbers(kind: str, here: list[bool]) -> Iterator[None]:
 
 @contextmanager
 def saving(kind: str) -> Iterator[None]:
-    write = checkpoint.write_fragments
+    write, struck = checkpoint.write_fragments, threading.Event()
 
     def interrupted(*args: Any) -> Any:
-        if kind == "signal in a save":
+        # Once: in the save of the stop it would be a second signal, if the first was long ago.
+        if kind == "signal in a save" and not struck.is_set():
+            struck.set()
             os.kill(os.getpid(), signal.SIGTERM)
         return write(*args)
 
