@@ -16,7 +16,7 @@ Figures:
   step_memory_growth        the same of what a step takes above the idle model: vectors and their gradients grow
   padding_share             of the tokens ours computes
   unpadded_time_ratio       theirs ÷ ours on 64 of SciFact's pairs, all of ours' graphs kept
-  kept_<n>_time_ratio       ours with no graph kept ÷ with n % of them kept, on the same pairs
+  kept_<n>_time_ratio       ours with no graph kept ÷ with n % of their bytes kept, on the same pairs
   kept_<n>_memory_mib       what the step adds to the idle model
   kept_difference           the largest difference of a gradient from that with no graph kept, ÷ the largest gradient
 --quick: batches of 32 and no kept graphs (with --kept-graphs, those of 16 pairs); two minutes. Fewer texts leave more
@@ -71,6 +71,7 @@ TOKENS = MICRO_BATCH * MAX_LENGTH  # of a micro-batch
 UNPADDED, QUICK_UNPADDED = 64, 16  # SciFact's pairs whose graphs are all kept: those of 512 take 30 GiB
 QUICK_BATCH = 32
 KEPT = (0, 25, 50, 100)  # per cent of the graphs
+KEPT_MICRO_BATCH = 8  # where graphs are kept: eight equal micro-batches, and a few small ones
 MEMORY_MICRO_BATCH = 4  # 1,024 tokens: cut by length, 512 triplets fill no micro-batch of 8,192
 
 
@@ -107,15 +108,19 @@ class Ours:
         schedule = build_schedule(chosen.step_sizes, reduction="mean", seed=0)
         self.objective = contrastive(chosen, Materials(schedule, Shape.of(self.encoder.config), packed=False))
 
-    def keep(self, share: float, batch: PairBatch) -> None:
-        """From now on keep the graphs of this share of the batch's micro-batches, each as large as the largest."""
-        texts = concatenate(batch.queries, batch.passages)
-        chunks = micro_batches(texts.lengths, token_budget=self.objective.token_budget)
-        largest = max(chunks, key=lambda rows: len(rows) * int(texts.lengths[rows].max()))
-        with counting_saved() as saved:
-            embed_texts(self.engine, texts, largest, sizes=self.recipe.ladder)
-        room = sum(saved.values()) * (round(share * len(chunks)) + 0.5) if share else 0.0
+    def keep(self, room: float) -> None:
+        """From now on keep graphs up to so many bytes."""
         self.objective = dataclasses.replace(self.objective, graph_bytes=room)
+
+    def bytes_of_graphs(self, batch: PairBatch) -> list[int]:
+        """What the graph of each of the batch's micro-batches takes."""
+        texts = concatenate(batch.queries, batch.passages)
+        used = []
+        for rows in micro_batches(texts.lengths, token_budget=self.objective.token_budget):
+            with counting_saved() as saved:
+                embed_texts(self.engine, texts, rows, sizes=self.recipe.ladder)
+            used.append(sum(saved.values()))
+        return used
 
     def gradient(self, batch: PairBatch) -> Tensor:
         """Of fresh weights, without the engine, which keeps gradients in its own way."""
@@ -217,10 +222,10 @@ def mixed_rows(count: int) -> list[list[str]]:
     return rows
 
 
-def peak_memory(count: int, *, kept: int | None = None) -> tuple[float, float]:
+def peak_memory(count: int, *, kept: float | None = None) -> tuple[float, float]:
     """MiB of a process in which a step of so many triplets was taken: its peak, and what of that the step added.
 
-    kept: of so many of SciFact's pairs, with this percentage of the graphs kept.
+    kept: of so many of SciFact's pairs, with graphs up to so many bytes kept.
     """
     alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "MASTER_PORT")}
     more = [] if kept is None else ["--kept", str(kept)]
@@ -236,24 +241,28 @@ def peak_memory(count: int, *, kept: int | None = None) -> tuple[float, float]:
     return peak, peak - before
 
 
-def measure_memory(count: int, *, kept: int | None) -> tuple[float, float]:
+def measure_memory(count: int, *, kept: float | None) -> tuple[float, float]:
     """In this process: its peak in MiB after the step that `peak_memory` is of, and before it."""
-    ours = Ours(MEMORY_MICRO_BATCH if kept is None else MICRO_BATCH)
+    ours = Ours(MEMORY_MICRO_BATCH if kept is None else KEPT_MICRO_BATCH)
     ours.step(batch_of(nli_rows(8)))
     batch = batch_of(nli_rows(count) if kept is None else scifact_rows(count))
     if kept is not None:
-        ours.keep(kept / 100, batch)
+        ours.keep(kept)
     before = peak_mib()
     ours.step(batch)
     return peak_mib(), before
 
 
-def measure_kept_graphs(figures: Figures, ours: Ours, theirs: Theirs, count: int) -> None:
-    """A step of texts without padding, by how many of its graphs are kept."""
+def measure_kept_graphs(figures: Figures, count: int) -> None:
+    """A step of texts without padding, by how many bytes of its graphs are kept."""
+    ours, theirs = Ours(KEPT_MICRO_BATCH), Theirs(mini_batch_num_tokens=KEPT_MICRO_BATCH * MAX_LENGTH)
     batch = batch_of(scifact_rows(count))
+    graphs = ours.bytes_of_graphs(batch)
+    # A graph is begun where there is room for one as large as the largest, so all of them need a little more.
+    rooms = {share: share / 100 * sum(graphs) + (max(graphs) if share == 100 else 0) for share in KEPT}
 
     def step(share: int) -> None:
-        ours.keep(share / 100, batch)
+        ours.keep(rooms[share])
         ours.step(batch)
 
     steps: dict[str, Callable[[], object]] = {str(share): partial(step, share) for share in KEPT}
@@ -261,9 +270,9 @@ def measure_kept_graphs(figures: Figures, ours: Ours, theirs: Theirs, count: int
     figures.show(unpadded_time_ratio=seconds["theirs"] / seconds[str(KEPT[-1])])
     gradients = {}
     for share in KEPT:
-        ours.keep(share / 100, batch)
+        ours.keep(rooms[share])
         gradients[share] = ours.gradient(batch)
-        memory = peak_memory(count, kept=share)[1]
+        memory = peak_memory(count, kept=rooms[share])[1]
         ratio = {f"kept_{share}_time_ratio": seconds[str(KEPT[0])] / seconds[str(share)]}
         figures.show(**ratio, **{f"kept_{share}_memory_mib": memory})
     first = gradients.pop(KEPT[0])
@@ -279,7 +288,7 @@ def main() -> None:
     parser.add_argument("--mini-batch-size", action="store_true", help="theirs in mini-batches of 32 texts")
     parser.add_argument("--kept-graphs", action="store_true", help="only the figures of kept graphs")
     parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--kept", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--kept", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if not SHARED.is_dir():
@@ -290,7 +299,7 @@ def main() -> None:
     figures = Figures()
     unpadded = QUICK_UNPADDED if args.quick else UNPADDED
     if args.kept_graphs:
-        measure_kept_graphs(figures, Ours(), Theirs(mini_batch_num_tokens=TOKENS), unpadded)
+        measure_kept_graphs(figures, unpadded)
         figures.write(args.json)
         return
     small, large = (128, 512) if args.quick else (512, 4096)
@@ -312,7 +321,7 @@ def main() -> None:
     padding = 1 - sum(report.tokens for report in reports) / sum(report.padded_tokens for report in reports)
     figures.show(time_ratio=totals[0] / totals[1], padding_share=padding)
     if not args.quick:
-        measure_kept_graphs(figures, ours, theirs, unpadded)
+        measure_kept_graphs(figures, unpadded)
     figures.write(args.json)
 
 
