@@ -2,7 +2,7 @@
 
 A feed-forward of inner width m has matrices into its neurons, and one out of them. At a fraction f only the first f · m
 neurons run. Their matrices are views of the whole ones, so a gradient falls on the first rows and columns of the whole
-parameters, and is zero elsewhere. What the neurons are numbered by decides how much a prefix keeps: `sort_neurons`
+parameters, and is zero elsewhere. What the neurons are numbered by decides how much a prefix keeps: `sort`
 numbers them by importance, which leaves the model's function as it was.
 
 The matrices are found by their shapes, whatever a family calls them: the one out of the neurons is the layer's only
