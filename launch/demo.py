@@ -30,9 +30,11 @@ import numpy as np
 
 from data.ground.command import exit_code_of
 from data.ground.errors import UserError
+from data.ground.ports import free_port
 from data.minilm import minilm_folder
 from launch.calls import call, ends_all_it_started
-from launch.machine import ON_A_CPU, count_gpus, free_port
+from launch.machine import ON_A_CPU, count_gpus
+from models.sizes import Size
 from trainer.config.load import load_recipe
 
 OUTPUT = Path("runs/demo")
@@ -287,15 +289,12 @@ def summarise(*, seconds: float) -> dict:
         "bm25_mrr10": _scores(records, "BM25", "recip_rank_10")[""],
         "ndcg10": _scores(records, "trained", "ndcg_cut_10"),
         "recall100": _scores(records, "trained", "recall_100"),
-        "sizes": {r["size"]: _numbers_of(r) for r in records if r["layers"]},
+        "sizes": {
+            r["size"]: str(Size(r["layers"], r["dim"], r.get("feed_forward", 1.0))) for r in records if r["layers"]
+        },
         "seconds": round(seconds, 1),
         "exports": {name: str(OUTPUT / "export" / name) for name in trained},
     }
-
-
-def _numbers_of(record: dict) -> str:
-    fraction = f"x{record['feed_forward']}" if "feed_forward" in record else ""
-    return f"{record['layers']}x{record['dim']}{fraction}"
 
 
 def table_of(summary: dict) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 
 # Environment of commands on machines without a GPU. DeepSpeed would else warn that it had to guess the accelerator.
@@ -16,9 +15,3 @@ def count_gpus() -> int:
         return 0
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     return listed.stdout.count("GPU ") if listed.returncode == 0 else 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -27,9 +27,10 @@ from typing import Any
 from data.ground.command import exit_code_of, printable
 from data.ground.errors import UserError
 from data.ground.files import write_atomically
+from data.ground.ports import free_port
 from launch import checks
 from launch.calls import call_into, ends_all_it_started
-from launch.machine import ON_A_CPU, count_gpus, free_port
+from launch.machine import ON_A_CPU, count_gpus
 from launch.qualified import Page, plan_asked, remaining_seconds
 from trainer.qualification.lines import Found, Line, Lines, crashed, measure_all, read_lines
 

@@ -97,7 +97,7 @@ class Encoder(nn.Module):
         self.pool_prompt = pool_prompt
         self.heads = nn.ModuleDict() if heads is None else heads
         self._last_layer_skips = let_last_layer_skip(backbone)
-        self._nested: tuple[list[int], NestedFeedForwards] | None = None
+        self._nested: tuple[list[nn.Module], NestedFeedForwards] | None = None
         # Decoders keep all keys and values unless they are told not to.
         self._makes_cache = is_decoder(backbone.config) and takes(backbone, "use_cache")
 
@@ -189,7 +189,7 @@ class Encoder(nn.Module):
         offsets: Tensor | None = None,
         prompt_lengths: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """One pass for all sizes of one fraction: a tuple of [B, size.dim], pooled and cut, not normalised.
+        """The vectors of each size, [B, size.dim], pooled and cut, not normalised. Sizes of one fraction share a pass.
 
         input_ids: flat texts [T] with `offsets`, int64 [B + 1]; or padded texts [B, L] with their attention_mask.
         prompt_lengths: int64 [B], the tokens of each text's prompt; read only where they are left out of the pooling.
@@ -216,7 +216,7 @@ class Encoder(nn.Module):
         if fraction == 1:
             return contextlib.nullcontext()
         # Truncation and copies exchange layers, and then their matrices are looked for again.
-        layers = [id(layer) for layer in encoder_layers(self.backbone)]
+        layers = list(encoder_layers(self.backbone))
         if self._nested is None or self._nested[0] != layers:
             self._nested = layers, NestedFeedForwards.of(self.backbone)
         return self._nested[1].at(fraction)

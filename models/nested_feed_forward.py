@@ -2,8 +2,8 @@
 
 A feed-forward of inner width m has matrices into its neurons, and one out of them. At a fraction f only the first f · m
 neurons run. Their matrices are views of the whole ones, so a gradient falls on the first rows and columns of the whole
-parameters, and is zero elsewhere. What the neurons are numbered by decides how much a prefix keeps: `sort`
-numbers them by importance, which leaves the model's function as it was.
+parameters, and is zero elsewhere. How much a prefix keeps depends on the order of the neurons: `sort` puts the most
+important ones first, which leaves the model's function as it was.
 
 The matrices are found by their shapes, whatever a family calls them: the one out of the neurons is the layer's only
 linear layer that reads m elements and gives the hidden width, and those into the neurons are the linear layers nearest
@@ -14,7 +14,7 @@ such a matrix, a fraction has the first rows of each half.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from models.backbone import encoder_layers
-from models.sizes import ModelError
+from models.sizes import ModelError, Size
 
 # The key of a configuration that has the inner width; DistilBERT calls it by the second.
 _WIDTHS = ("intermediate_size", "hidden_dim")
@@ -110,10 +110,11 @@ class NestedFeedForwards:
 
     @contextlib.contextmanager
     def weighing(self, real: Callable[[Tensor], Tensor]) -> Iterator[list[Tensor]]:
-        """Collects how important each neuron is to the texts that run inside: float64 [neurons] a layer, in the list.
+        """Inside, texts run through the backbone; afterwards the list has every neuron's importance to these texts.
 
-        A neuron's importance is the sum of its activation's absolute value over tokens, times the norm of its outgoing
-        weights. real: activations [..., neurons] -> those of real tokens, [tokens, neurons].
+        The list has a float64 [neurons] for each layer. A neuron's importance is the sum of its activation's absolute
+        value over tokens, times the norm of its outgoing weights. real: activations [..., neurons] -> those of real
+        tokens, [tokens, neurons].
         """
         sums = [torch.zeros(self.neurons, dtype=torch.float64) for _ in self.layers]
 
@@ -176,6 +177,14 @@ def count_of(fraction: float, neurons: int) -> int:
             f"number from 1 on; give a fraction such as {_near(fraction, neurons)!r}"
         )
     return count
+
+
+def check_fractions(backbone: PreTrainedModel, sizes: Iterable[Size]) -> None:
+    """Raise ModelError for sizes whose fraction of the backbone's feed-forwards leaves no whole number of neurons."""
+    if fractions := {size.feed_forward for size in sizes} - {1.0}:
+        neurons = NestedFeedForwards.of(backbone).neurons
+        for fraction in sorted(fractions):
+            count_of(fraction, neurons)
 
 
 def _near(fraction: float, neurons: int) -> float:

@@ -147,8 +147,9 @@ def tiny_tokenizer_path(docstrings: list[str], tmp_path_factory: pytest.TempPath
 def _byte_pairs(texts: list[str], count: int) -> list[str]:
     """Letters and their most frequent joins, the same in every process.
 
-    The library's trainer for WordPiece gives other tokens in every process: it numbers the letters that continue a word
-    in the order of a hash table, and decides ties by these numbers. Its trainer for byte pairs has no such letters.
+    The library's trainer for WordPiece would give a different vocabulary in every process. It numbers the letters that
+    continue a word in the order of a hash table, and these numbers decide ties. The trainer for byte pairs has no
+    letters of this kind, so its vocabulary is always the same.
     """
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from data.ground.ports import free_port
 from tests import ROOT
-from trainer.distributed import free_port
 
 
 def environment_of_ranks() -> dict[str, str]:

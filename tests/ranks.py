@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from data.ground.ports import free_port
 from tests import ROOT
 from tests.lanes import RANKS_START
 from tests.launcher import environment_of_ranks
-from trainer.distributed import free_port
 
 _PRELOADED = "tests.preloaded"
 _PATIENCE_SECONDS = 30.0  # for a rank to end after SIGTERM

@@ -42,7 +42,7 @@ from models.encoder import (
 from models.heads import HEADS_FILE, heads_up_to
 from models.loading import load_config
 from models.masked_autoencoder import MaskedAutoencoder
-from models.nested_feed_forward import NestedFeedForwards, count_of
+from models.nested_feed_forward import NestedFeedForwards, check_fractions
 from models.packed_attention import check_packs, fast_on, packs
 from models.sentence_transformers import read_sentence_model
 from models.settings import EmbeddingSettings
@@ -294,10 +294,8 @@ def _check_encoder(recipe: Recipe, encoder: Encoder, shards: ShardFolder) -> Non
     if width > encoder.embedding_size:
         raise ConfigError(f"model.output_dim = {width} is more than the encoder's {encoder.embedding_size}; lower it")
     recipe.ladder.check_against(num_layers=encoder.num_layers, hidden_size=width)
-    if not recipe.ladder.has_whole_feed_forwards and not encoder.is_static:
-        nested = NestedFeedForwards.of(encoder.backbone)
-        for size in recipe.ladder:
-            count_of(size.feed_forward, nested.neurons)
+    if not encoder.is_static:
+        check_fractions(encoder.backbone, recipe.ladder)
 
 
 def _set_up_backbone(recipe: Recipe, encoder: Encoder, *, half_precision: bool) -> None:

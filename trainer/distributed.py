@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.ground.errors import CommandEnd, UserError
+from data.ground.ports import free_port
 from data.keyed_random import derive_seed
 
 log = logging.getLogger(__name__)
@@ -98,12 +98,6 @@ def start() -> World:
 def join(device: torch.device) -> World:
     """This process' World among the ranks of its launcher, or a World of one rank on `device`."""
     return start() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else World.alone(device)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

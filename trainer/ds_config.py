@@ -71,7 +71,7 @@ def read_ds_config(path: str | Path) -> dict[str, Any]:
 
 
 class _Asked(dict[str, Any]):
-    """A dict that records which of its keys were asked for; a shallow copy records them in the same set."""
+    """A dict that keeps a set of the keys that were asked for. Shallow copies of the dict share this set."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)

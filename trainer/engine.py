@@ -183,7 +183,7 @@ class Engine:
         self.deepspeed.backward(loss * self.world.size, scale_wrt_gas=False)
 
     def _uncompiled(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which DeepSpeed's Muon runs without torch.compile, which would take a minute."""
+        """A context in which DeepSpeed's Muon is not compiled. Compiling it would take a minute."""
         return torch.compiler.set_stance("force_eager") if self._by_muon else contextlib.nullcontext()
 
     def learning_rates(self, lr: float) -> dict[str, float]:

@@ -121,10 +121,15 @@ class Canvas:
             f'marker-end="url(#head)"{dashes}/>'
         )
 
+    def line(self, points: Sequence[tuple[float, float]], colour: str, *, width: float = 1) -> None:
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self.parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{self.theme[colour]}" stroke-width="{width:g}"/>'
+        )
+
     def curve(self, points: Sequence[tuple[float, float]], colour: str) -> None:
         """A line through the points, with a dot at each."""
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self.parts.append(f'<polyline points="{path}" fill="none" stroke="{self.theme[colour]}" stroke-width="2.2"/>')
+        self.line(points, colour, width=2.2)
         for x, y in points:
             self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{self.theme[colour]}"/>')
 
@@ -315,9 +320,14 @@ class Chart:
         self.canvas.text(self.left, self.top - 18, title, bold=True, anchor="start")
         for tenths in range(0, round(self.highest * 10), 2):
             x, y = self.place(0, tenths / 10)
-            self.canvas.rectangle(x, y, 370, 0.2, "unused", line="unused", radius=0)
+            self.canvas.line([(x, y), (x + 370, y)], "unused")
             self.canvas.text(x - 8, y + 4, f"{tenths / 10:.1f}", size=11, colour="quiet", anchor="end")
         self.canvas.text(self.left + 185, self.top + 262, below, size=12, colour="quiet")
+
+    def ticks(self, labels: Mapping[float, str]) -> None:
+        """Labels below the frame, by their share of its width."""
+        for share, label in labels.items():
+            self.canvas.text(self.place(share, 0)[0], self.top + 238, label, size=11, colour="quiet")
 
 
 def resized(theme: Mapping[str, str]) -> Canvas:
@@ -332,26 +342,27 @@ def resized(theme: Mapping[str, str]) -> Canvas:
     for number, (name, (_, colour)) in enumerate(methods.items()):
         canvas.curve([(60 + 210 * number, 26), (88 + 210 * number, 26)], colour)
         canvas.text(98 + 210 * number, 30, name, size=12, anchor="start")
-    by_size = Chart(canvas, 50, 84, 0.88)
-    by_size.frame("STS-B, Spearman", "layers × dimensions")
-    by_cost = Chart(canvas, 500, 84, 0.7)
-    by_cost.frame("SciFact, nDCG@10", "milliseconds a query")
-    for chart, task in ((by_size, "stsb_test"), (by_cost, "scifact")):
-        found = [row for row in rows if row["task"] == task]
-        places = [0.05 + 0.9 * number / (len(found) - 1) for number in range(len(found))]
-        if chart is by_cost:
-            places = [row["milliseconds"] / 12.5 for row in found]
-            for each in (0, 4, 8, 12):
-                canvas.text(chart.left + 370 * each / 12.5, chart.top + 238, str(each), size=11, colour="quiet")
+
+    def curves(chart: Chart, found: Sequence[Mapping[str, float]], places: Sequence[float]) -> None:
         for column, colour in reversed(methods.values()):
             canvas.curve([chart.place(x, row[column]) for x, row in zip(places, found)], colour)
-        for x, row in zip(places, found):
-            name = f"{row['layers']} × {row['dim']}"
-            if chart is by_size:
-                canvas.text(chart.place(x, 0)[0], chart.top + 238, name, size=11, colour="quiet")
-            else:
-                left, top = chart.place(x, row["resized"])
-                canvas.text(left - 2, top - 10, name, size=10, colour="quiet")
+
+    of_sts, of_scifact = ([row for row in rows if row["task"] == task] for task in ("stsb_test", "scifact"))
+    by_size = Chart(canvas, 50, 84, 0.88)
+    by_size.frame("STS-B, Spearman", "layers × dimensions")
+    places = [0.05 + 0.9 * number / (len(of_sts) - 1) for number in range(len(of_sts))]
+    by_size.ticks(dict(zip(places, (f"{row['layers']} × {row['dim']}" for row in of_sts))))
+    curves(by_size, of_sts, places)
+
+    by_cost = Chart(canvas, 500, 84, 0.7)
+    by_cost.frame("SciFact, nDCG@10", "milliseconds a query")
+    longest = 12.5
+    by_cost.ticks({each / longest: str(each) for each in (0, 4, 8, 12)})
+    places = [row["milliseconds"] / longest for row in of_scifact]
+    curves(by_cost, of_scifact, places)
+    for x, row in zip(places, of_scifact):
+        left, top = by_cost.place(x, row["resized"])
+        canvas.text(left - 2, top - 10, f"{row['layers']} × {row['dim']}", size=10, colour="quiet")
     return canvas
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.distributed import free_port
+from data.ground.ports import free_port
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "unshare")
 FREEZER = Path("/sys/fs/cgroup/freezer")

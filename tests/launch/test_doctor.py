@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
+from data.ground.ports import free_port
 from launch import checks
 from launch.checks import BAD, OK, WARN, Finding
 from launch.doctor import main, ranks_from_slurm
 from tests import ROOT
 from tests.launch.hosts import Host, Unavailable, deepspeed_commands, made, run_on_all
-from trainer.distributed import free_port
 
 
 def doctor(*arguments: str, shell: str = "", **environment: str) -> tuple[int, dict[str, dict[str, Any]]]:

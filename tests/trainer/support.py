@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import unittest.mock
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 
 import tomli_w
 
-from trainer.config.checks import check
-from trainer.config.load import build_recipe, load_recipe
+from trainer.config.load import load_recipe
 from trainer.config.schema import Recipe
+from trainer.qualification.settings import float32_ds_config as float32_ds_config
+from trainer.qualification.settings import recipe_of as recipe_of
 
 LADDER = [[1, 16], [2, 32], [3, 48]]
 MODEL = {
@@ -61,30 +61,6 @@ def with_dropout(values: dict[str, dict[str, Any]], probability: float = 0.1) ->
         "attention_probs_dropout_prob": probability,
     }
     return changed
-
-
-def float32_ds_config(folder: Path, stage: int) -> Path:
-    """A ds_config without low precision. Thresholds so small that even a tiny model is cut into pieces at stage 3."""
-    zero: dict[str, Any] = {"stage": stage}
-    if stage > 0:
-        zero |= {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000}
-    if stage == 3:
-        zero |= {
-            "memory_efficient_linear": False,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_prefetch_bucket_size": 3000,
-            "stage3_max_live_parameters": 10000,
-            "sub_group_size": 20000,
-        }
-    path = folder / f"float32_zero{stage}.json"
-    path.write_text(json.dumps({"zero_optimization": zero}))
-    return path
-
-
-def recipe_of(values: Mapping[str, Any]) -> Recipe:
-    recipe = build_recipe(values)
-    check(recipe)
-    return recipe
 
 
 def loaded(values: Mapping[str, Any], folder: Path) -> Recipe:

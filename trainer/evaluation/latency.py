@@ -92,7 +92,7 @@ class TimedPass:
         layers, dim = max(size.layers for size in sizes), max(size.dim for size in sizes)
         if len(fractions := {size.feed_forward for size in sizes}) == 1:
             cut = cut_encoder(encoder, Size(layers, dim, *fractions))
-            # Of the cut encoder, whose feed-forwards are narrow already, all of them are taken.
+            # The cut encoder has only the neurons of the fraction, so its sizes take all of them.
             sizes = tuple(Size(size.layers, size.dim) for size in sizes)
         else:
             cut = cut_encoder(encoder, Size(layers, dim))

@@ -19,7 +19,7 @@ from models.backbone import longest_input
 from models.choices import Pooling
 from models.encoder import Encoder, load_encoder
 from models.heads import heads_up_to
-from models.nested_feed_forward import NestedFeedForwards, count_of
+from models.nested_feed_forward import check_fractions
 from models.settings import EmbeddingSettings
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 
@@ -127,6 +127,7 @@ def choose_sizes(text: str, ladder: Ladder, encoder: Encoder) -> list[Size]:
 
 def check_sizes(sizes: Iterable[Size], encoder: Encoder) -> None:
     """Refuse sizes that are larger than the encoder, or whose fraction of its feed-forwards is no number of neurons."""
+    sizes = list(sizes)
     for size in sizes:
         if not size.fits_in(Size(encoder.num_layers, encoder.embedding_size)):
             raise ConfigError(
@@ -137,8 +138,8 @@ def check_sizes(sizes: Iterable[Size], encoder: Encoder) -> None:
             raise ConfigError(
                 f"size {size} narrows feed-forwards, and a static model has none; give {size.layers}x{size.dim}"
             )
-        if not size.has_whole_feed_forwards:
-            count_of(size.feed_forward, NestedFeedForwards.of(encoder.backbone).neurons)
+    if not encoder.is_static:
+        check_fractions(encoder.backbone, sizes)
 
 
 def trained_settings(folder: str | Path) -> EmbeddingSettings:

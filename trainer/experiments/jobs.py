@@ -28,8 +28,8 @@ from typing import Any
 
 from data.ground.command import USER_ERROR_CODE
 from data.ground.errors import CommandEnd, ConfigError, DataError
+from data.ground.ports import free_port
 from data.ground.records import Record, parse_record
-from trainer.distributed import free_port
 from trainer.resilience.stopping import STOP_FILE_VARIABLE, STOPPED_CODE, Stopped, started_by_me
 
 log = logging.getLogger(__name__)

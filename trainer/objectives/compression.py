@@ -25,8 +25,8 @@ from trainer.objectives.size_schedules import SizePlan
 class Compression:
     """D(v_n[:k], PCA_k(v_n)) of ESE (arXiv:2402.14776v2) at every size that is narrower than the full one.
 
-    Over queries and passages alike, times the weight of the size's own loss. The plan has each such size's body at
-    full width, too (`with_whole_vectors`).
+    D is taken over queries and passages together, and multiplied by the weight of the size's own loss. For each such
+    size, the plan also has a size with the same body and the full width (`with_whole_vectors`).
     """
 
     weight: float

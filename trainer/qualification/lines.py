@@ -120,8 +120,9 @@ class Lines:
 
 
 def measure_all(asked: Sequence[Asked], lines: Lines, *, tracebacks: Path, together: bool = False) -> None:
-    """Answer one question after another. An exception gives a failed line, and its traceback goes to a file.
+    """Answer the questions one after another. Where measuring raises an exception, the line has failed.
 
+    tracebacks: the file to which the exceptions' tracebacks are added.
     together: whether other ranks answer with this one. They would wait for a rank that has failed, so its exception
     then ends the process after the line is written.
     """

@@ -36,8 +36,8 @@ from trainer.qualification.settings import (
 
 STAGES = (0, 1, 2, 3)
 STEPS, QUICK_STEPS = 4, 2
-# In float32 the ranks add the same numbers in another order. Losses: relative; weights: absolute, after steps that move
-# them by up to 0.02 each. A gradient that is off by rounding moves a weight by lr / eps = 2 times as much.
+# In float32 the ranks add the same numbers in another order. The tolerance of losses is relative, that of weights
+# absolute. A step moves a weight by up to 0.02, and an error of a gradient by lr / eps = 2 times the error.
 LOSS, WEIGHTS = 1e-5, 5e-5
 # In bf16 a loss is rounded as trainer/qualification/precision.py says.
 LOSS_IN_BF16 = 1e-2

@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from data.ground.errors import ConfigError, DataError, OtherFormat
+from data.ground.ports import free_port
 from models.encoder import build_masked_lm, load_encoder
 from models.settings import EmbeddingSettings
 from models.sizes import Body, Size
@@ -30,7 +31,6 @@ from tests.beir import write_beir
 from tests.launcher import launch, run_process
 from tests.ranks import run_ranks
 from trainer import evaluate
-from trainer.distributed import free_port
 from trainer.evaluation.encoding.encode import embedder_of
 from trainer.evaluation.results.comparison import verdicts_of
 from trainer.evaluation.results.raw import BM25, read_raw

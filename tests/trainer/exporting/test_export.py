@@ -201,7 +201,7 @@ def test_narrower_feed_forwards_are_cut_out(
     assert np.abs(router.encode_query([text[:20] for text in texts]) - router.encode_document(texts)).max() > 1e-2
     whole = our_vectors(tmp_path / "export" / "encoder", texts, sizes)
     assert all(np.array_equal(whole[size], ours[size]) for size in sizes)
-    # Negative control: the whole feed-forwards give other vectors.
+    # Negative control: with whole feed-forwards the same layers and dimensions have other vectors.
     assert np.abs(ours[Size(4, 12)] - ours[Size(4, 12, 0.25)]).max() > 1e-2
     manifest = json.loads((tmp_path / "export" / "export.json").read_text())
     assert manifest["sizes"] == {"2x8x0.25": [2, 8, 0.25], "4x12x0.25": [4, 12, 0.25], "4x16x0.5": [4, 16, 0.5]} | {

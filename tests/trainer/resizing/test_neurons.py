@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertModel
 
 from models.encoder import load_encoder
 from models.nested_feed_forward import NestedFeedForwards
@@ -29,23 +28,10 @@ FAST = ("--train.steps=4", "--train.global_batch_size=8", "--train.micro_batch_s
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    shape = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
-    config = BertConfig(vocab_size=len(tiny_tokenizer), max_position_embeddings=64, initializer_range=0.2, **shape)
-    BertModel(config, add_pooling_layer=False).save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
+def model_folder(bert_folder: Path) -> Path:
     lengths = {"query_max_length": 48, "passage_max_length": 48}
-    EmbeddingSettings("mean", ladder=((3, 24),), **lengths).save(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory, docstrings: list[str]) -> Path:
-    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in docstrings[:120]))
-    return path
+    EmbeddingSettings("mean", ladder=((3, 24),), **lengths).save(bert_folder)
+    return bert_folder
 
 
 def vectors_of(folder: Path, texts: list[str], sizes: list[Size]) -> dict[Size, np.ndarray]:

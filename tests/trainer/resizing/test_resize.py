@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import BertConfig, BertModel
 
 from data.corpora.read import read_split
 from data.ground.errors import ConfigError
@@ -32,27 +30,15 @@ FAST = ("--train.steps=4", "--train.global_batch_size=8", "--train.micro_batch_s
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+def model_folder(bert_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of sentence-transformers: mean pooling, unit vectors, a length of 48."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.models import Normalize, Pooling, Transformer
 
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    shape = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
-    config = BertConfig(vocab_size=len(tiny_tokenizer), max_position_embeddings=64, initializer_range=0.2, **shape)
-    BertModel(config, add_pooling_layer=False).save_pretrained(folder / "bert")
-    tiny_tokenizer.save_pretrained(folder / "bert")
-    modules = [Transformer(str(folder / "bert"), max_seq_length=48), Pooling(24, pooling_mode="mean"), Normalize()]
-    SentenceTransformer(modules=modules, device="cpu").save(str(folder / "saved"))
-    return folder / "saved"
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory, docstrings: list[str]) -> Path:
-    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in docstrings[:120]))
-    return path
+    modules = [Transformer(str(bert_folder), max_seq_length=48), Pooling(24, pooling_mode="mean"), Normalize()]
+    SentenceTransformer(modules=modules, device="cpu").save(str(folder))
+    return folder
 
 
 @pytest.fixture(scope="module")
