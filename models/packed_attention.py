@@ -98,13 +98,25 @@ def fast_on(device: torch.device, backbone: PreTrainedModel) -> bool:
     """Whether packing is worthwhile: on CUDA, without attention dropout, if the kernel agrees with plain attention."""
     config = backbone.config
     rates = (getattr(config, name, 0.0) for name in ("attention_probs_dropout_prob", "attention_dropout"))
-    if device.type != "cuda" or any(rates) or why_not_packed(backbone) is not None:
-        return False
+    return (
+        device.type == "cuda"
+        and not any(rates)
+        and why_not_packed(backbone) is None
+        and agrees_with_plain(device, backbone)
+    )
+
+
+def agrees_with_plain(device: torch.device, backbone: PreTrainedModel) -> bool:
+    """Whether packed attention runs there, and gives what plain attention gives, in bf16.
+
+    It is tried on heads of the backbone's own width and grouping, because the kernel does not take every width.
+    """
+    config = backbone.config
     generator = torch.Generator(device).manual_seed(0)
     causal = is_decoder(config) and said_by(config) == "causal"
     heads = getattr(config, "num_attention_heads", 1)
     groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
-    width = getattr(config, "head_dim", None) or 64
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
     q, k, v = (
         torch.randn(1, heads, 48, width, device=device, generator=generator).bfloat16() for heads in (2 * groups, 2, 2)
     )
