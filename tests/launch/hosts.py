@@ -141,6 +141,36 @@ def deepspeed_commands(hosts: Sequence[Host], hostfile: Path, words: Sequence[st
     return [[*launcher, "--node_rank", str(rank), "--module", *words] for rank in range(len(hosts))]
 
 
+_REMOTE = """#!{python}
+import subprocess, sys
+enter = {enter!r}  # host -> the words of a command that enters it
+words = sys.argv[1:]
+hosts = []
+while words[0].startswith("-") or not hosts:
+    word = words.pop(0)
+    if word == "-w":
+        hosts = words.pop(0).split(",")
+    elif word in ("-o", "-f"):
+        words.pop(0)
+    elif not word.startswith("-"):
+        hosts = [word]
+shells = [[*enter[host], "sh", "-c", " ".join(words).replace("%n", str(n))] for n, host in enumerate(hosts)]
+sys.exit(max(process.wait() for process in [subprocess.Popen(shell, cwd="/") for shell in shells]))
+"""
+
+
+def remote_shells(hosts: Sequence[Host], folder: Path) -> None:
+    """Write stand-ins for `ssh` and `pdsh` into a folder: each runs a command line in a shell on the hosts that it names.
+
+    They understand the options that DeepSpeed's launcher gives them, and no others.
+    """
+    script = _REMOTE.format(python=sys.executable, enter={host.name: host.command([]) for host in hosts})
+    for name in ("ssh", "pdsh"):
+        path = folder / name
+        path.write_text(script)
+        path.chmod(0o755)
+
+
 def _make_namespace(name: str, made_so_far: list[str]) -> None:
     _run("ip", "netns", "add", name)
     made_so_far.append(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ import pytest
 import tomli_w
 import torch
 
-from tests.launch.hosts import Host, Unavailable, deepspeed_commands, made, run_on_all
+from launch.qualify import main as qualify
+from tests.launch.hosts import Host, Unavailable, deepspeed_commands, made, remote_shells, run_on_all
+from tests.launcher import environment_of_ranks
 from tests.reference import first_parameters, train_naively
 from tests.run_folder import weights
 from tests.trainer.support import float32_ds_config, recipe_values
@@ -118,3 +121,18 @@ def test_a_broken_trainer_is_noticed(steps: Any) -> None:
     results, values = steps
     want = train_naively(values, steps=STEPS)[-1]["parameters"]
     assert largest_difference(results["control"][-1]["parameters"], want) > 100 * PARAMETER_TOLERANCE
+
+
+def test_the_hosts_of_a_hostfile_qualify_together(
+    hosts: list[Host], hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real command, whose launcher reaches the hosts by stand-ins for ssh and pdsh."""
+    remote_shells(hosts, tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{environment_of_ranks()['PATH']}")
+    before = [host.bytes_sent() for host in hosts]
+    words = ["--hostfile", str(hostfile), "--quick", "--only", "ranks", "--folder", str(tmp_path / "qualify")]
+    assert qualify([*words, "--json", str(tmp_path / "lines.json")]) == 0
+    record = json.loads((tmp_path / "lines.json").read_text())
+    asked = [line["asked"] for line in record["lines"] if line["verdict"] == "passed"]
+    assert len(asked) == 8 and all("3 ranks" in each for each in asked), record["lines"]
+    assert all(host.bytes_sent() - start > 1e6 for host, start in zip(hosts, before))

@@ -218,9 +218,9 @@ def test_the_command_answers_on_this_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.launcher
-@pytest.mark.parametrize("subject", ["ranks", "resume", "precision", "steps"])
+@pytest.mark.parametrize("subject", ["resume", "precision", "steps"])
 def test_the_other_subjects_answer_on_this_machine(subject: str, tmp_path: Path) -> None:
-    """Real launches; in the lane `full`."""
+    """Real launches; in the lane `full`. tests/launch/test_hosts.py has the subject `ranks`, on two hosts."""
     written = tmp_path / "figures.json"
     assert main(["--quick", "--only", subject, "--folder", str(tmp_path), "--json", str(written)]) == 0
     record = json.loads(written.read_text())
