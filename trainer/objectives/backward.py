@@ -26,7 +26,7 @@ from torch import Tensor
 from data.collate import Texts
 from data.keyed_random import derive_seed
 from models.sizes import Size
-from trainer.distributed import World, max_over_ranks
+from trainer.distributed import World, max_over_ranks, seed_torch
 
 Embed = Callable[[Tensor], tuple[Tensor, ...]]
 LossAndGradients = Callable[[list[Tensor]], tuple[dict[str, Tensor], list[Tensor]]]
@@ -196,7 +196,7 @@ def grad_cache(
     kept: list[tuple[Tensor, ...]] = []
 
     def forward(index: int) -> tuple[Tensor, ...]:
-        torch.manual_seed(derive_seed(seed, index))
+        seed_torch(derive_seed(seed, index))
         return embed(chunks[index] if index < len(chunks) else EMPTY)
 
     def first_pass() -> Iterator[tuple[Tensor, ...]]:

@@ -18,7 +18,7 @@ from data.keyed_random import derive_seed
 from models.masked_autoencoder import IGNORED, DecoderInputs
 from trainer.config.schema import Recipe
 from trainer.costs.flops import FORWARD_AND_BACKWARD, Shape, masked_flops
-from trainer.distributed import sum_over_ranks
+from trainer.distributed import seed_torch, sum_over_ranks
 from trainer.objectives.backward import (
     FILLER,
     Embed,
@@ -175,7 +175,7 @@ class PairTerm:
         """Embed all texts and compute the loss's gradient for their embeddings. `embed` as in `grad_cache`."""
 
         def seed_forward(rows: Tensor) -> None:
-            torch.manual_seed(derive_seed(self.seed, step, engine.world.rank, int(rows[0]) if len(rows) else 0))
+            seed_torch(derive_seed(self.seed, step, engine.world.rank, int(rows[0]) if len(rows) else 0))
 
         def seeded(rows: Tensor) -> tuple[Tensor, ...]:
             seed_forward(rows)
