@@ -39,9 +39,10 @@ test-fast: setup
 test: test-fast
 	$(PYTEST) -m launch --dist loadfile $(CHOSEN)
 
-# The longest files begin first (tests/conftest.py); pytest-xdist would begin with those of the most tests.
-test-all: test
-	$(PYTEST) -m full --dist loadfile --no-loadscope-reorder $(CHOSEN)
+# All lanes at once, so that what files prepare for their tests is prepared once. The longest files begin first
+# (tests/conftest.py); pytest-xdist would begin with those of the most tests.
+test-all: setup
+	$(PYTEST) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -21,12 +21,7 @@ from trainer.evaluate import main
 
 pytestmark = pytest.mark.long
 
-PUBLISHED = {
-    "sts12": 0.72369,
-    "sts13": 0.80603,
-    "sts14": 0.75589,
-    "stsb_test": 0.82032,
-}
+PUBLISHED = {"sts13": 0.80603, "stsb_test": 0.82032}
 TOLERANCE = 0.001
 # Our name of a metric -> that of sentence-transformers, of at most so many documents.
 METRICS = {"ndcg_cut_10": "ndcg@10", "recip_rank_10": "mrr@10", "map": "map@1000"}
@@ -59,11 +54,10 @@ def test_another_protocol_is_noticed(option: tuple[str, str], minilm: Path, shar
     assert abs(found["stsb_test"] - PUBLISHED["stsb_test"]) > 2 * TOLERANCE
 
 
-@pytest.mark.full  # minutes
-@pytest.mark.parametrize("task", ["sts12", "sts13", "sts14"])
-def test_sts(task: str, minilm: Path, shared_data: Path, tmp_path: Path) -> None:
-    found = scores_of(minilm, tmp_path, "--sts", str(shared_data / "sts" / f"{task}.tsv"))
-    assert found == {task: pytest.approx(PUBLISHED[task], abs=TOLERANCE)}
+@pytest.mark.full
+def test_sts13(minilm: Path, shared_data: Path, tmp_path: Path) -> None:
+    found = scores_of(minilm, tmp_path, "--sts", str(shared_data / "sts" / "sts13.tsv"))
+    assert found == {"sts13": pytest.approx(PUBLISHED["sts13"], abs=TOLERANCE)}
 
 
 def rows_of(path: Path) -> dict[str, dict[str, str]]:

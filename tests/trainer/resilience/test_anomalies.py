@@ -29,7 +29,8 @@ STEPS, BATCH = 6, 12
 NAN = {"kind": "nan", "step": 3, "rank": 1}
 NAN_GRADIENT = {"kind": "nan gradient", "step": 3, "rank": 0}
 SKIP = {"kind": "skip", "step": 3}  # told to, on all ranks
-BY_MUON = tuple(f"muon_{engine}" for engine in ("zero0", "zero1", "zero2", "bf16", "zero3"))
+# Muon's momentum is beside AdamW's moments, so it is asked where they are whole, in parts, and with bf16 weights.
+BY_MUON = ("muon_zero0", "muon_bf16", "muon_zero3")
 # Stage 3 comes last: it changes its process.
 ENGINES = ("zero0", "zero1", "zero2", "bf16", *BY_MUON[:-1], "zero3", BY_MUON[-1])
 
