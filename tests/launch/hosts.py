@@ -160,7 +160,7 @@ sys.exit(max(process.wait() for process in [subprocess.Popen(shell, cwd="/") for
 
 
 def remote_shells(hosts: Sequence[Host], folder: Path) -> None:
-    """Write stand-ins for `ssh` and `pdsh` into a folder: each runs a command line in a shell on the hosts that it names.
+    """Write stand-ins for `ssh` and `pdsh` into a folder: each runs a command line in a shell of every host it names.
 
     They understand the options that DeepSpeed's launcher gives them, and no others.
     """
