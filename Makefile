@@ -40,7 +40,9 @@ test: test-fast
 	$(PYTEST) -m launch --dist loadfile $(CHOSEN)
 
 # All lanes at once, so that what files prepare for their tests is prepared once. The longest files begin first
-# (tests/conftest.py); pytest-xdist would begin with those of the most tests.
+# (tests/conftest.py); pytest-xdist would begin with those of the most tests. While a worker waits for its ranks, another
+# one uses the core.
+test-all: WORKERS = 3
 test-all: setup
 	$(PYTEST) --dist loadfile --no-loadscope-reorder $(ARGS)
 
