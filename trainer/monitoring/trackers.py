@@ -76,8 +76,8 @@ def check_sinks(chosen: LogConfig) -> None:
     for key, package, wanted in (("wandb", "wandb", chosen.wandb), ("mlflow", "mlflow", chosen.mlflow)):
         if wanted and find_spec(package) is None:
             raise ConfigError(
-                f"log.{key} = true needs the package {package}; install it with `python -m pip install "
-                f"'barista[{key}]'`, or set log.{key} to false"
+                f"log.{key} = true needs the package {package}; install it with `python -m pip install {package}`, or "
+                f"set log.{key} to false"
             )
     if chosen.mlflow and not os.environ.get("MLFLOW_TRACKING_URI"):
         raise ConfigError(
