@@ -50,8 +50,9 @@ from trainer.evaluation.search.vectors import VectorStore, open_store, read_stor
 from trainer.evaluation.subject import choose_device, load_subject, untrained_encoder
 from trainer.evaluation.tasks.corpus import Progress, counted, encoded_blocks, merge_keys, stored_blocks, watched
 from trainer.evaluation.tasks.retrieval import (
-    DEFAULT_TOP_K,
+    DEFAULT_SEARCH,
     Block,
+    MergeKeys,
     RetrievalData,
     Run,
     SearchOptions,
@@ -108,7 +109,7 @@ def evaluate_sizes(args: argparse.Namespace) -> int:
                 return 0
             if args.bm25:
                 for data in beir:
-                    finished.append(_bm25_part(data, parts, top_k=args.top_k, wanted=stops.wanted))
+                    finished.append(_bm25_part(data, parts, _search_options(args), wanted=stops.wanted))
         except Stopped as stopped:
             kept = " and ".join(name for name, given in (("--output", output), ("--vectors", args.vectors)) if given)
             goes_on = f"; the same command goes on with what {kept} kept" if kept else ""
@@ -181,11 +182,7 @@ class _Subject:
             self._embedder,
             self.searched,
             self.settings,
-            search=SearchOptions(
-                self.args.top_k,
-                self.args.ignore_identical_ids,
-                merge=partial(merge_keys, world=world) if world.size > 1 else None,
-            ),
+            search=_search_options(self.args, merge=partial(merge_keys, world=world) if world.size > 1 else None),
             blocks_of=self._blocks_of,
         )
         outputs = Outputs(self.method, _run_writer(output, self.method) if self.args.save_runs and output else None)
@@ -312,26 +309,36 @@ class _Subject:
         return tokenizer_fingerprint(self.tokenizer)
 
 
-def bm25_records(data: RetrievalData, *, top_k: int = DEFAULT_TOP_K, raw: RawResults | None = None) -> list[Record]:
+def bm25_records(
+    data: RetrievalData, *, options: SearchOptions = DEFAULT_SEARCH, raw: RawResults | None = None
+) -> list[Record]:
     """BM25's scores on one collection."""
-    scores = score_run(bm25_run(data, top_k=top_k), data.qrels)
-    means = known_metrics(scores, data, top_k)
+    scores = score_run(options.kept(bm25_run(data, top_k=options.depth)), data.qrels)
+    means = known_metrics(scores, data, options.top_k)
     if raw is not None:
         raw.add_retrieval(BM25, data.name, (0, 0), scores, list(means))
     return [Record(BM25, data.name, "retrieval", "", 0, 0, metric, value) for metric, value in means.items()]
 
 
-def _bm25_part(data: RetrievalData, parts: Parts, *, top_k: int, wanted: Callable[[], str | None]) -> Results:
-    key = {"task": _task_digest(data), "top_k": top_k} if parts.folder else {}
+def _bm25_part(
+    data: RetrievalData, parts: Parts, options: SearchOptions, *, wanted: Callable[[], str | None]
+) -> Results:
+    key: dict[str, Any] = {}
+    if parts.folder:
+        key = {"task": _task_digest(data), "top_k": options.top_k, "ignore_identical_ids": options.ignore_identical_ids}
     if (part := parts.load(BM25, data.name, key)) is not None:
         return part
     if reason := wanted():
         raise Stopped(reason)
     log.info("%s: %s", BM25, data.name)
     raw = RawResults()
-    records = bm25_records(data, top_k=top_k, raw=raw)
+    records = bm25_records(data, options=options, raw=raw)
     parts.save(BM25, data.name, key, records, raw)
     return records, raw
+
+
+def _search_options(args: argparse.Namespace, *, merge: MergeKeys | None = None) -> SearchOptions:
+    return SearchOptions(args.top_k, args.ignore_identical_ids, merge)
 
 
 def _join_ranks(device: torch.device) -> World:

@@ -40,6 +40,7 @@ from trainer.evaluation.results.report import (
     size_scores,
 )
 from trainer.evaluation.run import evaluate_tasks
+from trainer.evaluation.sizes_command import bm25_records
 from trainer.evaluation.tasks.retrieval import (
     METRICS,
     RunScores,
@@ -546,6 +547,19 @@ def test_bm25_ranks_by_shared_words() -> None:
     assert run["q"]["rare"] == pytest.approx(term(1, 1, 2) + term(2, 1, 2), rel=1e-5)
     assert run["q"]["common"] == pytest.approx(term(2, 2, 3), rel=1e-5)
     assert score_run(run, qrels).means["recip_rank"] == 0.5
+
+
+def test_bm25_ignores_the_querys_own_document_as_the_model_does() -> None:
+    pytest.importorskip("bm25s", reason="needs the package bm25s")
+    texts = {"1": "red apples fall", "2": "red apples", "3": "green pears", "4": "blue plums"}
+    data = retrieval_data("same", texts, {"1": texts["1"]}, {"1": {"2": 1}})
+
+    def reciprocal_rank(options: SearchOptions) -> float:
+        (found,) = (each.value for each in bm25_records(data, options=options) if each.metric == "recip_rank")
+        return found
+
+    assert reciprocal_rank(SearchOptions(1, ignore_identical_ids=True)) == 1
+    assert reciprocal_rank(SearchOptions(1)) == 0  # negative control: its own document comes first
 
 
 def test_bm25_on_scifact(shared_data: Path) -> None:
