@@ -76,6 +76,7 @@ from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
 from trainer.evaluation.senteval import evaluate_transfer, read_task
 from trainer.evaluation.sizes_command import evaluate_sizes
 from trainer.evaluation.subject import choose_device, load_subject, untrained_encoder
+from trainer.evaluation.tasks.inputs import check_task_names
 from trainer.evaluation.tasks.retrieval import (
     METRICS,
     RetrievalData,
@@ -244,7 +245,9 @@ def _setting_of(args: argparse.Namespace, files: Sequence[str]) -> _Setting:
     arguments.require_tasks(args)
     device, output = choose_device(args.device), output_folder(args.output, files)
     sts = [read_sts(path) for path in args.sts]
-    return _Setting(device, output, sts, [load_beir(path, split=args.split) for path in args.beir])
+    beir = [load_beir(path, split=args.split) for path in args.beir]
+    check_task_names([*(task.name for task in sts), *(data.name for data in beir)])
+    return _Setting(device, output, sts, beir)
 
 
 def _quantised(args: argparse.Namespace) -> int:

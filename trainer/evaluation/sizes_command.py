@@ -49,6 +49,7 @@ from trainer.evaluation.run import Outputs, evaluate_tasks, known_metrics
 from trainer.evaluation.search.vectors import VectorStore, open_store, read_store, texts_digest, weights_digest, widest
 from trainer.evaluation.subject import choose_device, load_subject, untrained_encoder
 from trainer.evaluation.tasks.corpus import Progress, counted, encoded_blocks, merge_keys, stored_blocks, watched
+from trainer.evaluation.tasks.inputs import check_task_names
 from trainer.evaluation.tasks.retrieval import (
     DEFAULT_SEARCH,
     Block,
@@ -85,7 +86,7 @@ def evaluate_sizes(args: argparse.Namespace) -> int:
         check_run_names(beir)
     if args.vectors:
         check_place(args.vectors, "--vectors", link=True)
-    _check_names([*(task.name for task in sts), *(data.name for data in beir)])
+    check_task_names([*(task.name for task in sts), *(data.name for data in beir)])
     against = read_raw(args.against / RAW_FILE) if args.against else None
     if against is not None:
         check_same_items(against, sts, beir, name=str(args.against))
@@ -363,9 +364,3 @@ def _run_writer(output: Path, method: str) -> Callable[[str, Searched, Run], Non
         write_run(run, folder / f"{task}_{method}_{size}.trec", name=f"{method}_{size}")
 
     return write
-
-
-def _check_names(names: Sequence[str]) -> None:
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"two of the tasks are named {name!r}; rename one of the files or folders")
