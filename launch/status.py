@@ -40,14 +40,12 @@ from data.ground.records import Record, read_record
 from models.sizes import Ladder
 from trainer.config.schema import Recipe
 from trainer.config.sections import ModelConfig
-from trainer.monitoring.names import CHECKPOINT, EVALUATION, FAULTY, STEP, loss_of, score_of
+from trainer.monitoring.names import CHECKPOINT, EVALUATION, FAULTY, STEP, is_off_the_ladder, loss_of, score_of
 
 _PATIENCE_SECONDS = 600.0
 _PATIENCE_RECORDS = 4.0
 _NEWEST_RECORDS = 10
 _SCORES = {"ndcg_cut_10": "nDCG@10", "recip_rank_10": "MRR@10", "spearman": "Spearman"}
-# A size that is not on the ladder: layers, dimensions, and the fraction of narrower feed-forwards.
-_SIZE = r"[1-9][0-9]{0,8}x[1-9][0-9]{0,8}(x0\.[0-9]{0,20}[1-9])?"
 _HEADLINES = ("ndcg_cut_10", "spearman")
 _SLOW_FEED = 0.2
 _MUCH_PADDING = 0.5
@@ -301,7 +299,7 @@ def _checkpoint_seconds(records: Sequence[Line], plan: _Plan, step: int, total: 
 def _sizes(ladder: Ladder, newest: Line, evaluation: Line) -> list[SizeStatus]:
     """The ladder's sizes, and others that the newest step trained, smallest first."""
     named = {name: loss for name in newest if (loss := loss_of(name))}
-    others = {loss.size for loss in named.values() if re.fullmatch(_SIZE, loss.size)}
+    others = {loss.size for loss in named.values() if is_off_the_ladder(loss.size)}
     found = []
     for size in sorted({*ladder, *map(ladder.find, others)}):
         name = ladder.name(size)
