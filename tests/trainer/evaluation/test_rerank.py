@@ -195,7 +195,7 @@ def test_commands(make_model, beir_folder: Path, tmp_path: Path, capsys: pytest.
     for extra, message in (
         (["--shortlist", "2x16"], "both 2x16"),
         (["--shortlist", "2x16", "--rerank", "1x4"], "not part of"),
-        (["--top-k", "5"], "more than the --top-k 5"),
+        (["--top-k", "12"], "more than the --top-k 12"),
     ):
         assert evaluate.main([*command, *extra]) == 2
         assert message in capsys.readouterr().err
