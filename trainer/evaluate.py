@@ -146,8 +146,8 @@ def _against_baseline(args: argparse.Namespace, scores: RunScores) -> dict[str, 
         )
     return {
         name: paired_t_test(
-            [values[name] for values in scores.per_query.values()],
-            [values[name] for values in other.per_query.values()],
+            scores.of_queries(name),
+            other.of_queries(name),
         )
         for name in METRICS
     }
@@ -255,14 +255,17 @@ def _quantised(args: argparse.Namespace) -> int:
     encoder, tokenizer, settings, sizes = load_subject(args)
 
     models = [encoder, *([with_int8_table(encoder)] if encoder.is_static else [])]
-    longest = max(settings.query_max_length, settings.passage_max_length)
     rows: list[Row] = []
     ranges = {}
     raws: Raws = {}
     for task in sts:
         # STS compares vectors by their cosine, whatever similarity the model has. The vectors are scaled to unit length
         # here, so that the ranges of int8 fit them.
-        options: dict[str, Any] = {"similarity": "cosine", "max_length": longest, "prompt": settings.query_prompt}
+        options: dict[str, Any] = {
+            "similarity": "cosine",
+            "max_length": settings.max_length,
+            "prompt": settings.query_prompt,
+        }
         first, *variant = (partial(_encoding(args, model, tokenizer, sizes), **options) for model in models)
         rows += sts_rows(first, task, table_variant=variant[0] if variant else None, raws=raws)
     for data in beir:
@@ -299,9 +302,11 @@ def _fused(args: argparse.Namespace) -> int:
     if len(sizes) < 2:
         raise ConfigError(f"two sizes' scores are added, and --sizes {args.sizes} names one; name two or more")
 
-    longest = max(settings.query_max_length, settings.passage_max_length)
     encode_sts = partial(
-        _encoding(args, encoder, tokenizer, sizes), similarity="dot", max_length=longest, prompt=settings.query_prompt
+        _encoding(args, encoder, tokenizer, sizes),
+        similarity="dot",
+        max_length=settings.max_length,
+        prompt=settings.query_prompt,
     )
     rows = [row for task in sts for row in fused_sts(encode_sts([t for pair in task.pairs for t in pair]), task)]
     encode_queries, encode_documents = _both_sides(args, encoder, tokenizer, settings, sizes)
@@ -371,7 +376,7 @@ def _transfer(args: argparse.Namespace) -> int:
         encode_texts = partial(
             _encoding(args, model, tokenizer, sizes),
             similarity="dot",  # the classifier sees the embeddings as they are
-            max_length=max(settings.query_max_length, settings.passage_max_length),
+            max_length=settings.max_length,
             prompt=settings.query_prompt,
         )
         records += evaluate_transfer(encode_texts, tasks, name_of=settings.sizes.name, method=method, seed=args.seed)

@@ -361,6 +361,6 @@ def _run_writer(output: Path, method: str) -> Callable[[str, Searched, Run], Non
     def write(task: str, size: Searched, run: Run) -> None:
         folder = output / "runs"
         folder.mkdir(parents=True, exist_ok=True)
-        write_run(run, folder / f"{task}_{method}_{size}.trec", name=f"{method}_{size}")
+        write_run(run, folder / f"{file_name(task)}_{method}_{size}.trec", name=f"{method}_{size}")
 
     return write

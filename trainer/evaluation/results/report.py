@@ -31,9 +31,10 @@ METRIC_LABELS = {
     "accuracy": "accuracy",
     "f1": "F1",
 }
+SPEARMAN, NDCG = "spearman", "ndcg_cut_10"
 # The texts that are encoded at the two sizes of a pair.
-_SIDES = {"spearman": ("first sentences", "second sentences"), "ndcg_cut_10": ("queries", "documents")}
-HEADLINE_METRICS = {"sts": "spearman", "retrieval": "ndcg_cut_10", "transfer": "accuracy"}
+_SIDES = {SPEARMAN: ("first sentences", "second sentences"), NDCG: ("queries", "documents")}
+HEADLINE_METRICS = {"sts": SPEARMAN, "retrieval": NDCG, "transfer": "accuracy"}
 
 
 @dataclass(frozen=True)

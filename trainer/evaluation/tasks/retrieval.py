@@ -230,6 +230,10 @@ class RunScores:
     per_query: dict[str, dict[str, float]] = field(repr=False)
     num_queries: int = 0
 
+    def of_queries(self, metric: str) -> list[float]:
+        """A metric of every query, in the order of `per_query`."""
+        return [values[metric] for values in self.per_query.values()]
+
 
 def ranking(scores: Mapping[str, float], depth: int | None = None) -> list[str]:
     """Documents as trec_eval ranks them: by score descending in single precision, then by id descending in bytes."""
