@@ -75,7 +75,7 @@ from trainer.evaluation.results.significance import TestResult, p_text, paired_t
 from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
 from trainer.evaluation.senteval import evaluate_transfer, read_task
 from trainer.evaluation.sizes_command import evaluate_sizes
-from trainer.evaluation.subject import choose_device, load_subject, untrained_encoder
+from trainer.evaluation.subject import choose_device, load_subject, trained_settings, untrained_encoder
 from trainer.evaluation.tasks.inputs import check_task_names
 from trainer.evaluation.tasks.retrieval import (
     METRICS,
@@ -410,12 +410,17 @@ def _mteb(args: argparse.Namespace) -> int:
             f"mteb does not know all of {', '.join(args.tasks)} ({error}); see mteb.get_tasks()"
         ) from None
     device = choose_device(args.device)
+    names = [name.strip() for name in args.sizes.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"--sizes {args.sizes!r} names no size; give a list such as demi,3x48")
+    ladder = trained_settings(args.model).sizes
+    for name in names:  # before the first size is evaluated, which may take hours
+        ladder.find(name)
     scores: dict[str, dict[str, float]] = {}
-    for name in args.sizes.split(","):
-        model = load_mteb_model(args.model, name.strip(), device=device)
+    for name in names:
+        model = load_mteb_model(args.model, name, device=device)
         for result in mteb.evaluate(model, tasks, cache=None, show_progress_bar=sys.stderr.isatty()).task_results:
-            scores.setdefault(result.task_name, {})[name.strip()] = float(result.get_score())
-    names = [name.strip() for name in args.sizes.split(",")]
+            scores.setdefault(result.task_name, {})[name] = float(result.get_score())
     rows = [[task, *(f"{by_size[name]:.4f}" for name in names)] for task, by_size in scores.items()]
     sys.stdout.write(markdown_table(["task", *names], rows))
     if args.json:
