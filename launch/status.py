@@ -443,8 +443,8 @@ def _rows(runs: Sequence[RunStatus], now: float) -> str:
                 f"{run.step:,}" + (f" of {'≈' * run.total_is_estimated}{run.total_steps:,}" if run.total_steps else ""),
                 "–" if run.seconds_left is None else _duration(run.seconds_left),
                 _number(run.newest.get("loss")),
-                _by_size(run.sizes, [size.losses.get(loss) for size in run.sizes]),
-                _by_size(run.sizes, [size.scores.get(score) for size in run.sizes]),
+                _by_size([size.losses.get(loss) for size in run.sizes]),
+                _by_size([size.scores.get(score) for size in run.sizes]),
                 _fact(run.newest, "tokens_per_second", "{:,.0f}") or "–",
                 _fact(run.newest, "mfu", "{:.1%}") or "–",
                 "–" if run.checkpoint_step is None else f"{run.checkpoint_step:,}",
@@ -476,7 +476,7 @@ def _fact(values: Mapping[str, float], name: str, form: str) -> str:
     return form.format(values[name]) if name in values else ""
 
 
-def _by_size(sizes: Sequence[SizeStatus], values: Sequence[float | None]) -> str:
+def _by_size(values: Sequence[float | None]) -> str:
     """The values of all sizes, smallest first, in one cell."""
     return " ".join(_number(value, digits=3) for value in values) if any(v is not None for v in values) else "–"
 

@@ -118,7 +118,7 @@ def retrieval_rows(
             FLOAT32: search(asked, stored, top_k=top_k, device=device),
             INT8: search(asked, in_int8, top_k=top_k, device=device),
             BINARY: by_bits,
-            RESCORED: rerank(*by_bits, asked, in_int8, depth=rescored),
+            RESCORED: rerank(by_bits[1], asked, in_int8, depth=rescored),
         }
         if variant is not None:
             found[TABLE] = search(variant[0][size], variant[1][size], top_k=top_k, device=device)

@@ -67,12 +67,13 @@ class Way:
 
 
 def rerank(
-    scores: np.ndarray, positions: np.ndarray, queries: np.ndarray, documents: np.ndarray, *, depth: int
+    positions: np.ndarray, queries: np.ndarray, documents: np.ndarray, *, depth: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Reorder the first `depth` documents of every ranking by the large size's dot products; the rest stay below.
 
-    scores, positions: [queries, k], best first, from the small size. queries [queries, dim] and documents
-    [documents, dim]: the large size's vectors. Ties go to the lower position, as in `search`.
+    positions: [queries, k], best first, from the small size. queries [queries, dim] and documents [documents, dim]: the
+    large size's vectors. Ties go to the lower position, as in `search`. Returns the new scores and positions, both
+    [queries, k].
     """
     depth = min(depth, positions.shape[1])
     head = positions[:, :depth]
@@ -115,7 +116,7 @@ def compare_ways(
     search_ms = next(way.search_ms for way in ways if way.small == small)
     for depth in depths:
         begin = time.perf_counter()
-        scores, positions = rerank(*found[small], queries[large], documents[large], depth=depth)
+        scores, positions = rerank(found[small][1], queries[large], documents[large], depth=depth)
         rerank_ms = (time.perf_counter() - begin) * 1000 / max(1, len(data.queries))
         way = Way(
             small, large, depth, {}, costs[large].milliseconds, search_ms, rerank_ms,

@@ -102,11 +102,6 @@ def _without_defaults(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if not key.startswith("document_")}
 
 
-def flat(records: Iterable[Record]) -> dict[str, float]:
-    """The records of one method as one dictionary for logs: "task/metric/size" -> value."""
-    return {f"{r.task}/{r.metric}/{r.size}" if r.size else f"{r.task}/{r.metric}": r.value for r in records}
-
-
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns: int = 1) -> str:
     """A Markdown table that is also readable in a terminal: cells are padded, and numbers are right-aligned."""
     lines = [list(header), *(list(row) for row in rows)]
