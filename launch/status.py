@@ -40,14 +40,12 @@ from data.ground.records import Record, read_record
 from models.sizes import Ladder
 from trainer.config.schema import Recipe
 from trainer.config.sections import ModelConfig
-from trainer.monitoring.names import CHECKPOINT, EVALUATION, FAULTY, STEP, loss_of, score_of
+from trainer.monitoring.names import CHECKPOINT, EVALUATION, FAULTY, STEP, is_off_the_ladder, loss_of, score_of
 
 _PATIENCE_SECONDS = 600.0
 _PATIENCE_RECORDS = 4.0
 _NEWEST_RECORDS = 10
 _SCORES = {"ndcg_cut_10": "nDCG@10", "recip_rank_10": "MRR@10", "spearman": "Spearman"}
-# A size that is not on the ladder: layers, dimensions, and the fraction of narrower feed-forwards.
-_SIZE = r"[1-9][0-9]{0,8}x[1-9][0-9]{0,8}(x0\.[0-9]{0,20}[1-9])?"
 _HEADLINES = ("ndcg_cut_10", "spearman")
 _SLOW_FEED = 0.2
 _MUCH_PADDING = 0.5
@@ -301,7 +299,7 @@ def _checkpoint_seconds(records: Sequence[Line], plan: _Plan, step: int, total: 
 def _sizes(ladder: Ladder, newest: Line, evaluation: Line) -> list[SizeStatus]:
     """The ladder's sizes, and others that the newest step trained, smallest first."""
     named = {name: loss for name in newest if (loss := loss_of(name))}
-    others = {loss.size for loss in named.values() if re.fullmatch(_SIZE, loss.size)}
+    others = {loss.size for loss in named.values() if is_off_the_ladder(loss.size)}
     found = []
     for size in sorted({*ladder, *map(ladder.find, others)}):
         name = ladder.name(size)
@@ -445,8 +443,8 @@ def _rows(runs: Sequence[RunStatus], now: float) -> str:
                 f"{run.step:,}" + (f" of {'≈' * run.total_is_estimated}{run.total_steps:,}" if run.total_steps else ""),
                 "–" if run.seconds_left is None else _duration(run.seconds_left),
                 _number(run.newest.get("loss")),
-                _by_size(run.sizes, [size.losses.get(loss) for size in run.sizes]),
-                _by_size(run.sizes, [size.scores.get(score) for size in run.sizes]),
+                _by_size([size.losses.get(loss) for size in run.sizes]),
+                _by_size([size.scores.get(score) for size in run.sizes]),
                 _fact(run.newest, "tokens_per_second", "{:,.0f}") or "–",
                 _fact(run.newest, "mfu", "{:.1%}") or "–",
                 "–" if run.checkpoint_step is None else f"{run.checkpoint_step:,}",
@@ -478,7 +476,7 @@ def _fact(values: Mapping[str, float], name: str, form: str) -> str:
     return form.format(values[name]) if name in values else ""
 
 
-def _by_size(sizes: Sequence[SizeStatus], values: Sequence[float | None]) -> str:
+def _by_size(values: Sequence[float | None]) -> str:
     """The values of all sizes, smallest first, in one cell."""
     return " ".join(_number(value, digits=3) for value in values) if any(v is not None for v in values) else "–"
 

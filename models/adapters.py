@@ -106,7 +106,7 @@ def _check_default(backbone: PreTrainedModel, block: nn.Module) -> None:
         raise ModelError(
             f"model.lora_targets is empty, and most weights of a layer of {type(backbone).__name__}, such as "
             f"{max(others, key=lambda name: others[name])}, are in no linear layer and would get no adapter; name "
-            "linear layers, if it has some that are worth it, or train the weights (model.lora_rank = 0)"
+            "linear layers that should get one, or train the weights (model.lora_rank = 0)"
         )
 
 

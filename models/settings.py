@@ -69,6 +69,11 @@ class EmbeddingSettings:
     def sizes(self) -> Ladder:
         return Ladder.of(self.ladder)
 
+    @property
+    def max_length(self) -> int:
+        """The longer of the two lengths: of texts that are neither queries nor passages, such as those of STS."""
+        return max(self.query_max_length, self.passage_max_length)
+
     def save(self, folder: str | Path) -> None:
         write_atomically(Path(folder) / SETTINGS_FILE, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 

@@ -75,7 +75,8 @@ from trainer.evaluation.results.significance import TestResult, p_text, paired_t
 from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
 from trainer.evaluation.senteval import evaluate_transfer, read_task
 from trainer.evaluation.sizes_command import evaluate_sizes
-from trainer.evaluation.subject import choose_device, load_subject, untrained_encoder
+from trainer.evaluation.subject import choose_device, load_subject, trained_settings, untrained_encoder
+from trainer.evaluation.tasks.inputs import check_task_names
 from trainer.evaluation.tasks.retrieval import (
     METRICS,
     RetrievalData,
@@ -145,8 +146,8 @@ def _against_baseline(args: argparse.Namespace, scores: RunScores) -> dict[str, 
         )
     return {
         name: paired_t_test(
-            [values[name] for values in scores.per_query.values()],
-            [values[name] for values in other.per_query.values()],
+            scores.of_queries(name),
+            other.of_queries(name),
         )
         for name in METRICS
     }
@@ -244,7 +245,9 @@ def _setting_of(args: argparse.Namespace, files: Sequence[str]) -> _Setting:
     arguments.require_tasks(args)
     device, output = choose_device(args.device), output_folder(args.output, files)
     sts = [read_sts(path) for path in args.sts]
-    return _Setting(device, output, sts, [load_beir(path, split=args.split) for path in args.beir])
+    beir = [load_beir(path, split=args.split) for path in args.beir]
+    check_task_names([*(task.name for task in sts), *(data.name for data in beir)])
+    return _Setting(device, output, sts, beir)
 
 
 def _quantised(args: argparse.Namespace) -> int:
@@ -252,14 +255,17 @@ def _quantised(args: argparse.Namespace) -> int:
     encoder, tokenizer, settings, sizes = load_subject(args)
 
     models = [encoder, *([with_int8_table(encoder)] if encoder.is_static else [])]
-    longest = max(settings.query_max_length, settings.passage_max_length)
     rows: list[Row] = []
     ranges = {}
     raws: Raws = {}
     for task in sts:
         # STS compares vectors by their cosine, whatever similarity the model has. The vectors are scaled to unit length
         # here, so that the ranges of int8 fit them.
-        options: dict[str, Any] = {"similarity": "cosine", "max_length": longest, "prompt": settings.query_prompt}
+        options: dict[str, Any] = {
+            "similarity": "cosine",
+            "max_length": settings.max_length,
+            "prompt": settings.query_prompt,
+        }
         first, *variant = (partial(_encoding(args, model, tokenizer, sizes), **options) for model in models)
         rows += sts_rows(first, task, table_variant=variant[0] if variant else None, raws=raws)
     for data in beir:
@@ -296,9 +302,11 @@ def _fused(args: argparse.Namespace) -> int:
     if len(sizes) < 2:
         raise ConfigError(f"two sizes' scores are added, and --sizes {args.sizes} names one; name two or more")
 
-    longest = max(settings.query_max_length, settings.passage_max_length)
     encode_sts = partial(
-        _encoding(args, encoder, tokenizer, sizes), similarity="dot", max_length=longest, prompt=settings.query_prompt
+        _encoding(args, encoder, tokenizer, sizes),
+        similarity="dot",
+        max_length=settings.max_length,
+        prompt=settings.query_prompt,
     )
     rows = [row for task in sts for row in fused_sts(encode_sts([t for pair in task.pairs for t in pair]), task)]
     encode_queries, encode_documents = _both_sides(args, encoder, tokenizer, settings, sizes)
@@ -368,7 +376,7 @@ def _transfer(args: argparse.Namespace) -> int:
         encode_texts = partial(
             _encoding(args, model, tokenizer, sizes),
             similarity="dot",  # the classifier sees the embeddings as they are
-            max_length=max(settings.query_max_length, settings.passage_max_length),
+            max_length=settings.max_length,
             prompt=settings.query_prompt,
         )
         records += evaluate_transfer(encode_texts, tasks, name_of=settings.sizes.name, method=method, seed=args.seed)
@@ -402,12 +410,17 @@ def _mteb(args: argparse.Namespace) -> int:
             f"mteb does not know all of {', '.join(args.tasks)} ({error}); see mteb.get_tasks()"
         ) from None
     device = choose_device(args.device)
+    names = [name.strip() for name in args.sizes.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"--sizes {args.sizes!r} names no size; give a list such as demi,3x48")
+    ladder = trained_settings(args.model).sizes
+    for name in names:  # before the first size is evaluated, which may take hours
+        ladder.find(name)
     scores: dict[str, dict[str, float]] = {}
-    for name in args.sizes.split(","):
-        model = load_mteb_model(args.model, name.strip(), device=device)
+    for name in names:
+        model = load_mteb_model(args.model, name, device=device)
         for result in mteb.evaluate(model, tasks, cache=None, show_progress_bar=sys.stderr.isatty()).task_results:
-            scores.setdefault(result.task_name, {})[name.strip()] = float(result.get_score())
-    names = [name.strip() for name in args.sizes.split(",")]
+            scores.setdefault(result.task_name, {})[name] = float(result.get_score())
     rows = [[task, *(f"{by_size[name]:.4f}" for name in names)] for task, by_size in scores.items()]
     sys.stdout.write(markdown_table(["task", *names], rows))
     if args.json:

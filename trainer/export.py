@@ -20,9 +20,7 @@ from transformers.utils import logging as hf_logging
 
 from data.ground.command import exit_code_of, log_to_stderr
 from data.ground.options import real
-from trainer.exporting.folders import (
-    WEIGHTS,
-)
+from trainer.exporting.folders import WEIGHTS
 from trainer.exporting.sizes import export_sizes
 
 

@@ -11,6 +11,7 @@ With --train heads the model itself does not change by a bit: only the linear ma
 RUN holds start/ (the model as it is), shards/, closed_form/, training/ (a run like any other), evaluation/, export/,
 figures/, resize.json and table.md. After a kill the same command goes on. Under the deepspeed launcher all ranks train.
 With --prepare-only the command ends before training, and without it goes on from there.
+--section.key=value sets a recipe key of the training on the texts. The training on --pairs keeps its own settings.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def add_sizes(added: SubParsers, name: str) -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="FOLDER", help="write results.json, raw.jsonl.gz, table.md and figures/ here")
     add("--json", type=Path, metavar="FILE", help="write the content of results.json to this file")
     add("--save-runs", action="store_true", help="write every ranking as a TREC run file to OUTPUT/runs")
-    add("--top-k", type=count(), default=DEFAULT_TOP_K, help="documents kept a query (%(default)s)")
+    _top_k_option(parser, "kept a query")
     add(
         "--max-documents",
         type=count(least=0),
@@ -159,7 +159,7 @@ def add_rerank(added: SubParsers, name: str) -> argparse.ArgumentParser:
     add("--shortlist", metavar="SIZE", help="the size that searches (the ladder's first)")
     add("--rerank", metavar="SIZE", help="the size that reranks (the ladder's last)")
     add("--depth", type=count(), nargs="+", default=[10, 50, 100], help="documents reranked (10 50 100)")
-    add("--top-k", type=count(), default=DEFAULT_TOP_K, help="documents searched for (%(default)s)")
+    _top_k_option(parser, "searched for")
     add("--queries", type=count(), default=100, metavar="N", help="how many are timed (%(default)s)")
     add("--output", type=Path, metavar="FOLDER", help="write rerank.json, rerank.md and rerank.png here")
     return parser
@@ -175,7 +175,7 @@ def add_quantised(added: SubParsers, name: str) -> argparse.ArgumentParser:
     _model_options(parser)
     add = parser.add_argument
     _task_options(parser)
-    add("--top-k", type=count(), default=DEFAULT_TOP_K, help="documents searched for (%(default)s)")
+    _top_k_option(parser, "searched for")
     add("--rescored", type=count(), default=100, metavar="N", help="found by bits, scored in int8 (%(default)s)")
     _dtype_option(parser)
     add(
@@ -197,7 +197,7 @@ def add_fused(added: SubParsers, name: str) -> argparse.ArgumentParser:
     _model_options(parser)
     add = parser.add_argument
     _task_options(parser)
-    add("--top-k", type=count(least=10), default=100, help="documents searched for (%(default)s)")
+    _top_k_option(parser, "searched for", default=100)
     add("--queries", type=count(), default=100, metavar="N", help="how many are timed (%(default)s)")
     add("--holm", action="store_true", help="correct p for the number of pairs in a task's table")
     add("--output", type=Path, metavar="FOLDER", help="write fused.json, fused.md and figures/ here")
@@ -252,6 +252,11 @@ def _task_options(parser: argparse.ArgumentParser) -> None:
     add("--sts", nargs="+", default=[], type=Path, metavar="FILE", help="TSV (score, sentence, sentence) or jsonl")
     add("--beir", nargs="+", default=[], type=Path, metavar="FOLDER", help="BEIR folders")
     add("--split", default="test", help="which qrels of the BEIR folders (%(default)s)")
+
+
+def _top_k_option(parser: argparse.ArgumentParser, what: str, *, default: int = DEFAULT_TOP_K) -> None:
+    """At least ten documents, because nDCG@10 and MRR@10 of fewer would be too low."""
+    parser.add_argument("--top-k", type=count(least=10), default=default, help=f"documents {what} (%(default)s)")
 
 
 def _dtype_option(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from trainer.distributed import World
 from trainer.engine import Engine
 from trainer.evaluation.encoding.encode import Embedder
 from trainer.evaluation.run import evaluate_tasks
+from trainer.evaluation.tasks.inputs import check_task_names
 from trainer.evaluation.tasks.retrieval import RetrievalData, load_beir
 from trainer.evaluation.tasks.sts import STSTask, read_sts
 
@@ -33,12 +34,12 @@ class Evaluator:
     @classmethod
     def of(cls, recipe: Recipe, settings: EmbeddingSettings) -> Evaluator:
         chosen = recipe.evaluation
-        return cls(
-            settings,
-            tuple(read_sts(path) for path in chosen.sts),
-            tuple(load_beir(path, split=chosen.split, max_documents=chosen.max_documents) for path in chosen.beir),
-            chosen.grid,
+        sts = tuple(read_sts(path) for path in chosen.sts)
+        retrieval = tuple(
+            load_beir(path, split=chosen.split, max_documents=chosen.max_documents) for path in chosen.beir
         )
+        check_task_names([*(task.name for task in sts), *(data.name for data in retrieval)])
+        return cls(settings, sts, retrieval, chosen.grid)
 
     @property
     def has_tasks(self) -> bool:

@@ -33,12 +33,18 @@ from models.sizes import Body, Size
 from trainer.evaluation.latency import BYTES_PER_DIMENSION, TimedPass, cut_encoder, time_passes
 from trainer.evaluation.rerank import search_milliseconds
 from trainer.evaluation.results.comparison import mark
-from trainer.evaluation.results.report import METRIC_LABELS, draw_numbers, file_name, markdown_table, save_figure
+from trainer.evaluation.results.report import (
+    METRIC_LABELS,
+    NDCG,
+    SPEARMAN,
+    draw_numbers,
+    file_name,
+    markdown_table,
+    save_figure,
+)
 from trainer.evaluation.results.significance import TestResult, fisher_z_test, holm, p_text, paired_t_test
 from trainer.evaluation.tasks.retrieval import RetrievalData, as_run, score_run, search
 from trainer.evaluation.tasks.sts import STSTask, cosine_of_pairs, spearman
-
-NDCG, SPEARMAN = "ndcg_cut_10", "spearman"
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ def fused_retrieval(
 
     def measured(asked: np.ndarray, stored: np.ndarray) -> tuple[np.ndarray, float]:
         scores = score_run(as_run(data, *search(asked, stored, top_k=top_k, device=device)), data.qrels)
-        of_queries = np.array([values[NDCG] for values in scores.per_query.values()])
+        of_queries = np.array(scores.of_queries(NDCG))
         return of_queries, search_milliseconds(asked, stored, top_k=top_k, device=device)
 
     alone = {size: measured(queries[size], documents[size]) for size in queries}

@@ -52,7 +52,7 @@ class MtebModel:
             languages=None,
             n_parameters=None,
             memory_usage_mb=None,
-            max_tokens=max(settings.query_max_length, settings.passage_max_length),
+            max_tokens=settings.max_length,
             embed_dim=size.dim,
             license=None,
             open_weights=True,
@@ -70,7 +70,7 @@ class MtebModel:
         """The vectors of all texts, float32 [texts, size.dim]. inputs: mteb's loader of batches with "text"."""
         texts = [text for batch in inputs for text in batch["text"]]
         settings = self._settings
-        length, prompt = max(settings.query_max_length, settings.passage_max_length), settings.query_prompt
+        length, prompt = settings.max_length, settings.query_prompt
         if prompt_type == PromptType.query:
             length = settings.query_max_length
         elif prompt_type == PromptType.document:

@@ -31,10 +31,19 @@ from trainer.evaluation.encoding.encode import EncodeTexts
 from trainer.evaluation.rerank import pareto_front, rerank
 from trainer.evaluation.results.comparison import mark
 from trainer.evaluation.results.raw import RawResults, shape_of
-from trainer.evaluation.results.report import METRIC_LABELS, add_legend, markdown_table, new_axes, save_figure
+from trainer.evaluation.results.report import (
+    METRIC_LABELS,
+    NDCG,
+    SPEARMAN,
+    add_legend,
+    file_name,
+    markdown_table,
+    new_axes,
+    save_figure,
+)
 from trainer.evaluation.results.significance import TestResult, fisher_z_test, p_text, paired_t_test
 from trainer.evaluation.run import known_metrics
-from trainer.evaluation.tasks.retrieval import RetrievalData, RunScores, as_run, score_run, search
+from trainer.evaluation.tasks.retrieval import RetrievalData, as_run, score_run, search
 from trainer.evaluation.tasks.sts import STSTask, cosine_of_pairs, spearman
 
 FLOAT32, INT8, BINARY, RESCORED, TABLE = "float32", "int8", "binary", "binary, then int8", "int8 table"
@@ -109,15 +118,15 @@ def retrieval_rows(
             FLOAT32: search(asked, stored, top_k=top_k, device=device),
             INT8: search(asked, in_int8, top_k=top_k, device=device),
             BINARY: by_bits,
-            RESCORED: rerank(*by_bits, asked, in_int8, depth=rescored),
+            RESCORED: rerank(by_bits[1], asked, in_int8, depth=rescored),
         }
         if variant is not None:
             found[TABLE] = search(variant[0][size], variant[1][size], top_k=top_k, device=device)
         scores = {name: score_run(as_run(data, *ranking), data.qrels) for name, ranking in found.items()}
         rows += [
             Row(
-                data.name, "ndcg_cut_10", size, name, embedding_bytes(size, name), of_one.means["ndcg_cut_10"],
-                None if name == FLOAT32 else paired_t_test(_ndcg(of_one), _ndcg(scores[FLOAT32])),
+                data.name, NDCG, size, name, embedding_bytes(size, name), of_one.means[NDCG],
+                None if name == FLOAT32 else paired_t_test(of_one.of_queries(NDCG), scores[FLOAT32].of_queries(NDCG)),
             )
             for name, of_one in scores.items()
         ]  # fmt: skip
@@ -147,7 +156,7 @@ def sts_rows(
                 raws.setdefault(name, RawResults()).add_sts(_METHOD, task, size, each)
         rows += [
             Row(
-                task.name, "spearman", size, name, embedding_bytes(size, name), value,
+                task.name, SPEARMAN, size, name, embedding_bytes(size, name), value,
                 None if name == FLOAT32 else fisher_z_test(value, values[FLOAT32], n=len(gold)),
             )
             for name, value in values.items()
@@ -229,7 +238,7 @@ def plot_precisions(rows: Sequence[Row], folder: Path) -> list[Path]:
         axes.set_ylabel(METRIC_LABELS[of_task[0].metric])
         axes.set_title(task)
         add_legend(axes)
-        written.append(save_figure(figure, folder / f"{task}.png"))
+        written.append(save_figure(figure, folder / f"{file_name(task)}.png"))
     return written
 
 
@@ -243,7 +252,3 @@ def _by_task(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def ranges_json(ranges: Mapping[Size, np.ndarray]) -> dict[str, list[list[float]]]:
     """Size -> [least values, largest values], for `quantize_embeddings(ranges=np.array(…))`."""
     return {str(size): [[float(value) for value in row] for row in values] for size, values in ranges.items()}
-
-
-def _ndcg(scores: RunScores) -> list[float]:
-    return [values["ndcg_cut_10"] for values in scores.per_query.values()]

@@ -24,7 +24,7 @@ from torch import Tensor
 from models.sizes import Size
 from trainer.evaluation.latency import Cost
 from trainer.evaluation.results.comparison import mark
-from trainer.evaluation.results.report import METRIC_LABELS, markdown_table, new_axes, save_figure
+from trainer.evaluation.results.report import METRIC_LABELS, NDCG, markdown_table, new_axes, save_figure
 from trainer.evaluation.results.significance import TestResult, p_text, paired_t_test
 from trainer.evaluation.tasks.retrieval import RetrievalData, as_run, score_run, search
 
@@ -67,12 +67,13 @@ class Way:
 
 
 def rerank(
-    scores: np.ndarray, positions: np.ndarray, queries: np.ndarray, documents: np.ndarray, *, depth: int
+    positions: np.ndarray, queries: np.ndarray, documents: np.ndarray, *, depth: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Reorder the first `depth` documents of every ranking by the large size's dot products; the rest stay below.
 
-    scores, positions: [queries, k], best first, from the small size. queries [queries, dim] and documents
-    [documents, dim]: the large size's vectors. Ties go to the lower position, as in `search`.
+    positions: [queries, k], best first, from the small size. queries [queries, dim] and documents [documents, dim]: the
+    large size's vectors. Ties go to the lower position, as in `search`. Returns the new scores and positions, both
+    [queries, k].
     """
     depth = min(depth, positions.shape[1])
     head = positions[:, :depth]
@@ -115,7 +116,7 @@ def compare_ways(
     search_ms = next(way.search_ms for way in ways if way.small == small)
     for depth in depths:
         begin = time.perf_counter()
-        scores, positions = rerank(*found[small], queries[large], documents[large], depth=depth)
+        scores, positions = rerank(found[small][1], queries[large], documents[large], depth=depth)
         rerank_ms = (time.perf_counter() - begin) * 1000 / max(1, len(data.queries))
         way = Way(
             small, large, depth, {}, costs[large].milliseconds, search_ms, rerank_ms,
@@ -123,16 +124,16 @@ def compare_ways(
         )  # fmt: skip
         ways.append(way)
         per_query[way.name] = score_run(as_run(data, scores, positions), data.qrels)
-    full = _ndcg(per_query[str(large)].per_query)
+    full = per_query[str(large)].of_queries(NDCG)
     tested = [
         replace(
             way,
             scores=per_query[way.name].means,
-            against_full=None if way.name == str(large) else paired_t_test(_ndcg(per_query[way.name].per_query), full),
+            against_full=None if way.name == str(large) else paired_t_test(per_query[way.name].of_queries(NDCG), full),
         )
         for way in ways
     ]
-    front = pareto_front([(way.milliseconds, way.scores["ndcg_cut_10"]) for way in tested])
+    front = pareto_front([(way.milliseconds, way.scores[NDCG]) for way in tested])
     return [replace(way, on_front=i in front) for i, way in enumerate(tested)]
 
 
@@ -159,7 +160,7 @@ def ways_markdown(ways: Sequence[Way]) -> str:
         rows.append(
             [
                 way.name.replace("x", "×"),
-                f"{way.scores['ndcg_cut_10']:.4f}{sign}",
+                f"{way.scores[NDCG]:.4f}{sign}",
                 p_text(test.p) if test else "–",
                 *(f"{score:.4f}" if score is not None else "–" for score in scores),
                 *(f"{ms:.3f}" for ms in (way.encode_ms, way.search_ms, way.rerank_ms, way.milliseconds)),
@@ -180,22 +181,18 @@ def plot_ways(ways: Sequence[Way], path: Path, *, title: str) -> Path:
         ("shortlist and rerank", [w for w in ways if w.large is not None], "C1"),
     ):
         areas = [30 + 250 * way.index_mib / largest for way in chosen]
-        xs, ys = [way.milliseconds for way in chosen], [way.scores["ndcg_cut_10"] for way in chosen]
+        xs, ys = [way.milliseconds for way in chosen], [way.scores[NDCG] for way in chosen]
         axes.scatter(xs, ys, s=areas, color=colour, alpha=0.65, label=label)
     for way in ways:
-        place = (way.milliseconds, way.scores["ndcg_cut_10"])
+        place = (way.milliseconds, way.scores[NDCG])
         axes.annotate(way.name.replace("x", "×"), place, fontsize=7, xytext=(4, 4), textcoords="offset points")
-    front = sorted((way.milliseconds, way.scores["ndcg_cut_10"]) for way in ways if way.on_front)
+    front = sorted((way.milliseconds, way.scores[NDCG]) for way in ways if way.on_front)
     axes.plot(*zip(*front), linestyle="--", linewidth=1, color="0.35", label="Pareto front")
     axes.set_xlabel("milliseconds a query (area: index in memory)")
-    axes.set_ylabel(METRIC_LABELS["ndcg_cut_10"])
+    axes.set_ylabel(METRIC_LABELS[NDCG])
     axes.set_title(title)
     axes.legend(frameon=False, fontsize=8)
     return save_figure(figure, path)
-
-
-def _ndcg(per_query: Mapping[str, Mapping[str, float]]) -> list[float]:
-    return [values["ndcg_cut_10"] for values in per_query.values()]
 
 
 def search_milliseconds(queries: np.ndarray, documents: np.ndarray, *, top_k: int, device: torch.device | str) -> float:

@@ -87,9 +87,10 @@ def _evaluate_sts(
     tasks: Sequence[STSTask],
     outputs: Outputs,
 ) -> list[Record]:
-    longest = max(settings.query_max_length, settings.passage_max_length)
     # STS is always scored by cosine, whatever the model's similarity, so vectors need not be normalised here.
-    encode_sts = partial(encode, embedder, similarity="dot", max_length=longest, prompt=settings.query_prompt)
+    encode_sts = partial(
+        encode, embedder, similarity="dot", max_length=settings.max_length, prompt=settings.query_prompt
+    )
     on_cosines = partial(outputs.raw.add_sts, outputs.method) if outputs.raw is not None else None
     return [
         record

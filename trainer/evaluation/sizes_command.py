@@ -49,9 +49,11 @@ from trainer.evaluation.run import Outputs, evaluate_tasks, known_metrics
 from trainer.evaluation.search.vectors import VectorStore, open_store, read_store, texts_digest, weights_digest, widest
 from trainer.evaluation.subject import choose_device, load_subject, untrained_encoder
 from trainer.evaluation.tasks.corpus import Progress, counted, encoded_blocks, merge_keys, stored_blocks, watched
+from trainer.evaluation.tasks.inputs import check_task_names
 from trainer.evaluation.tasks.retrieval import (
-    DEFAULT_TOP_K,
+    DEFAULT_SEARCH,
     Block,
+    MergeKeys,
     RetrievalData,
     Run,
     SearchOptions,
@@ -84,7 +86,7 @@ def evaluate_sizes(args: argparse.Namespace) -> int:
         check_run_names(beir)
     if args.vectors:
         check_place(args.vectors, "--vectors", link=True)
-    _check_names([*(task.name for task in sts), *(data.name for data in beir)])
+    check_task_names([*(task.name for task in sts), *(data.name for data in beir)])
     against = read_raw(args.against / RAW_FILE) if args.against else None
     if against is not None:
         check_same_items(against, sts, beir, name=str(args.against))
@@ -108,7 +110,7 @@ def evaluate_sizes(args: argparse.Namespace) -> int:
                 return 0
             if args.bm25:
                 for data in beir:
-                    finished.append(_bm25_part(data, parts, top_k=args.top_k, wanted=stops.wanted))
+                    finished.append(_bm25_part(data, parts, _search_options(args), wanted=stops.wanted))
         except Stopped as stopped:
             kept = " and ".join(name for name, given in (("--output", output), ("--vectors", args.vectors)) if given)
             goes_on = f"; the same command goes on with what {kept} kept" if kept else ""
@@ -181,11 +183,7 @@ class _Subject:
             self._embedder,
             self.searched,
             self.settings,
-            search=SearchOptions(
-                self.args.top_k,
-                self.args.ignore_identical_ids,
-                merge=partial(merge_keys, world=world) if world.size > 1 else None,
-            ),
+            search=_search_options(self.args, merge=partial(merge_keys, world=world) if world.size > 1 else None),
             blocks_of=self._blocks_of,
         )
         outputs = Outputs(self.method, _run_writer(output, self.method) if self.args.save_runs and output else None)
@@ -312,26 +310,36 @@ class _Subject:
         return tokenizer_fingerprint(self.tokenizer)
 
 
-def bm25_records(data: RetrievalData, *, top_k: int = DEFAULT_TOP_K, raw: RawResults | None = None) -> list[Record]:
+def bm25_records(
+    data: RetrievalData, *, options: SearchOptions = DEFAULT_SEARCH, raw: RawResults | None = None
+) -> list[Record]:
     """BM25's scores on one collection."""
-    scores = score_run(bm25_run(data, top_k=top_k), data.qrels)
-    means = known_metrics(scores, data, top_k)
+    scores = score_run(options.kept(bm25_run(data, top_k=options.depth)), data.qrels)
+    means = known_metrics(scores, data, options.top_k)
     if raw is not None:
         raw.add_retrieval(BM25, data.name, (0, 0), scores, list(means))
     return [Record(BM25, data.name, "retrieval", "", 0, 0, metric, value) for metric, value in means.items()]
 
 
-def _bm25_part(data: RetrievalData, parts: Parts, *, top_k: int, wanted: Callable[[], str | None]) -> Results:
-    key = {"task": _task_digest(data), "top_k": top_k} if parts.folder else {}
+def _bm25_part(
+    data: RetrievalData, parts: Parts, options: SearchOptions, *, wanted: Callable[[], str | None]
+) -> Results:
+    key: dict[str, Any] = {}
+    if parts.folder:
+        key = {"task": _task_digest(data), "top_k": options.top_k, "ignore_identical_ids": options.ignore_identical_ids}
     if (part := parts.load(BM25, data.name, key)) is not None:
         return part
     if reason := wanted():
         raise Stopped(reason)
     log.info("%s: %s", BM25, data.name)
     raw = RawResults()
-    records = bm25_records(data, top_k=top_k, raw=raw)
+    records = bm25_records(data, options=options, raw=raw)
     parts.save(BM25, data.name, key, records, raw)
     return records, raw
+
+
+def _search_options(args: argparse.Namespace, *, merge: MergeKeys | None = None) -> SearchOptions:
+    return SearchOptions(args.top_k, args.ignore_identical_ids, merge)
 
 
 def _join_ranks(device: torch.device) -> World:
@@ -353,12 +361,6 @@ def _run_writer(output: Path, method: str) -> Callable[[str, Searched, Run], Non
     def write(task: str, size: Searched, run: Run) -> None:
         folder = output / "runs"
         folder.mkdir(parents=True, exist_ok=True)
-        write_run(run, folder / f"{task}_{method}_{size}.trec", name=f"{method}_{size}")
+        write_run(run, folder / f"{file_name(task)}_{method}_{size}.trec", name=f"{method}_{size}")
 
     return write
-
-
-def _check_names(names: Sequence[str]) -> None:
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"two of the tasks are named {name!r}; rename one of the files or folders")

@@ -33,6 +33,7 @@ from trainer.config.kinds import names_that
 from trainer.config.load import load_recipe, parse_toml
 from trainer.config.schema import Recipe
 from trainer.config.sections import LEAST_LENGTH
+from trainer.evaluation.tasks.inputs import check_task_names
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 # Recipe keys that the study itself decides for every run.
@@ -373,9 +374,7 @@ def _check(study: Study) -> None:
     names = study.evaluation.task_names
     if not names:
         raise ConfigError(f"{study.path} evaluates nothing; give evaluation.sts or evaluation.beir")
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"two of the tasks are named {name!r}; rename one of the files or folders")
+    check_task_names(names)
     _in_starting_order(study.backbones)
 
 

@@ -122,7 +122,7 @@ def _markdown(study: Study, collected: Collected, tables: dict[str, Table], figu
         parts.append(
             f"**Not complete**: {len(collected.missing)} evaluations are missing: {', '.join(collected.missing)}."
         )
-    parts += ["## Average over the sizes", _summary(study, tables, collected)]
+    parts += ["## Average over the sizes", _summary(study, tables)]
     for task, table in tables.items():
         metric = HEADLINE_METRICS[collected.kinds[task]]
         parts += [f"## {task}: {METRIC_LABELS[metric]}", _task_table(study, collected, task, metric, table)]
@@ -146,7 +146,7 @@ def _markdown(study: Study, collected: Collected, tables: dict[str, Table], figu
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def _summary(study: Study, tables: dict[str, Table], collected: Collected) -> str:
+def _summary(study: Study, tables: dict[str, Table]) -> str:
     rows = []
     for arm in study.arms:
         cells = [table[arm].get(AVERAGE) for table in tables.values()]

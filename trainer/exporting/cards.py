@@ -176,7 +176,7 @@ def _pooling(settings: EmbeddingSettings) -> str:
 def _lengths(settings: EmbeddingSettings) -> list[tuple[str, str]]:
     query, passage = settings.query_max_length, settings.passage_max_length
     return [
-        ("longest text", f"{max(query, passage)} tokens"),
+        ("longest text", f"{settings.max_length} tokens"),
         ("trained with", f"queries of {query} tokens, passages of {passage}"),
     ]
 

@@ -149,7 +149,7 @@ def export_sizes(
     if encoder.is_static and pairs:
         raise ConfigError(f"{model_folder} is a static model, whose one layer serves both; leave --router out")
     check_sizes([*chosen.values(), *(size for pair in pairs for size in pair.routes.values())], encoder)
-    tokenizer = _of_length(tokenizer, max(settings.query_max_length, settings.passage_max_length))
+    tokenizer = _of_length(tokenizer, settings.max_length)
     content: dict[str, Any] = {"sizes": {name: size.numbers for name, size in chosen.items()}}
     with written_whole(output) as partial:
         with_idle_pooler(encoder.backbone.float())

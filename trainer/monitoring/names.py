@@ -11,6 +11,7 @@ A size is called by its name on the ladder, or as LAYERSxDIMENSIONS, with a thir
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -66,6 +67,9 @@ FAULTY: Mapping[str, str] = {
     "samples": "The samples of the global batch, each by its source and its index there.",
 }
 
+# How a size that is not on the ladder is called: layers, dimensions, and the fraction of narrower feed-forwards.
+_OFF_THE_LADDER = re.compile(r"[1-9][0-9]{0,8}x[1-9][0-9]{0,8}(x0\.[0-9]{0,20}[1-9])?")
+
 # Families of losses whose TensorBoard tag is not "losses/FAMILY".
 _TAGS = {"loss": "losses/contrastive", "distill": "losses/distillation"}
 
@@ -102,3 +106,8 @@ def score_of(name: str) -> ScoreName | None:
     """The task, metric and size of a score's name; None for other names."""
     parts = name.removeprefix(EVALUATION).rsplit("/", 2)
     return ScoreName(*parts) if name.startswith(EVALUATION) and len(parts) == 3 else None
+
+
+def is_off_the_ladder(size: str) -> bool:
+    """Whether a name is that of a size which is not on the ladder, such as "3x48" or "6x64x0.25"."""
+    return _OFF_THE_LADDER.fullmatch(size) is not None

@@ -36,7 +36,7 @@ from data.ground.errors import ConfigError
 from data.ground.files import write_atomically
 from data.ground.records import Record, read_record
 from trainer.config.sections import LogConfig
-from trainer.monitoring.names import CHECKPOINT, EVALUATION, loss_of
+from trainer.monitoring.names import CHECKPOINT, EVALUATION, is_off_the_ladder, loss_of
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def tensorboard_place(name: str, sizes: Sequence[str]) -> tuple[str, str] | None
     if name.startswith(EVALUATION):
         if last in sizes:
             return size_run(sizes, last), stem
-        return None if re.fullmatch(r"\d+x\d+", last) else (MAIN_RUN, name)
+        return None if is_off_the_ladder(last) else (MAIN_RUN, name)
     if loss := loss_of(name):
         return (size_run(sizes, last), loss.tag) if last in sizes else (MAIN_RUN, f"{loss.tag}/{last}")
     if name.startswith(CHECKPOINT):

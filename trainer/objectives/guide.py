@@ -222,7 +222,7 @@ def load_frozen(
     else:
         _say_if_prompts_differ(recipe, sources, settings, section)
     positions = most_tokens(encoder.backbone) or 2**31
-    longest = min(recipe.longest_text, max(settings.query_max_length, settings.passage_max_length), positions)
+    longest = min(recipe.longest_text, settings.max_length, positions)
     return Guide(
         encoder,
         size,

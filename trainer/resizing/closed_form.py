@@ -1,9 +1,9 @@
 """Heads without training: each body's pooled states are mapped into the teacher's space by ridge regression.
 
 The shallow layers of a finished model contain much of what the whole model's embedding says, and a linear map can
-extract it, and so it is with narrower feed-forwards (a body is layers and a fraction of their feed-forwards,
-models/sizes.py). For a body with standardised pooled states Z [n, h], with a column of ones added, and the teacher's
-unit vectors Y [n, D]:
+extract it. The same holds for narrower feed-forwards (a body is a number of layers and a fraction of their
+feed-forwards, models/sizes.py). For a body with standardised pooled states Z [n, h], with a column of ones added, and
+the teacher's unit vectors Y [n, D]:
     W = (ZᵀZ + λ I)⁻¹ ZᵀY
 λ is chosen among RIDGES by the mean cosine on held-out texts. Every prefix of dimensions shares one W, because the
 columns of Y are fitted one by one. The fit takes one pass over some thousand texts, without labels or gradients. It is

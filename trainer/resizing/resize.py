@@ -43,6 +43,7 @@ from trainer.evaluation.results.output import results_content, write_json
 from trainer.evaluation.results.report import HEADLINE_METRICS, Record
 from trainer.evaluation.run import Outputs, evaluate_tasks
 from trainer.evaluation.subject import check_sizes, choose_device, load_model
+from trainer.evaluation.tasks.inputs import check_task_names
 from trainer.evaluation.tasks.retrieval import RetrievalData, load_beir
 from trainer.evaluation.tasks.sts import STSTask, read_sts
 from trainer.exporting.folders import weights_megabytes
@@ -362,7 +363,9 @@ def _device() -> torch.device:
 
 def _read_tasks(asked: Resize) -> tuple[list[STSTask], list[RetrievalData]]:
     """The evaluation tasks, read before anything is computed, so that a wrong path fails at once."""
-    return [read_sts(path) for path in asked.sts], [load_beir(path) for path in asked.beir]
+    sts, beir = [read_sts(path) for path in asked.sts], [load_beir(path) for path in asked.beir]
+    check_task_names([AGREEMENT, *(task.name for task in sts), *(data.name for data in beir)])
+    return sts, beir
 
 
 def agreement(encoder: Encoder, tokenizer: Any, settings: EmbeddingSettings, texts: Sequence[str]) -> STSTask:

@@ -272,6 +272,7 @@ def _(folder: Path, assets: Assets) -> Command:
     "evaluation/options",
     [
         row("top-k-zero", ("--top-k", "0")),
+        row("top-k-below-the-metrics", ("--top-k", "9")),
         row("top-k-superscript", ("--top-k", "²")),
         row("top-k-huge", ("--top-k", "1" + "0" * 30)),
         row("documents-minus", ("--max-documents", "-1")),

@@ -32,7 +32,6 @@ from trainer.evaluation.encoding.encode import (
 )
 from trainer.evaluation.results.report import (
     Record,
-    flat,
     markdown_table,
     plot_heat_map,
     plot_records,
@@ -40,6 +39,7 @@ from trainer.evaluation.results.report import (
     size_scores,
 )
 from trainer.evaluation.run import evaluate_tasks
+from trainer.evaluation.sizes_command import bm25_records
 from trainer.evaluation.tasks.retrieval import (
     METRICS,
     RunScores,
@@ -548,6 +548,19 @@ def test_bm25_ranks_by_shared_words() -> None:
     assert score_run(run, qrels).means["recip_rank"] == 0.5
 
 
+def test_bm25_ignores_the_querys_own_document_as_the_model_does() -> None:
+    pytest.importorskip("bm25s", reason="needs the package bm25s")
+    texts = {"1": "red apples fall", "2": "red apples", "3": "green pears", "4": "blue plums"}
+    data = retrieval_data("same", texts, {"1": texts["1"]}, {"1": {"2": 1}})
+
+    def reciprocal_rank(options: SearchOptions) -> float:
+        (found,) = (each.value for each in bm25_records(data, options=options) if each.metric == "recip_rank")
+        return found
+
+    assert reciprocal_rank(SearchOptions(1, ignore_identical_ids=True)) == 1
+    assert reciprocal_rank(SearchOptions(1)) == 0  # negative control: its own document comes first
+
+
 def test_bm25_on_scifact(shared_data: Path) -> None:
     pytest.importorskip("bm25s", reason="needs the package bm25s")
     data = load_beir(shared_data / "retrieval" / "scifact")
@@ -579,9 +592,8 @@ def test_evaluate_tasks_and_reports(
     retrieval_metrics = {r.metric for r in records if r.kind == "retrieval"}
     assert retrieval_metrics == {"ndcg_cut_10", "recip_rank", "recip_rank_10", "map"}  # a cut at 50 knows no recall_100
     assert len(records) == 4 * (2 + 4)
-    assert (
-        flat(records)["docs/map/3x32"] == size_scores(records, task="docs", metric="map", method="model")[Size(3, 32)]
-    )
+    (known,) = (r.value for r in records if (r.task, r.metric, r.size) == ("docs", "map", "3x32"))
+    assert known == size_scores(records, task="docs", metric="map", method="model")[Size(3, 32)]
     table = results_markdown([*records, Record("BM25", "docs", "retrieval", "", 0, 0, "map", math.nan)])
     assert "### pairs" in table and "| nDCG@10" in table and "| BM25" in table
     figures = plot_records(records, tmp_path)

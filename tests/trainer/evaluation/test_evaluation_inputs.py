@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 
-from data.ground.errors import UserError
+from data.ground.errors import ConfigError, UserError
+from models.settings import EmbeddingSettings
+from tests.trainer.support import recipe_of, recipe_values
+from trainer.evaluate import main
+from trainer.evaluation.during_training import Evaluator
 from trainer.evaluation.results.raw import read_raw
 from trainer.evaluation.tasks.inputs import whole_number
 from trainer.evaluation.tasks.retrieval import check_run_names, load_beir, read_qrels, read_run
@@ -179,3 +183,25 @@ def test_damaged_raw_results(row: Any, tmp_path: Path) -> None:
 def test_whole_numbers() -> None:
     assert [whole_number(text, most=99) for text in ("7", "+7", "-99")] == [7, 7, -99]
     assert {whole_number(text, most=99) for text in ("100", "", " 7", "٣", "7\n", "1e1")} == {None}
+
+
+def test_two_tasks_of_one_name_are_refused_wherever_tasks_are_read(tmp_path: Path, capsys) -> None:
+    """Results are told apart by the task's name, so the second task would take the place of the first."""
+    paths = []
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        paths.append(tmp_path / folder / "graded.tsv")
+        paths[-1].write_text("1\ta\tb\n2\tb\tc\n")
+    for command in ("sizes", "quantised", "fused"):
+        assert main([command, "--model", "nowhere", "--sts", *map(str, paths)]) == 2
+        assert "two of the tasks are named 'graded'" in capsys.readouterr().err
+        assert main([command, "--model", "nowhere", "--sts", str(paths[0])]) == 2  # negative control
+        assert "two of the tasks" not in capsys.readouterr().err
+
+    def evaluator(*sts: Path) -> Evaluator:
+        recipe = recipe_of(recipe_values(tmp_path, evaluation={"every_steps": 1, "sts": [*map(str, sts)]}))
+        return Evaluator.of(recipe, EmbeddingSettings())
+
+    with pytest.raises(ConfigError, match="'graded'"):
+        evaluator(*paths)
+    assert evaluator(paths[0]).has_tasks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from trainer.evaluation.quantised import (
     with_fronts,
     with_int8_table,
 )
+from trainer.evaluation.results.output import write_json
 from trainer.evaluation.results.raw import read_raw
 from trainer.evaluation.results.significance import p_text
 from trainer.evaluation.tasks.retrieval import SearchOptions, evaluate_retrieval, in_blocks, retrieval_data
@@ -302,3 +304,19 @@ def test_the_encoder_may_multiply_in_bf16(tiny_tokenizer, docstrings: list[str],
     in_bf16 = cosines("quantised", "bfloat16")
     np.testing.assert_allclose(in_bf16, cosines("sizes", "bfloat16"), atol=1e-6)
     assert np.abs(in_bf16 - cosines("quantised", "float32")).max() > 1e-4  # negative control
+
+
+def test_tasks_too_small_for_a_test_have_none(tmp_path: Path) -> None:
+    def encode_texts(texts: Sequence[str]) -> dict[Size, np.ndarray]:
+        return {size: unit_vectors(len(texts), size.dim, seed=size.dim) for size in SIZES}
+
+    data = retrieval_data("one", {"a": "x", "b": "y"}, {"q": "x"}, {"q": {"a": 1}})
+    rows, _ = retrieval_rows(encode_texts, encode_texts, data, top_k=10)
+    rows += sts_rows(encode_texts, STSTask("few", (("x", "y"), ("y", "z"), ("z", "x")), (1.0, 2.0, 3.0)))
+    for row in rows:
+        assert (row.against_float32 is None) == (row.precision == FLOAT32)
+        assert row.against_float32 is None or np.isnan(row.against_float32.p)
+    assert "†" not in (table := precision_markdown(rows, str)) and "‡" not in table
+    write_json(tmp_path / "rows.json", {"rows": [row.as_json() for row in rows]})
+    written = json.loads((tmp_path / "rows.json").read_text(), parse_constant=pytest.fail)  # NaN is no JSON
+    assert {row["against_float32"]["p"] for row in written["rows"] if row["against_float32"]} == {None}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -182,3 +184,21 @@ def test_mteb_gives_our_scores(
     assert abs(ours["1x8"] - ours["2x16"]) > 1e-4  # the sizes differ
     with pytest.raises(ConfigError, match="outgrows"):
         load_mteb_model(model_folder, "9x9")
+
+
+def test_mteb_takes_the_sizes_that_are_named(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No name stands for the largest size, and a wrong name is refused before any size is evaluated."""
+    asked: list[str] = []
+    result = SimpleNamespace(task_name="T", get_score=lambda: 0.5)
+    evaluated = SimpleNamespace(task_results=[result])
+    package = SimpleNamespace(get_tasks=lambda tasks: tasks, evaluate=lambda *args, **options: evaluated)
+    models = SimpleNamespace(load_mteb_model=lambda folder, size, **options: asked.append(size))
+    monkeypatch.setitem(sys.modules, "mteb", package)
+    monkeypatch.setitem(sys.modules, "trainer.evaluation.mteb_model", models)
+    command = ["mteb", "--model", str(model_folder), "--tasks", "T", "--device", "cpu", "--sizes"]
+    assert evaluate.main([*command, "1x8, 2x16,"]) == 0 and asked == ["1x8", "2x16"]
+    for sizes, said in ((",", "names no size"), ("1x8,large", "'large'")):
+        assert evaluate.main([*command, sizes]) == 2 and said in capsys.readouterr().err
+    assert asked == ["1x8", "2x16"]

@@ -219,6 +219,8 @@ def test_what_is_no_number_is_not_drawn(tmp_path: Path) -> None:
         ("loss/3x48", (".", "losses/contrastive/3x48")),
         ("evaluation/a/b/ndcg_cut_10/tall", ("3_tall", "evaluation/a/b/ndcg_cut_10")),
         ("evaluation/a/spearman/2x32", None),
+        ("evaluation/a/spearman/2x32x0.25", None),
+        ("evaluation/a/spearman/2x32x", (".", "evaluation/a/spearman/2x32x")),
         ("checkpoint/mib", (".", "speed/checkpoint_mib")),
         ("pairs/tall", ("3_tall", "losses/pairs")),
         ("fault/loss", (".", "fault/loss")),

@@ -93,7 +93,7 @@ def compare(sample: Sample, baseline: Sample) -> TestResult:
     difference = sample.mean - baseline.mean
     if sample.items is not None and baseline.items is not None:
         return paired_t_test(sample.items, baseline.items)
-    if sample.n < 4 or sample.n != baseline.n:
+    if sample.n != baseline.n:
         return TestResult(difference, math.nan, math.nan, sample.n)
     return z_test(sample.z, baseline.z, n=sample.n, difference=difference)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,16 @@ def results_content(
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    """Write JSON. NaN and infinities, such as the p of an undefined test, become null, because JSON has neither."""
+    write_text(path, json.dumps(_of_json(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _of_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _of_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_of_json(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_text(path: Path, text: str) -> None:

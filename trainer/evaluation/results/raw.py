@@ -98,7 +98,7 @@ class RawResults:
     ) -> None:
         """Add per-query results. `shape`: `shape_of` a size. `names`: the metrics that the ranking's depth allows."""
         self.tasks[task] = RawTask(task, "retrieval", tuple(scores.per_query))
-        columns = {name: np.array([values[name] for values in scores.per_query.values()]) for name in names}
+        columns = {name: np.array(scores.of_queries(name)) for name in names}
         self.set_columns((task, method, *shape), columns)
 
     def set_columns(self, key: tuple[Any, ...], columns: dict[str, np.ndarray]) -> None:

@@ -31,9 +31,10 @@ METRIC_LABELS = {
     "accuracy": "accuracy",
     "f1": "F1",
 }
+SPEARMAN, NDCG = "spearman", "ndcg_cut_10"
 # The texts that are encoded at the two sizes of a pair.
-_SIDES = {"spearman": ("first sentences", "second sentences"), "ndcg_cut_10": ("queries", "documents")}
-HEADLINE_METRICS = {"sts": "spearman", "retrieval": "ndcg_cut_10", "transfer": "accuracy"}
+_SIDES = {SPEARMAN: ("first sentences", "second sentences"), NDCG: ("queries", "documents")}
+HEADLINE_METRICS = {"sts": SPEARMAN, "retrieval": NDCG, "transfer": "accuracy"}
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,6 @@ def _without_defaults(values: dict[str, Any]) -> dict[str, Any]:
     if values["document_layers"]:
         return values
     return {key: value for key, value in values.items() if not key.startswith("document_")}
-
-
-def flat(records: Iterable[Record]) -> dict[str, float]:
-    """The records of one method as one dictionary for logs: "task/metric/size" -> value."""
-    return {f"{r.task}/{r.metric}/{r.size}" if r.size else f"{r.task}/{r.metric}": r.value for r in records}
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns: int = 1) -> str:

@@ -23,7 +23,10 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class TestResult:
-    """`difference`: first mean minus second. `statistic`: t or z. `n`: queries, or sentence pairs per correlation."""
+    """`difference`: first mean minus second. `statistic`: t or z. `n`: queries, or sentence pairs per correlation.
+
+    Where there is no test, the statistic and p are NaN.
+    """
 
     difference: float
     statistic: float
@@ -47,15 +50,16 @@ class Interval:
 def paired_t_test(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> TestResult:
     """Two-tailed paired t-test; value i of both is the same query's.
 
-    If all pairs are equal, p is 1; if all differences are the same and not 0, p is 0.
+    If all pairs are equal, p is 1; if all differences are the same and not 0, p is 0. A single query has no test: its
+    statistic and p are NaN. Raises ValueError where the two are not equally long.
     """
     a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
     if a.shape != b.shape or a.ndim != 1:
         raise ValueError(f"paired values have the shapes {a.shape} and {b.shape}; give the same queries twice")
-    if len(a) < 2:
-        raise ValueError(f"a t-test over {len(a)} queries is not defined; it needs two at least")
     differences = a - b
     mean = float(differences.mean())
+    if len(a) < 2:
+        return TestResult(mean, math.nan, math.nan, len(a))
     if np.ptp(differences) == 0:
         return TestResult(mean, math.copysign(math.inf, mean) if mean else 0.0, 0.0 if mean else 1.0, len(a))
     found = stats.ttest_rel(a, b)
@@ -63,14 +67,17 @@ def paired_t_test(first: Sequence[float] | np.ndarray, second: Sequence[float] |
 
 
 def fisher_z_test(first: float, second: float, *, n: int) -> TestResult:
-    """Two-tailed test of two correlations over n pairs each: z = (atanh r1 − atanh r2) / √(2 / (n − 3))."""
+    """Two-tailed test of two correlations over n pairs each: z = (atanh r1 − atanh r2) / √(2 / (n − 3)).
+
+    Fewer than four pairs have no test: z and p are NaN.
+    """
     return z_test(fisher_z(first), fisher_z(second), n=n, difference=first - second)
 
 
 def z_test(first: float, second: float, *, n: int, difference: float) -> TestResult:
     """`fisher_z_test` of values that are already transformed by `fisher_z`, for example means over seeds."""
     if n < 4:
-        raise ValueError(f"Fisher's z of {n} pairs is not defined; it needs four at least")
+        return TestResult(difference, math.nan, math.nan, n)
     if math.isnan(first) or math.isnan(second):
         return TestResult(math.nan, math.nan, math.nan, n)
     # Two perfect correlations are the same infinity, and do not differ.

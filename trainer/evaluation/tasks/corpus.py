@@ -89,7 +89,7 @@ def counted(forward: Forward, progress: Progress, *, flat: bool) -> Forward:
 
 
 @contextlib.contextmanager
-def leaving_together(world: World) -> Iterator[None]:
+def leaving_together() -> Iterator[None]:
     """A rank that is stopped inside the block waits for the others at its end; then all ranks raise Stopped."""
     reason = ""
     try:
@@ -113,7 +113,7 @@ def encoded_blocks(
     """This rank's blocks, each encoded when it is asked for and not kept."""
     mine = range(0, len(documents), rows_per_block)[world.rank :: world.size]
     progress.expect(sum(len(documents[start : start + rows_per_block]) for start in mine))
-    with leaving_together(world):
+    with leaving_together():
         for start in mine:
             yield start, partial(_cut_of, encode_whole(documents[start : start + rows_per_block]), similarity)
     progress.close()
@@ -135,7 +135,7 @@ def stored_blocks(
         log.info("%s: %d of %d blocks are there", store.folder, store.num_blocks - len(missing), store.num_blocks)
     mine = missing[world.rank :: world.size]
     progress.expect(sum(len(store.rows_of(block)) for block in mine))
-    with leaving_together(world):
+    with leaving_together():
         for block in mine:
             rows = store.rows_of(block)
             store.write(block, encode_whole(documents[rows.start : rows.stop]))

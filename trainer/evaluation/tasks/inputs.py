@@ -1,19 +1,29 @@
-"""Text files of evaluation tasks, read line by line; every error message names the file and the line."""
+"""Text files of evaluation tasks, read line by line; every error message names the file and the line.
+
+The names of tasks are checked here, too.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.ground.errors import DataError
+from data.ground.errors import ConfigError, DataError
 from data.ground.files import first_line, is_unicode, reading
 
 _HINT = "fix or remove it"
 _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
+
+
+def check_task_names(names: Sequence[str]) -> None:
+    """Refuse two tasks of the same name, because results are told apart by it."""
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two of the tasks are named {name!r}; rename one of the files or folders")
 
 
 def text_lines(path: Path, what: str) -> Iterator[tuple[int, str]]:

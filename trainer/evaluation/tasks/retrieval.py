@@ -230,6 +230,10 @@ class RunScores:
     per_query: dict[str, dict[str, float]] = field(repr=False)
     num_queries: int = 0
 
+    def of_queries(self, metric: str) -> list[float]:
+        """A metric of every query, in the order of `per_query`."""
+        return [values[metric] for values in self.per_query.values()]
+
 
 def ranking(scores: Mapping[str, float], depth: int | None = None) -> list[str]:
     """Documents as trec_eval ranks them: by score descending in single precision, then by id descending in bytes."""
@@ -427,6 +431,10 @@ class SearchOptions:
         """Documents searched for: one more where one may be dropped."""
         return self.top_k + self.ignore_identical_ids
 
+    def kept(self, run: Run) -> Run:
+        """What is scored of a run of `depth` documents for each query."""
+        return cut_run(without_own_document(run), self.top_k) if self.ignore_identical_ids else run
+
 
 DEFAULT_SEARCH = SearchOptions()
 
@@ -525,12 +533,8 @@ def evaluate_retrieval(
     `on_run` is called with every run, for example to write it to a file; only one run is in memory at a time.
     """
     results = {}
-    runs: Iterable[tuple[Searched, dict[str, dict[str, float]]]] = retrieve(
-        encode_queries, blocks, data, searched=searched, options=options, world=world
-    )
-    for size, run in runs:
-        if options.ignore_identical_ids:
-            run = cut_run(without_own_document(run), options.top_k)
+    for size, found in retrieve(encode_queries, blocks, data, searched=searched, options=options, world=world):
+        run = options.kept(found)
         if on_run is not None:
             on_run(size, run)
         results[size] = score_run(run, data.qrels)
