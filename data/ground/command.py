@@ -38,8 +38,9 @@ OTHER_CODES: Mapping[str, str] = {
     "128 + n": "Signal n ended the process, as shells report it: 137 is a kill, 143 is SIGTERM.",
 }
 
-# Launchers check their processes once a second, so this is enough for the first rank's exit to end the others.
-_SECONDS_FOR_FIRST_RANK = 5.0
+# Enough for the first rank to leave, which takes seconds on a busy machine, and for its launcher, which looks once a
+# second, to end the others.
+_SECONDS_FOR_FIRST_RANK = 15.0
 # Libraries that log every request or cache look-up at INFO.
 _TALKATIVE = ("httpx", "filelock", "urllib3", "fsspec", "DeepSpeed")
 

@@ -66,8 +66,8 @@ def test_the_age_is_by_the_clock_that_ticks_were_counted_by() -> None:
 
 def test_minutes_are_counted_by_a_clock_that_nobody_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [time.monotonic()]
-    left = 600.0 - seconds_since_start()
-    stops = StopRequests(after_minutes=10.0, clock=lambda: now[0])
+    left = 600.0
+    stops = StopRequests(after_minutes=(seconds_since_start() + left) / 60.0, clock=lambda: now[0])
     real = time.time
     for jump in (3600.0, -3600.0):
         monkeypatch.setattr(time, "time", lambda jump=jump: real() + jump)
