@@ -147,9 +147,9 @@ def tiny_tokenizer_path(docstrings: list[str], tmp_path_factory: pytest.TempPath
 def _byte_pairs(texts: list[str], count: int) -> list[str]:
     """Letters and their most frequent joins, the same in every process.
 
-    The library's trainer for WordPiece would give a different vocabulary in every process. It numbers the letters that
-    continue a word in the order of a hash table, and these numbers decide ties. The trainer for byte pairs has no
-    letters of this kind, so its vocabulary is always the same.
+    The library's own trainer for WordPiece gives every process a different vocabulary. It marks letters inside a word
+    by "##" and numbers the marked letters in the order of a hash table. Between equally frequent joins, these numbers
+    decide. The trainer for byte pairs marks no letters, so its vocabulary is always the same.
     """
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 

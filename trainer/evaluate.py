@@ -37,7 +37,9 @@ from transformers import PreTrainedTokenizerBase
 
 from data.ground.command import exit_code_of, log_to_stderr
 from data.ground.errors import ConfigError
+from data.ground.options import listed
 from data.ground.whole_folder import check_file
+from models.choices import Similarity
 from models.encoder import Encoder
 from models.settings import EmbeddingSettings
 from models.sizes import Size
@@ -76,7 +78,7 @@ from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
 from trainer.evaluation.senteval import evaluate_transfer, read_task
 from trainer.evaluation.sizes_command import evaluate_sizes
 from trainer.evaluation.subject import choose_device, load_subject, trained_settings, untrained_encoder
-from trainer.evaluation.tasks.inputs import check_task_names
+from trainer.evaluation.tasks.read import read_tasks
 from trainer.evaluation.tasks.retrieval import (
     METRICS,
     RetrievalData,
@@ -144,13 +146,7 @@ def _against_baseline(args: argparse.Namespace, scores: RunScores) -> dict[str, 
         raise ConfigError(
             f"{args.run} and {args.baseline} answer different queries; count missing ones 0 by --complete"
         )
-    return {
-        name: paired_t_test(
-            scores.of_queries(name),
-            other.of_queries(name),
-        )
-        for name in METRICS
-    }
+    return {name: paired_t_test(scores.of_queries(name), other.of_queries(name)) for name in METRICS}
 
 
 def _latency(args: argparse.Namespace) -> int:
@@ -244,10 +240,7 @@ def _setting_of(args: argparse.Namespace, files: Sequence[str]) -> _Setting:
     """
     arguments.require_tasks(args)
     device, output = choose_device(args.device), output_folder(args.output, files)
-    sts = [read_sts(path) for path in args.sts]
-    beir = [load_beir(path, split=args.split) for path in args.beir]
-    check_task_names([*(task.name for task in sts), *(data.name for data in beir)])
-    return _Setting(device, output, sts, beir)
+    return _Setting(device, output, *read_tasks(args.sts, args.beir, split=args.split))
 
 
 def _quantised(args: argparse.Namespace) -> int:
@@ -261,12 +254,7 @@ def _quantised(args: argparse.Namespace) -> int:
     for task in sts:
         # STS compares vectors by their cosine, whatever similarity the model has. The vectors are scaled to unit length
         # here, so that the ranges of int8 fit them.
-        options: dict[str, Any] = {
-            "similarity": "cosine",
-            "max_length": settings.max_length,
-            "prompt": settings.query_prompt,
-        }
-        first, *variant = (partial(_encoding(args, model, tokenizer, sizes), **options) for model in models)
+        first, *variant = (_one_side(args, model, tokenizer, settings, sizes, similarity="cosine") for model in models)
         rows += sts_rows(first, task, table_variant=variant[0] if variant else None, raws=raws)
     for data in beir:
         (queries, documents), *variants = (_both_sides(args, model, tokenizer, settings, sizes) for model in models)
@@ -302,12 +290,7 @@ def _fused(args: argparse.Namespace) -> int:
     if len(sizes) < 2:
         raise ConfigError(f"two sizes' scores are added, and --sizes {args.sizes} names one; name two or more")
 
-    encode_sts = partial(
-        _encoding(args, encoder, tokenizer, sizes),
-        similarity="dot",
-        max_length=settings.max_length,
-        prompt=settings.query_prompt,
-    )
+    encode_sts = _one_side(args, encoder, tokenizer, settings, sizes, similarity="dot")
     rows = [row for task in sts for row in fused_sts(encode_sts([t for pair in task.pairs for t in pair]), task)]
     encode_queries, encode_documents = _both_sides(args, encoder, tokenizer, settings, sizes)
     for data in beir:
@@ -355,6 +338,20 @@ def _both_sides(
     )
 
 
+def _one_side(
+    args: argparse.Namespace,
+    encoder: Encoder,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: EmbeddingSettings,
+    sizes: Sequence[Size],
+    *,
+    similarity: Similarity,
+) -> EncodeTexts:
+    """The function that encodes texts that are neither queries nor passages."""
+    encode_texts = _encoding(args, encoder, tokenizer, sizes)
+    return partial(encode_texts, similarity=similarity, max_length=settings.max_length, prompt=settings.query_prompt)
+
+
 def _compare(args: argparse.Namespace) -> int:
     folders = [args.baseline, *args.others]
     results = {str(folder): read_raw(folder / RAW_FILE) for folder in folders}
@@ -373,12 +370,8 @@ def _transfer(args: argparse.Namespace) -> int:
         methods["untrained"] = untrained_encoder(encoder, seed=args.seed)
     records: list[Record] = []
     for method, model in methods.items():
-        encode_texts = partial(
-            _encoding(args, model, tokenizer, sizes),
-            similarity="dot",  # the classifier sees the embeddings as they are
-            max_length=settings.max_length,
-            prompt=settings.query_prompt,
-        )
+        # By the dot product, with which the classifier sees the embeddings as they are.
+        encode_texts = _one_side(args, model, tokenizer, settings, sizes, similarity="dot")
         records += evaluate_transfer(encode_texts, tasks, name_of=settings.sizes.name, method=method, seed=args.seed)
     table = results_markdown(records)
     sys.stdout.write(table)
@@ -410,7 +403,7 @@ def _mteb(args: argparse.Namespace) -> int:
             f"mteb does not know all of {', '.join(args.tasks)} ({error}); see mteb.get_tasks()"
         ) from None
     device = choose_device(args.device)
-    names = [name.strip() for name in args.sizes.split(",") if name.strip()]
+    names = listed(args.sizes)
     if not names:
         raise ConfigError(f"--sizes {args.sizes!r} names no size; give a list such as demi,3x48")
     ladder = trained_settings(args.model).sizes

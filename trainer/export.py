@@ -19,7 +19,7 @@ from pathlib import Path
 from transformers.utils import logging as hf_logging
 
 from data.ground.command import exit_code_of, log_to_stderr
-from data.ground.options import real
+from data.ground.options import listed, real
 from trainer.exporting.folders import WEIGHTS
 from trainer.exporting.sizes import export_sizes
 
@@ -67,11 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         folders = export_sizes(
             args.model,
             args.output,
-            sizes=None if args.sizes == "all" else _listed(args.sizes),
+            sizes=None if args.sizes == "all" else listed(args.sizes),
             routers=args.router,
             weights=args.weights,
             table=args.table,
-            onnx=_listed(args.onnx),
+            onnx=listed(args.onnx),
             results=args.results,
             watts_per_rank=args.watts_per_rank,
             base_model=args.base_model,
@@ -79,10 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write("".join(f"{name}\t{folder}\n" for name, folder in folders.items()))
 
     return exit_code_of(export)
-
-
-def _listed(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Argparse types for numbers with bounds; argparse ends a command with code 2 if a number is out of bounds."""
+"""What options of commands are read by: numbers with bounds, lists of names, and settings of the recipe.
+
+Numbers are types of argparse, which ends a command with code 2 if a number is out of bounds.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,11 @@ def real(
         return value
 
     return parse
+
+
+def listed(text: str) -> list[str]:
+    """The names in a comma-separated list, without the spaces around them. Empty names are left out."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def settings_among(rest: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:

@@ -160,9 +160,10 @@ sys.exit(max(process.wait() for process in [subprocess.Popen(shell, cwd="/") for
 
 
 def remote_shells(hosts: Sequence[Host], folder: Path) -> None:
-    """Write stand-ins for `ssh` and `pdsh` into a folder: each runs a command line in a shell of every host it names.
+    """Write scripts named `ssh` and `pdsh` into a folder, for a PATH on which the real programs would find no hosts.
 
-    They understand the options that DeepSpeed's launcher gives them, and no others.
+    A script takes hosts and a command line, and runs the line in a shell on each of these hosts. It understands the
+    options that DeepSpeed's launcher gives, and no others.
     """
     script = _REMOTE.format(python=sys.executable, enter={host.name: host.command([]) for host in hosts})
     for name in ("ssh", "pdsh"):

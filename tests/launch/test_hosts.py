@@ -126,7 +126,7 @@ def test_a_broken_trainer_is_noticed(steps: Any) -> None:
 def test_the_hosts_of_a_hostfile_qualify_together(
     hosts: list[Host], hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real command, whose launcher reaches the hosts by stand-ins for ssh and pdsh."""
+    """The real command runs. Its launcher reaches the hosts through scripts in place of ssh and pdsh."""
     remote_shells(hosts, tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{environment_of_ranks()['PATH']}")
     before = [host.bytes_sent() for host in hosts]

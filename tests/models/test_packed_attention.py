@@ -11,18 +11,21 @@ from models.packed_attention import agrees_with_plain, fast_on
 
 SHAPE = dict(vocab_size=50, num_hidden_layers=1, intermediate_size=32)
 CPU = torch.device("cpu")
-# Each with (heads, width) of the queries and of the keys it is tried on: two groups of heads.
+# Each configuration with the (heads, width) of the queries and of the keys that it is tried on: two groups of heads.
 BACKBONES = {
-    "bert": (dict(hidden_size=60, num_attention_heads=3), (2, 20), (2, 20)),
+    "bert": (SHAPE | dict(hidden_size=60, num_attention_heads=3), (2, 20), (2, 20)),
     "distilbert": (dict(dim=36, n_heads=3, n_layers=1, hidden_dim=32, vocab_size=50), (2, 12), (2, 12)),
-    "qwen3": (dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=24), (4, 24), (2, 24)),
+    "qwen3": (
+        SHAPE | dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=24),
+        (4, 24),
+        (2, 24),
+    ),
 }
 
 
 def backbone_of(model_type):
     settings, *_ = BACKBONES[model_type]
-    shape = SHAPE if model_type != "distilbert" else {}
-    return AutoModel.from_config(AutoConfig.for_model(model_type, **shape, **settings))
+    return AutoModel.from_config(AutoConfig.for_model(model_type, **settings))
 
 
 @pytest.mark.parametrize("model_type", BACKBONES)

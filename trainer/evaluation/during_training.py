@@ -14,9 +14,9 @@ from trainer.distributed import World
 from trainer.engine import Engine
 from trainer.evaluation.encoding.encode import Embedder
 from trainer.evaluation.run import evaluate_tasks
-from trainer.evaluation.tasks.inputs import check_task_names
-from trainer.evaluation.tasks.retrieval import RetrievalData, load_beir
-from trainer.evaluation.tasks.sts import STSTask, read_sts
+from trainer.evaluation.tasks.read import read_tasks
+from trainer.evaluation.tasks.retrieval import RetrievalData
+from trainer.evaluation.tasks.sts import STSTask
 
 # The metrics whose curves over steps are drawn; the command `trainer.evaluate` gives all metrics.
 _SHOWN = ("spearman", "ndcg_cut_10", "recip_rank_10")
@@ -34,12 +34,8 @@ class Evaluator:
     @classmethod
     def of(cls, recipe: Recipe, settings: EmbeddingSettings) -> Evaluator:
         chosen = recipe.evaluation
-        sts = tuple(read_sts(path) for path in chosen.sts)
-        retrieval = tuple(
-            load_beir(path, split=chosen.split, max_documents=chosen.max_documents) for path in chosen.beir
-        )
-        check_task_names([*(task.name for task in sts), *(data.name for data in retrieval)])
-        return cls(settings, sts, retrieval, chosen.grid)
+        sts, beir = read_tasks(chosen.sts, chosen.beir, split=chosen.split, max_documents=chosen.max_documents)
+        return cls(settings, tuple(sts), tuple(beir), chosen.grid)
 
     @property
     def has_tasks(self) -> bool:

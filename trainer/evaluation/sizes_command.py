@@ -49,7 +49,7 @@ from trainer.evaluation.run import Outputs, evaluate_tasks, known_metrics
 from trainer.evaluation.search.vectors import VectorStore, open_store, read_store, texts_digest, weights_digest, widest
 from trainer.evaluation.subject import choose_device, load_subject, untrained_encoder
 from trainer.evaluation.tasks.corpus import Progress, counted, encoded_blocks, merge_keys, stored_blocks, watched
-from trainer.evaluation.tasks.inputs import check_task_names
+from trainer.evaluation.tasks.read import read_tasks
 from trainer.evaluation.tasks.retrieval import (
     DEFAULT_SEARCH,
     Block,
@@ -59,11 +59,10 @@ from trainer.evaluation.tasks.retrieval import (
     SearchOptions,
     bm25_run,
     check_run_names,
-    load_beir,
     score_run,
     write_run,
 )
-from trainer.evaluation.tasks.sts import STSTask, read_sts
+from trainer.evaluation.tasks.sts import STSTask
 from trainer.resilience.stopping import STOP_FILE_VARIABLE, Stopped, StopRequests
 
 log = logging.getLogger(__name__)
@@ -80,13 +79,13 @@ def evaluate_sizes(args: argparse.Namespace) -> int:
     main_rank = os.environ.get("RANK", "0") == "0"
     output = output_folder(args.output) if main_rank else None
     # Files are read before the model, so that a wrong path fails at once.
-    sts = [read_sts(path, subsets=args.sts_subsets) for path in args.sts]
-    beir = [load_beir(path, split=args.split, max_documents=args.max_documents) for path in args.beir]
+    sts, beir = read_tasks(
+        args.sts, args.beir, split=args.split, subsets=args.sts_subsets, max_documents=args.max_documents
+    )
     if args.save_runs:
         check_run_names(beir)
     if args.vectors:
         check_place(args.vectors, "--vectors", link=True)
-    check_task_names([*(task.name for task in sts), *(data.name for data in beir)])
     against = read_raw(args.against / RAW_FILE) if args.against else None
     if against is not None:
         check_same_items(against, sts, beir, name=str(args.against))

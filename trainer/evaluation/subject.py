@@ -14,6 +14,7 @@ from transformers import AutoModel, PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
 from data.ground.errors import ConfigError
+from data.ground.options import listed
 from data.tokens import load_tokenizer, tokenizer_fingerprint
 from models.backbone import longest_input
 from models.choices import Pooling
@@ -118,7 +119,7 @@ def choose_sizes(text: str, ladder: Ladder, encoder: Encoder) -> list[Size]:
     elif text == "grid":
         sizes = list(ladder.grid)
     else:
-        sizes = [ladder.find(name.strip()) for name in text.split(",") if name.strip()]
+        sizes = [ladder.find(name) for name in listed(text)]
     if not sizes:
         raise ConfigError(f"--sizes {text!r} names no size; use ladder, grid, or a list such as 2x32,4x64")
     check_sizes(sizes, encoder)

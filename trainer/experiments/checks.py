@@ -11,18 +11,15 @@ from models.settings import EmbeddingSettings
 from models.sizes import Size
 from trainer.build import refuse_heads
 from trainer.config.schema import flat
-from trainer.evaluation.tasks.retrieval import load_beir
-from trainer.evaluation.tasks.sts import read_sts
+from trainer.evaluation.tasks.read import read_tasks
 from trainer.experiments.plan import Result, Run, Study
 from trainer.experiments.study_jobs import GIVEN, by_model, finished_steps, is_done, read_by
 from trainer.run_folder import check_output_folder, check_same_recipe
 
 
 def check_files(study: Study, runs: Sequence[Run]) -> None:
-    for path in study.evaluation.sts:
-        read_sts(path, subsets=study.evaluation.sts_subsets or None)
-    for folder in study.evaluation.beir:
-        load_beir(folder, split=study.evaluation.split)
+    chosen = study.evaluation
+    read_tasks(chosen.sts, chosen.beir, split=chosen.split, subsets=chosen.sts_subsets or None)
     makers = by_model(runs)
     for run in runs:
         if is_done(run):

@@ -21,8 +21,7 @@ from data.ground.files import write_atomically
 from data.ground.records import Record, parse_json, read_record
 from trainer.build import open_shards
 from trainer.config.load import as_toml, load_recipe
-from trainer.evaluation.tasks.retrieval import load_beir
-from trainer.evaluation.tasks.sts import read_sts
+from trainer.evaluation.tasks.read import read_tasks
 from trainer.experiments.jobs import Job, Work, training_job
 from trainer.monitoring.names import score_of
 from trainer.objectives.collators import total_steps
@@ -84,10 +83,7 @@ def make_plan(args: argparse.Namespace, settings: Sequence[str]) -> Plan:
     recipe = load_recipe(args.recipe, overrides)
     if not recipe.evaluation.sts and not recipe.evaluation.beir:
         raise ConfigError("nothing to compare seeds on; give a development set with --sts or --beir")
-    for path in recipe.evaluation.sts:
-        read_sts(path)
-    for folder in recipe.evaluation.beir:
-        load_beir(folder, split=recipe.evaluation.split)
+    read_tasks(recipe.evaluation.sts, recipe.evaluation.beir, split=recipe.evaluation.split)
     steps = recipe.train.steps or total_steps(recipe, open_shards(recipe))
     step = round(args.share * steps)
     if not 1 <= step < steps:

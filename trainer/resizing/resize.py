@@ -43,9 +43,9 @@ from trainer.evaluation.results.output import results_content, write_json
 from trainer.evaluation.results.report import HEADLINE_METRICS, Record
 from trainer.evaluation.run import Outputs, evaluate_tasks
 from trainer.evaluation.subject import check_sizes, choose_device, load_model
-from trainer.evaluation.tasks.inputs import check_task_names
-from trainer.evaluation.tasks.retrieval import RetrievalData, load_beir
-from trainer.evaluation.tasks.sts import STSTask, read_sts
+from trainer.evaluation.tasks.read import read_tasks
+from trainer.evaluation.tasks.retrieval import RetrievalData
+from trainer.evaluation.tasks.sts import STSTask
 from trainer.exporting.folders import weights_megabytes
 from trainer.exporting.model_folder import write_model_folder
 from trainer.exporting.sizes import export_sizes
@@ -130,7 +130,8 @@ def resize(asked: Resize, *, prepare_only: bool = False) -> str:
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    tasks = _read_tasks(asked)
+    # Read before anything is computed, so that a wrong path fails at once.
+    tasks = read_tasks(asked.sts, asked.beir, taken=[AGREEMENT])
     world = join(_device())
     if world.is_main:
         _begin(asked)
@@ -359,13 +360,6 @@ def _load(folder: str | Path) -> tuple[Encoder, Any, EmbeddingSettings]:
 
 def _device() -> torch.device:
     return choose_device("auto")
-
-
-def _read_tasks(asked: Resize) -> tuple[list[STSTask], list[RetrievalData]]:
-    """The evaluation tasks, read before anything is computed, so that a wrong path fails at once."""
-    sts, beir = [read_sts(path) for path in asked.sts], [load_beir(path) for path in asked.beir]
-    check_task_names([AGREEMENT, *(task.name for task in sts), *(data.name for data in beir)])
-    return sts, beir
 
 
 def agreement(encoder: Encoder, tokenizer: Any, settings: EmbeddingSettings, texts: Sequence[str]) -> STSTask:

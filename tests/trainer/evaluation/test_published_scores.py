@@ -40,10 +40,16 @@ def scores_of(model: Path, tmp_path: Path, *options: str) -> dict[str, float]:
     return {r["task"]: r["value"] for r in records_of(model, tmp_path, *options) if r["metric"] == "spearman"}
 
 
-@pytest.mark.launch  # some 15 seconds
-def test_stsb(minilm: Path, shared_data: Path, tmp_path: Path) -> None:
-    found = scores_of(minilm, tmp_path, "--sts", str(shared_data / "sts" / "stsb_test.tsv"))
-    assert found == {"stsb_test": pytest.approx(PUBLISHED["stsb_test"], abs=TOLERANCE)}
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param("stsb_test", marks=pytest.mark.launch),  # some 15 seconds
+        pytest.param("sts13", marks=pytest.mark.full),
+    ],
+)
+def test_sts(task: str, minilm: Path, shared_data: Path, tmp_path: Path) -> None:
+    found = scores_of(minilm, tmp_path, "--sts", str(shared_data / "sts" / f"{task}.tsv"))
+    assert found == {task: pytest.approx(PUBLISHED[task], abs=TOLERANCE)}
 
 
 @pytest.mark.full
@@ -52,12 +58,6 @@ def test_another_protocol_is_noticed(option: tuple[str, str], minilm: Path, shar
     """Negative control."""
     found = scores_of(minilm, tmp_path, "--sts", str(shared_data / "sts" / "stsb_test.tsv"), *option)
     assert abs(found["stsb_test"] - PUBLISHED["stsb_test"]) > 2 * TOLERANCE
-
-
-@pytest.mark.full
-def test_sts13(minilm: Path, shared_data: Path, tmp_path: Path) -> None:
-    found = scores_of(minilm, tmp_path, "--sts", str(shared_data / "sts" / "sts13.tsv"))
-    assert found == {"sts13": pytest.approx(PUBLISHED["sts13"], abs=TOLERANCE)}
 
 
 def rows_of(path: Path) -> dict[str, dict[str, str]]:

@@ -29,7 +29,8 @@ STEPS, BATCH = 6, 12
 NAN = {"kind": "nan", "step": 3, "rank": 1}
 NAN_GRADIENT = {"kind": "nan gradient", "step": 3, "rank": 0}
 SKIP = {"kind": "skip", "step": 3}  # told to, on all ranks
-# Muon's momentum is beside AdamW's moments, so it is asked where they are whole, in parts, and with bf16 weights.
+# Muon keeps a momentum in addition to AdamW's moments. With these engines every rank has all of it (stage 0), or a part
+# of it, beside bf16 weights (stage 1) or beside a part of the weights (stage 3).
 BY_MUON = ("muon_zero0", "muon_bf16", "muon_zero3")
 # Stage 3 comes last: it changes its process.
 ENGINES = ("zero0", "zero1", "zero2", "bf16", *BY_MUON[:-1], "zero3", BY_MUON[-1])

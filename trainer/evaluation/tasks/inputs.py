@@ -1,6 +1,6 @@
-"""Text files of evaluation tasks, read line by line; every error message names the file and the line.
+"""What all evaluation tasks are checked for: their names, and their text files, which are read line by line.
 
-The names of tasks are checked here, too.
+Every error message about a file names the file and the line.
 """
 
 from __future__ import annotations
