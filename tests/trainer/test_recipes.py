@@ -30,8 +30,14 @@ from trainer.exporting.model_folder import write_model_folder
 pytestmark = pytest.mark.long
 
 RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.toml"))
-# A token table caches nothing.
-CACHED = [path for path in RECIPES if is_read(load_recipe(path), "objective.backward")]
+NLI = {path.stem for path in RECIPES if "nli" in path.stem}
+# A token table caches nothing. Of two recipes that differ in their data alone, the one on NLI is enough.
+CACHED = [
+    path
+    for path in RECIPES
+    if is_read(load_recipe(path), "objective.backward")
+    and ("msmarco" not in path.stem or path.stem.replace("msmarco", "nli") not in NLI)
+]
 OUTPUTS = [load_recipe(path).run.output for path in RECIPES]
 LADDER = [[1, 8], [2, 16], [3, 24], [4, 32], [5, 40], [6, 48]]
 REDUCED_LADDER = [[1, 8], [3, 16], [6, 24]]

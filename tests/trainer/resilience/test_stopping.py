@@ -146,7 +146,6 @@ def test_a_second_signal_ends_at_once(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "rank", "reason"),
     [
-        ("signal SIGKILL", 1, "rank 1 (process "),
         ("signal SIGKILL", 0, "rank 0 (process "),
         ("signal SIGSTOP", 1, "rank 1 gave no sign of life"),
         ("block", 1, "rank 1 at 'next batch' of step 3"),
