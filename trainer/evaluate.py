@@ -77,7 +77,7 @@ from trainer.evaluation.results.significance import TestResult, p_text, paired_t
 from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
 from trainer.evaluation.senteval import evaluate_transfer, read_task
 from trainer.evaluation.sizes_command import evaluate_sizes
-from trainer.evaluation.subject import choose_device, load_subject, trained_settings, untrained_encoder
+from trainer.evaluation.subject import choose_device, load_subject, untrained_encoder
 from trainer.evaluation.tasks.read import read_tasks
 from trainer.evaluation.tasks.retrieval import (
     METRICS,
@@ -393,7 +393,7 @@ def _mteb(args: argparse.Namespace) -> int:
     try:
         import mteb
 
-        from trainer.evaluation.mteb_model import load_mteb_model
+        from trainer.evaluation.mteb_model import load_mteb_models
     except ImportError:
         raise ConfigError("this needs the package mteb; install it with: pip install -e '.[mteb]'") from None
     try:
@@ -406,12 +406,8 @@ def _mteb(args: argparse.Namespace) -> int:
     names = listed(args.sizes)
     if not names:
         raise ConfigError(f"--sizes {args.sizes!r} names no size; give a list such as demi,3x48")
-    ladder = trained_settings(args.model).sizes
-    for name in names:  # before the first size is evaluated, which may take hours
-        ladder.find(name)
     scores: dict[str, dict[str, float]] = {}
-    for name in names:
-        model = load_mteb_model(args.model, name, device=device)
+    for name, model in zip(names, load_mteb_models(args.model, names, device=device)):
         for result in mteb.evaluate(model, tasks, cache=None, show_progress_bar=sys.stderr.isatty()).task_results:
             scores.setdefault(result.task_name, {})[name] = float(result.get_score())
     rows = [[task, *(f"{by_size[name]:.4f}" for name in names)] for task, by_size in scores.items()]

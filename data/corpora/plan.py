@@ -19,10 +19,10 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from data.corpora.by_id import TextIndex, read_beir_texts, read_hard_negatives, read_qrels
 from data.corpora.options import (
@@ -39,12 +39,10 @@ from data.corpora.splits import (
     NEGATIVE_NAME,
     SCORE_NAMES,
     WEIGHT_NAME,
-    Document,
     DocumentLayout,
     IdLayout,
     InputSplit,
     TupleLayout,
-    TupleRecord,
 )
 from data.ground.errors import DataError
 from data.ground.files import first_line, read_text
@@ -439,20 +437,6 @@ def _say_unread(path: Path | str, present: Sequence[str], layout: TupleLayout, s
             ", ".join(layout.positives),
             ", ".join(map(repr, unread)),
         )
-
-
-def read_documents(inputs: Sequence[str], **options: Any) -> Iterator[Document]:
-    """Every document of `inputs`; options as in `plan_documents`."""
-    for input_split in plan_documents(inputs, **options):
-        for _, record in read_split(input_split):
-            yield cast(Document, record)
-
-
-def read_tuples(inputs: Sequence[str], **options: Any) -> Iterator[TupleRecord]:
-    """Every training example of `inputs`; options as in `plan_tuples`."""
-    for input_split in plan_tuples(inputs, **options):
-        for _, record in read_split(input_split):
-            yield cast(TupleRecord, record)
 
 
 def corpus_of(name: str, *, format: str = "auto") -> Path | None:

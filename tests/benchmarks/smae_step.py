@@ -45,7 +45,6 @@ from tokenizers.models import WordPiece
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 from data.collate import MaskedCollator
-from data.corpora.plan import read_documents
 from data.masking import IGNORED
 from data.stream import Sample
 from data.tokens import Vocabulary
@@ -54,6 +53,7 @@ from models.layout import Layout
 from models.masked_autoencoder import DecoderInputs, MaskedAutoencoder
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
 from tests.benchmarks.support import SHARED, Figures, alternate, peak_mib
+from tests.data.reading import read_documents
 from tests.models.naive import bert_layer_like, naive_loss
 from trainer.config.sections import TrainConfig
 from trainer.costs.flops import FORWARD_AND_BACKWARD, Shape, bf16_slowdown, masked_flops, peak_flops

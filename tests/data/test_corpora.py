@@ -18,10 +18,11 @@ from data.corpora import plan as planning
 from data.corpora import rows as rows_module
 from data.corpora.by_id import TextIndex, read_beir_texts, read_qrels
 from data.corpora.options import SourceOptions, TupleOptions
-from data.corpora.plan import plan_documents, plan_tuples, read_documents, read_tuples
+from data.corpora.plan import plan_documents, plan_tuples
 from data.corpora.read import read_split
 from data.corpora.splits import DocumentLayout, TupleLayout, place
 from data.ground.errors import DataError
+from tests.data.reading import read_documents, read_tuples
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:

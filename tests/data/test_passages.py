@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.corpora.plan import corpus_of, plan_tuples, read_tuples
+from data.corpora.plan import corpus_of, plan_tuples
 from data.ground.errors import DataError
 from data.passages import Passages, build, is_built, text_key
+from tests.data.reading import read_tuples
 
 ROWS = [
     {"query": "What is tea?", "positives": ["A drink.", "a  DRINK.", "Leaves in water."], "negatives": ["A car."]},

@@ -15,13 +15,13 @@ import pytest
 
 from data.corpora.by_id import read_beir_texts
 from data.corpora.options import SourceOptions
-from data.corpora.plan import read_tuples
 from data.ground.errors import CommandEnd, DataError
 from data.inputs import SCRATCH
 from data.preparation import convert, output_folder, workers
 from data.prepare import main
 from data.shards.reader import ShardFolder
 from tests import ROOT
+from tests.data.reading import read_tuples
 from tests.run_folder import contents
 
 if TYPE_CHECKING:

@@ -15,10 +15,11 @@ import webdataset
 from data import prepare
 from data.corpora import tars
 from data.corpora.options import SourceOptions, TupleOptions
-from data.corpora.plan import plan_documents, plan_tuples, read_documents, read_tuples
+from data.corpora.plan import plan_documents, plan_tuples
 from data.corpora.splits import DocumentLayout
 from data.ground.errors import DataError
 from data.shards.reader import ShardFolder
+from tests.data.reading import read_documents, read_tuples
 
 SAMPLES: list[dict[str, Any]] = [
     {"__key__": f"a/{number:04d}", "txt": f"text number {number}", "jpg": b"\xff\xd8 no picture"}

@@ -116,9 +116,6 @@ class Shape:
         """With this fraction of each feed-forward."""
         return replace(self, inner=max(1, round(fraction * self.inner)))
 
-    def reach_of(self, layer: int) -> int | None:
-        return self.reaches[layer] if self.reaches else None
-
     @classmethod
     def of(
         cls,

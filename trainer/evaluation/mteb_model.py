@@ -11,6 +11,7 @@ this module is imported only where it is needed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +89,23 @@ class MtebModel:
         return (_matrix(embeddings1) * _matrix(embeddings2)).sum(-1)
 
 
-def load_mteb_model(
-    model_folder: str | Path, size: str = "", *, device: torch.device | str = "cpu", name: str = ""
-) -> MtebModel:
+def load_mteb_model(model_folder: str | Path, size: str = "", *, device: torch.device | str = "cpu") -> MtebModel:
     """A trained folder at one size. `size`: a name of its ladder or LAYERSxDIM; empty takes the largest."""
+    (model,) = load_mteb_models(model_folder, [size], device=device)
+    return model
+
+
+def load_mteb_models(
+    model_folder: str | Path, sizes: Sequence[str], *, device: torch.device | str = "cpu"
+) -> list[MtebModel]:
+    """A trained folder at each of some sizes, which share its weights. Raises ConfigError if it lacks one of them."""
     settings = trained_settings(model_folder)
+    chosen = [settings.sizes.find(size) if size else settings.sizes.full for size in sizes]
     encoder, tokenizer, _ = load_model(model_folder)
-    chosen = settings.sizes.find(size) if size else settings.sizes.full
-    check_sizes([chosen], encoder)
+    check_sizes(chosen, encoder)
     folder = Path(model_folder).resolve()
-    own_name = name or (folder.parent.name if folder.name == "model" else folder.name)
-    return MtebModel(encoder, tokenizer, settings, chosen, name=own_name, device=device)
+    name = folder.parent.name if folder.name == "model" else folder.name
+    return [MtebModel(encoder, tokenizer, settings, size, name=name, device=device) for size in chosen]
 
 
 def _matrix(embeddings: Any) -> Tensor:

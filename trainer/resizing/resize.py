@@ -112,12 +112,12 @@ def propose_ladder(num_layers: int, width: int) -> Ladder:
     """Up to six sizes, depths at even steps and widths from 1/12 to all; for 12 layers of 768 the paper's ladder."""
     if (num_layers, width) == (STARBUCKS_LADDER.full.layers, STARBUCKS_LADDER.full.dim):
         return STARBUCKS_LADDER
-    steps = min(len(_SHARES), num_layers)
+    steps = min(len(_SHARES), num_layers, width)
+    unit = min(8, width // steps)  # dimensions that every width is a multiple of, where there are enough of them
     sizes = []
     for step in range(1, steps + 1):
         share = _SHARES[round(step * len(_SHARES) / steps) - 1]
-        least = step * min(8, width // steps)
-        dim = width if share == 1 else max(least, round(width * share / 8) * 8)
+        dim = width if share == 1 else max(step * unit, round(width * share / unit) * unit)
         sizes.append(Size(round(num_layers * step / steps), dim))
     return Ladder(tuple(sizes))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -189,16 +189,18 @@ def test_mteb_gives_our_scores(
 def test_mteb_takes_the_sizes_that_are_named(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No name stands for the largest size, and a wrong name is refused before any size is evaluated."""
-    asked: list[str] = []
-    result = SimpleNamespace(task_name="T", get_score=lambda: 0.5)
-    evaluated = SimpleNamespace(task_results=[result])
-    package = SimpleNamespace(get_tasks=lambda tasks: tasks, evaluate=lambda *args, **options: evaluated)
-    models = SimpleNamespace(load_mteb_model=lambda folder, size, **options: asked.append(size))
-    monkeypatch.setitem(sys.modules, "mteb", package)
-    monkeypatch.setitem(sys.modules, "trainer.evaluation.mteb_model", models)
+    """No name stands for the largest size, and a wrong size is refused before any is evaluated."""
+    mteb = pytest.importorskip("mteb", reason="needs the package mteb")
+    asked: list[int] = []
+
+    def evaluated(model: Any, *_: Any, **__: Any) -> SimpleNamespace:
+        asked.append(model.mteb_model_meta.embed_dim)
+        return SimpleNamespace(task_results=[SimpleNamespace(task_name="T", get_score=lambda: 0.5)])
+
+    monkeypatch.setattr(mteb, "get_tasks", lambda tasks: tasks)
+    monkeypatch.setattr(mteb, "evaluate", evaluated)
     command = ["mteb", "--model", str(model_folder), "--tasks", "T", "--device", "cpu", "--sizes"]
-    assert evaluate.main([*command, "1x8, 2x16,"]) == 0 and asked == ["1x8", "2x16"]
-    for sizes, said in ((",", "names no size"), ("1x8,large", "'large'")):
+    assert evaluate.main([*command, "1x8, 2x16,"]) == 0 and asked == [8, 16]
+    for sizes, said in ((",", "names no size"), ("1x8,large", "'large'"), ("1x8,9x9", "9x9 outgrows")):
         assert evaluate.main([*command, sizes]) == 2 and said in capsys.readouterr().err
-    assert asked == ["1x8", "2x16"]
+    assert asked == [8, 16]
