@@ -12,6 +12,9 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
+# Where a shell forbids it, each of the many processes that tests start would compile the project anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --durations=20
 # Of what is chosen by ARGS a lane may hold nothing, which pytest tells by 5.
 CHOSEN = $(if $(ARGS),$(ARGS) || test $$? -eq 5)

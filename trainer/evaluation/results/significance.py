@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+import scipy  # its submodules are loaded where they are used: scipy.stats takes half a second
 
 LEVEL = 0.05
 
@@ -62,7 +62,7 @@ def paired_t_test(first: Sequence[float] | np.ndarray, second: Sequence[float] |
         return TestResult(mean, math.nan, math.nan, len(a))
     if np.ptp(differences) == 0:
         return TestResult(mean, math.copysign(math.inf, mean) if mean else 0.0, 0.0 if mean else 1.0, len(a))
-    found = stats.ttest_rel(a, b)
+    found = scipy.stats.ttest_rel(a, b)
     return TestResult(mean, float(found.statistic), float(found.pvalue), len(a))
 
 
@@ -113,7 +113,9 @@ def confidence_interval(values: Sequence[float], *, confidence: float = 0.95) ->
     mean = float(np.mean(values))
     if len(values) < 2:
         return Interval(mean, math.nan, math.nan)
-    half = float(stats.t.ppf((1 + confidence) / 2, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values)))
+    half = float(
+        scipy.stats.t.ppf((1 + confidence) / 2, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values))
+    )
     return Interval(mean, mean - half, mean + half)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from scipy import stats
+import scipy  # its submodules are loaded where they are used: scipy.stats takes half a second
 
 from data.ground.errors import ConfigError
 from trainer.evaluation.encoding.across import Searched, sides
@@ -129,12 +129,12 @@ def cosine_of_pairs(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
     """Rank correlation with tied ranks averaged; NaN where one side is constant."""
-    return _correlation(stats.spearmanr, a, b)
+    return _correlation(scipy.stats.spearmanr, a, b)
 
 
 def pearson(a: np.ndarray, b: np.ndarray) -> float:
     """Linear correlation; NaN where one side is constant."""
-    return _correlation(stats.pearsonr, a, b)
+    return _correlation(scipy.stats.pearsonr, a, b)
 
 
 def _correlation(function: Callable, a: np.ndarray, b: np.ndarray) -> float:
