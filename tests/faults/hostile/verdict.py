@@ -18,9 +18,12 @@ _ROOT = Path(__file__).resolve().parents[3]
 _TRACEBACK = "Traceback (most recent call last)"
 # Names of unfinished work.
 _TEMPORARY = ("*.partial", "*.tmp", "*.old", "tmp-*", ".plan")
-# Caches in the temporary folder that may stay for the next command: the documented marks of verified shards, fetched
-# shards (data.cache_dir), and the folder that torch makes when its optimizers are imported.
-_CACHES = ("tmp/barista-*", "tmp/torchinductor_*")
+# Caches that may stay for the next command. In the temporary folder: the documented marks of verified shards, fetched
+# shards (data.cache_dir), and the folder that torch makes when its optimizers are imported. At home: matplotlib's fonts.
+_CACHES = (
+    *("tmp/barista-*", "tmp/torchinductor_*"),
+    *("home/.cache", "home/.cache/matplotlib*", "home/.config", "home/.config/matplotlib*"),
+)
 # The label of a node in a log that several nodes write.
 _NODE = r"(\[node [\d?]+\] )?"
 
