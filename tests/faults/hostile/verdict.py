@@ -19,7 +19,7 @@ _TRACEBACK = "Traceback (most recent call last)"
 # Names of unfinished work.
 _TEMPORARY = ("*.partial", "*.tmp", "*.old", "tmp-*", ".plan")
 # Caches that may stay for the next command. In the temporary folder: the documented marks of verified shards, fetched
-# shards (data.cache_dir), and the folder that torch makes when its optimizers are imported. At home: matplotlib's fonts.
+# shards (data.cache_dir), and the folder that torch makes for its optimizers. At home: matplotlib's fonts.
 _CACHES = (
     *("tmp/barista-*", "tmp/torchinductor_*"),
     *("home/.cache", "home/.cache/matplotlib*", "home/.config", "home/.config/matplotlib*"),
