@@ -68,7 +68,7 @@ def test_crashes_that_are_not_in_a_row(job):
     """An attempt that went well lies between them, and saved."""
     assert attempt(job, 0, CRASH)[2]
     assert attempt(job, 1, STOP, step=3)[2]
-    code, said, requeued = attempt(job, 2, CRASH)
+    _, said, requeued = attempt(job, 2, CRASH)
     assert requeued and "crash 1 since the last new checkpoint" in said
     assert not attempt(job, 3, CRASH)[2]
 
