@@ -273,7 +273,7 @@ def _text(recipe: Recipe, args: argparse.Namespace, rows: Sequence[Row]) -> str:
         lines.append(line)
     whole = [row for row in rows if row.stages]
     for row in whole[:1] + (whole[-1:] if len(whole) > 1 else []):
-        lines += ["", f"By stage on {row.nodes} node{'s' if row.nodes > 1 else ''}, each at its best micro-batch:"]
+        lines += ["", f"By stage on {_nodes(row.nodes)}, each at its best micro-batch:"]
         lines.append("ZeRO  micro × accumulation   step s  GB sent/GPU   GiB/GPU: states  buckets  activations  loss")
         for each in row.stages:
             memory = each.memory
@@ -284,10 +284,14 @@ def _text(recipe: Recipe, args: argparse.Namespace, rows: Sequence[Row]) -> str:
             lines.append(line + ("" if each.fits else "  does not fit"))
     if whole and (best := whole[-1].recommended):
         batch = f" --train.global_batch_size={best.global_batch_size}" if args.batch_per_gpu else ""
-        lines += ["", f"For {best.nodes} nodes: --engine.ds_config=ds_configs/zero{best.stage}.json"]
+        lines += ["", f"For {_nodes(best.nodes)}: --engine.ds_config=ds_configs/zero{best.stage}.json"]
         lines[-1] += f" --train.micro_batch_size={best.micro_batch_size}{batch}"
     lines.append("Formulas, assumptions and what was measured: docs/scaling.md")
     return "\n".join(lines)
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'s' if count > 1 else ''}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -491,7 +491,8 @@ def micro_batch_sizes(samples_per_rank: int) -> list[int]:
 
 def stages_for(recipe: Recipe) -> tuple[int, ...]:
     """The stages whose shipped configurations a recipe can train with (trainer/ds_config.py)."""
-    without = {2: recipe.optim.name == "muon", 3: not recipe.ladder.has_whole_feed_forwards}
+    narrower = not recipe.ladder.has_whole_feed_forwards
+    without = {2: recipe.optim.name == "muon", 3: narrower or recipe.train.compile}
     return tuple(stage for stage in STAGES if not without.get(stage))
 
 
