@@ -192,7 +192,7 @@ def _write(path: Path, content: bytes, written: list[Path], *, private: bool) ->
 def _sbatch(job: Job, after: str | None) -> str:
     waiting = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
     command = ["sbatch", "--parsable", *waiting, *_directives(job.script), str(job.folder / "job.sbatch")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ConfigError(f"Slurm refused {job.name}: {done.stderr.strip() or f'exit code {done.returncode}'}")
     # Some sites' sbatch prints a greeting first; a cluster's name may follow the number.
@@ -200,6 +200,16 @@ def _sbatch(job: Job, after: str | None) -> str:
     if not _NUMBER.fullmatch(number):
         raise ConfigError(f"sbatch printed {done.stdout.strip()!r} in place of a job's number; check with squeue --me")
     return number
+
+
+def _environment() -> dict[str, str]:
+    """The variables that a job gets: all of this process, without those of the Slurm job in which it may run itself."""
+    inside = "SLURM_JOB_ID" in os.environ
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not (inside and name.startswith(("SLURM_", "SRUN_"))) or name == "SLURM_CONF"
+    }
 
 
 def _directives(script: str) -> list[str]:

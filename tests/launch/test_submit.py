@@ -440,6 +440,20 @@ def test_a_stage_that_is_submitted_again(chain, capsys, own_path):
 
 
 @pytest.mark.processes
+def test_a_job_takes_nothing_from_the_job_in_which_it_is_submitted(place, own_path, monkeypatch):
+    """In an interactive job of 16 CPUs, srun would ask for 16 in a job that has 1."""
+    fake_slurm(place, f"env > {place}/environment; echo 4242")
+    monkeypatch.setenv("SLURM_CONF", "slurm.conf")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "16")
+    for job, kept in (("", {"SLURM_CONF", "SLURM_CPUS_PER_TASK"}), ("41", {"SLURM_CONF"})):
+        if job:
+            monkeypatch.setenv("SLURM_JOB_ID", job)
+        assert main(["r.toml", *ON_GPUS, f"--run.output=runs/r{job}"]) == 0
+        names = {line.partition("=")[0] for line in (place / "environment").read_text().splitlines()}
+        assert {name for name in names if name.startswith("SLURM_")} == kept and "HOME" in names
+
+
+@pytest.mark.processes
 def test_what_slurm_refuses_leaves_nothing(chain, capsys, own_path):
     """The third stage is refused: those before it are cancelled, and nothing that was written stays."""
     fake_slurm(
