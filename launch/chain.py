@@ -64,10 +64,11 @@ class Made:
     model: str = ""
 
 
-def read_chain(path: Path, given: Mapping[str, Any], *, resume: bool, chdir: Path) -> list[Job]:
+def read_chain(path: Path, given: Mapping[str, Any], *, resume: bool, waits: bool, chdir: Path) -> list[Job]:
     """A chain file's jobs, in order, without training that is done.
 
     `given`: options of the command line. They override the chain's options; a stage's own options override both.
+    `waits`: the chain starts after another job, which may write the shards.
     """
     values = parse_toml(path, "chain", hint="launch/chain.py has an example")
     _check_keys(values, {"output": str, "options": dict, "stages": list}, str(path))
@@ -77,7 +78,7 @@ def read_chain(path: Path, given: Mapping[str, Any], *, resume: bool, chdir: Pat
     for number, stage in enumerate(values["stages"], 1):
         where = f"{path}, stage {number}"
         task = stage.get("task") if isinstance(stage, Mapping) else None
-        if task not in _STAGE_KEYS:
+        if not isinstance(task, str) or task not in _STAGE_KEYS:
             raise ConfigError(f"{where}: task = {task!r} is unknown; choose one of {', '.join(_STAGE_KEYS)}")
         _check_keys(stage, {"task": str, "options": dict, **_STAGE_KEYS[task]}, where)
         merged = {**values.get("options", {}), **given, **stage.get("options", {})}
@@ -92,10 +93,11 @@ def read_chain(path: Path, given: Mapping[str, Any], *, resume: bool, chdir: Pat
             if "recipe" not in stage:
                 raise ConfigError(f"{where}: recipe is not given; name a recipe's file")
             recipe = with_parts(load_recipe(stage["recipe"], _texts(stage, "settings", where)), made)
-            check_shards(recipe, made, where=where)
             made.model = f"{recipe.run.output}/model"
             if resume and (Path(recipe.run.output) / "DONE").exists():
                 continue
+            if not waits:
+                check_shards(recipe, made, where=where)
             jobs.append(training_job(recipe, options, where=stage["recipe"], resume=resume, chdir=chdir))
         else:
             jobs.append(evaluate_job(_evaluation(stage, made, where), options, folder=folder, chdir=chdir))

@@ -80,16 +80,18 @@ def training_job(recipe: Recipe, options: JobOptions, *, where: str, resume: boo
     task = recipe.kind.command
     resolved = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, resume="auto"))
     script = fill(
-        f"{task}.sbatch",
+        "train.sbatch",
         DIRECTIVES=directives(options, name=run.name, log=folder / "slurm-%j.log", chdir=chdir),
         SIGNAL_SECONDS=str(options.signal_seconds),
         PRELUDE=prelude(options, folder),
         RUN=quoted(run),
         JOB=quoted(folder),
         RANKS=str(options.ranks),
+        CONTAINED="yes" if options.container else "no",
         MAX_REQUEUES=str(options.max_requeues),
         CRASH_REQUEUES=str(options.crash_requeues),
         CONTAINER=_container(options),
+        COMMAND=task,
         ATTEMPT=(TEMPLATES / "attempt.sh").read_text(encoding="utf-8").rstrip("\n"),
     )
     files = {folder / "recipe.toml": as_toml(resolved)}
@@ -160,7 +162,8 @@ def directives(options: JobOptions, *, name: str, log: Path, chdir: Path) -> str
 
 def prelude(options: JobOptions, folder: Path) -> str:
     """The shell lines that set up the job's environment. `folder`: the job's folder."""
-    lines = [f"module load {name}" for name in options.module]
+    lines = ["unset SLURM_EXPORT_ENV  # with which srun would pass on none of these variables, after --export=NONE"]
+    lines += [f"module load {name}" for name in options.module]
     if options.venv:
         lines.append(f"source {quoted(Path(options.venv) / 'bin' / 'activate')}")
     lines += options.setup

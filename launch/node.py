@@ -3,8 +3,9 @@
 `srun` starts this once on each node. It is Slurm's own task. With `ProctrackType=proctrack/cgroup`, the usual setting,
 Slurm's signals reach Slurm's own tasks only. Ranks below a launcher would learn of a time limit by SIGKILL, and the
 launchers of DeepSpeed and torch die of SIGUSR1 and kill their ranks 30 s after SIGTERM. So ranks are started here, with
-the environment that those launchers would set. On either signal a file is created in a node-local folder; every rank
-looks for it once a step (`BARISTA_STOP_FILE`). Ranks then have all the time that Slurm leaves them.
+the environment that those launchers would set. On either signal a file is created, for which every rank looks once a
+step (`BARISTA_STOP_FILE`). Ranks then have all the time that Slurm leaves them. The file is in the node's temporary
+folder, where looking for it costs nothing; containers need not see that folder, so for them it is among the logs.
 
 Each rank writes to its own log file; rank 0 also writes to the job's log. This module runs outside containers, with
 the node's Python, so it imports the standard library only.
@@ -73,6 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.node", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks to start on this node")
     parser.add_argument("--logs", type=Path, required=True, metavar="FOLDER", help="folder of the ranks' log files")
+    parser.add_argument(
+        "--contained",
+        choices=("yes", "no"),
+        default="no",
+        help="whether the command starts a container, which may not see the node's temporary folder",
+    )
     parser.add_argument("command", nargs="+", help="after --: what each rank runs")
     args = parser.parse_args(argv)
     missing = [
@@ -95,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"error: {args.ranks} ranks were asked for and Slurm gave the GPUs {devices}; set --gpus-per-node to match")
         return 2
     try:
-        code = run_node(args.command, place=place, logs=args.logs)
+        code = run_node(args.command, place=place, logs=args.logs, contained=args.contained == "yes")
     except OSError as error:
         named = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         say(f"error: the ranks cannot be started ({named}{error.strerror}); fix that command or folder")
@@ -107,19 +114,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_node(
-    command: Sequence[str], *, place: Place, logs: Path, seconds_for_others: float = SECONDS_FOR_OTHERS
+    command: Sequence[str],
+    *,
+    place: Place,
+    logs: Path,
+    contained: bool = False,
+    seconds_for_others: float = SECONDS_FOR_OTHERS,
 ) -> int:
-    """Run this node's ranks to their end. Returns 0 if all succeeded, 75 if any was stopped, else the first failure."""
+    """Run this node's ranks to their end. Returns 0 if all succeeded, 75 if any was stopped, else the first failure.
+
+    contained: the command starts a container, which sees the logs but may not see the node's temporary folder.
+    """
     logs.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="barista-stop-"))
-    stop_file = folder / "stop"
+    stop_file = (logs if contained else folder) / f"node-{place.node:03d}.stop"
+    stop_file.unlink(missing_ok=True)
+    ranks: list[Rank] = []
+    signalled = False
 
     def ask_to_stop(number: int, _frame: object) -> None:
-        stop_file.touch()
-        os.write(2, f"[node {place.node}] {signal.Signals(number).name}: the ranks are asked to stop\n".encode())
+        nonlocal signalled
+        said = "the ranks are asked to stop"
+        try:
+            stop_file.touch()
+        except OSError as error:  # a full disk, or a site that empties its temporary folders
+            said = f"the ranks are signalled, because {stop_file} cannot be made ({error.strerror})"
+            # Once: a rank takes a later signal as a request to leave without a checkpoint.
+            for rank in () if signalled else ranks:
+                rank.process.send_signal(number)
+            signalled = True
+        os.write(2, f"[node {place.node}] {signal.Signals(number).name}: {said}\n".encode())
 
     before = {number: signal.signal(number, ask_to_stop) for number in STOP_SIGNALS}
-    ranks: list[Rank] = []
     try:
         for local_rank in range(place.ranks_here):
             environment = {**rank_environment(place, local_rank), "BARISTA_STOP_FILE": str(stop_file)}
@@ -132,6 +158,8 @@ def run_node(
                 rank.process.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
+        with contextlib.suppress(OSError):
+            stop_file.unlink()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -176,10 +204,13 @@ def _ignore_stop_signals() -> None:
 
 
 def _copy(source: IO[bytes], path: Path) -> None:
+    """Copy a rank's output to its log and to the job's, and read on where a disk is full: the rank would wait."""
     with path.open("ab", buffering=0) as log:
         for line in source:
-            log.write(line)
-            os.write(1, line)
+            with contextlib.suppress(OSError):
+                log.write(line)
+            with contextlib.suppress(OSError):
+                os.write(1, line)
 
 
 def _wait(ranks: Sequence[Rank], *, seconds_for_others: float, now: Callable[[], float] = time.monotonic) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 from data.ground.command import exit_code_of
 from data.ground.errors import ConfigError
+from data.ground.options import settings_among
 from launch.scaling import (
     GPUS,
     INTERCONNECTS,
@@ -40,7 +41,7 @@ from trainer.costs.objective_costs import costs_of
 from trainer.costs.shapes import Shape
 
 FINEWEB_TOKENS = {"10BT": 10e9, "100BT": 100e9}
-# Beyond these nothing that could exist is meant, and the formulas leave the numbers that a computer has.
+# Larger numbers describe no machine that could exist, and the formulas would overflow on them.
 _MOST, _MOST_NODES, _MOST_GPUS = 10**9, 10**6, 1024
 _LEAST_GBITS, _MOST_GBITS = 1e-3, 1e6
 _LEAST_SHARE = 1e-3
@@ -64,10 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan_and_print(args: argparse.Namespace, rest: Sequence[str]) -> None:
-    for text in rest:
-        if not (text.startswith("--") and "=" in text and "." in text.partition("=")[0]):
-            raise ConfigError(f"{text!r} is not understood; settings are given as --section.key=value")
-    recipe = load_recipe(args.recipe, [text[2:] for text in rest])
+    recipe = load_recipe(args.recipe, settings_among(rest))
     shape = _shape_of(recipe, args)
     rows = plan(
         recipe,
@@ -275,7 +273,7 @@ def _text(recipe: Recipe, args: argparse.Namespace, rows: Sequence[Row]) -> str:
         lines.append(line)
     whole = [row for row in rows if row.stages]
     for row in whole[:1] + (whole[-1:] if len(whole) > 1 else []):
-        lines += ["", f"By stage on {row.nodes} node{'s' if row.nodes > 1 else ''}, each at its best micro-batch:"]
+        lines += ["", f"By stage on {_nodes(row.nodes)}, each at its best micro-batch:"]
         lines.append("ZeRO  micro × accumulation   step s  GB sent/GPU   GiB/GPU: states  buckets  activations  loss")
         for each in row.stages:
             memory = each.memory
@@ -286,10 +284,14 @@ def _text(recipe: Recipe, args: argparse.Namespace, rows: Sequence[Row]) -> str:
             lines.append(line + ("" if each.fits else "  does not fit"))
     if whole and (best := whole[-1].recommended):
         batch = f" --train.global_batch_size={best.global_batch_size}" if args.batch_per_gpu else ""
-        lines += ["", f"For {best.nodes} nodes: --engine.ds_config=ds_configs/zero{best.stage}.json"]
+        lines += ["", f"For {_nodes(best.nodes)}: --engine.ds_config=ds_configs/zero{best.stage}.json"]
         lines[-1] += f" --train.micro_batch_size={best.micro_batch_size}{batch}"
     lines.append("Formulas, assumptions and what was measured: docs/scaling.md")
     return "\n".join(lines)
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'s' if count > 1 else ''}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -305,7 +307,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--gpu", choices=tuple(GPUS), default="h100")
     parser.add_argument("--interconnect", default="ib-ndr-8x", help=f"{', '.join(INTERCONNECTS)}, or a node's Gbit/s")
-    parser.add_argument("--model", default="", help="config.json, a model's folder or a known hub name; the recipe's")
+    parser.add_argument(
+        "--model", default="", help="config.json, a model's folder or a known hub name; default: the recipe's"
+    )
     parser.add_argument("--guide", default="", help="the same for guide.model, where the recipe has one")
     parser.add_argument("--vocabulary", type=int, default=0, help="tokens, where no config.json says it")
     parser.add_argument(

@@ -111,7 +111,7 @@ class Stage:
     bucket: float  # bytes an element of DeepSpeed's reduction bucket
 
 
-# ds_configs/zero{0,1,2,3}.json; the one that trains in float32 throughout.
+# ds_configs/zero{0,1,2,3}.json; stage 0 keeps its weights in float32.
 STAGE_CONFIGS = {
     0: Stage(4, 4, 8, (8, 0), 4, False, 0, 0),
     1: Stage(2, 4, 4 + 12, (4, 12), 4, False, 2, 4),
@@ -119,13 +119,14 @@ STAGE_CONFIGS = {
     3: Stage(2, 0, 2 + 4 + 12, (0, 4 + 12), 4, True, 2, 4),
 }
 MUON_SPARES = 4  # bytes of a parameter that is Muon's, where Adam's would keep a second moment
-ZERO1_FLOAT32 = Stage(4, 4, 4 + 12, (0, 12), 4, False, 4, 4)
+ZERO1_FLOAT32 = Stage(4, 4, 4 + 12, (0, 12), 4, False, 4, 4)  # ds_configs/zero1_float32.json
 
 BUCKET_ELEMENTS = 50_000_000  # reduce_bucket_size of the shipped ds_configs; a BERT's table fits
 PERSISTENT_ELEMENTS = 100_000  # stage 3 leaves smaller parameters whole (stage3_param_persistence_threshold)
 # Stage 3 holds no more weights at a time (stage3_max_live_parameters), and releases those that no module needs within
 # as many elements (stage3_max_reuse_distance): DeepSpeed's defaults.
 LIVE_ELEMENTS = 1_000_000_000
+PLANNED_MEMORY = 0.92  # the share of a GPU's memory that a step may need
 
 
 # --- the model ---------------------------------------------------------------------------------------------------
@@ -220,7 +221,6 @@ class Lengths:
 
 def texts_of(recipe: Recipe, samples: float, lengths: Lengths) -> Texts:
     """The texts of that many samples: documents, two spans each, or queries with their positives and hard negatives."""
-
     if recipe.reads_documents:
         count = samples * (2 if recipe.pairs == "spans" else 1)
         return Texts.alike(count, lengths.document, special=lengths.special)
@@ -259,7 +259,7 @@ def state_bytes(model: Model, stage: int, ranks: int) -> float:
 
 
 def resting_bytes(model: Model, stage: int, ranks: int, *, kept: Stage | None = None) -> float:
-    """What of them is left between steps. kept: in place of the shipped configuration of the stage."""
+    """What of `state_bytes` is left between steps. kept: in place of the shipped configuration of the stage."""
     kept = kept or STAGE_CONFIGS[stage]
     own, divided = kept.rests
     whole = model.parameters - (model.divided if stage == 3 else 0.0)
@@ -438,9 +438,7 @@ def predict(
     micro_batch_size: int,
     lengths: Lengths,
     assumed: Assumptions,
-    memory_limit: float = 0.92,
 ) -> Prediction:
-    """memory_limit: the share of the GPU's memory that may be planned for."""
     ranks, batch, gpu = cluster.ranks, recipe.train.global_batch_size, cluster.gpu
     whole = texts_of(recipe, batch, lengths)
     # The fullest rank, for which the others wait.
@@ -476,7 +474,7 @@ def predict(
         micro_batch_size=micro_batch_size,
         micro_batches=micro_batches,
         memory=memory,
-        fits=memory.total <= memory_limit * gpu.memory,
+        fits=memory.total <= PLANNED_MEMORY * gpu.memory,
         sent_bytes=sum(each.sent(ranks) for each in calls),
         compute_seconds=compute,
         communication_seconds=communication,
@@ -493,7 +491,8 @@ def micro_batch_sizes(samples_per_rank: int) -> list[int]:
 
 def stages_for(recipe: Recipe) -> tuple[int, ...]:
     """The stages whose shipped configurations a recipe can train with (trainer/ds_config.py)."""
-    without = {2: recipe.optim.name == "muon", 3: not recipe.ladder.has_whole_feed_forwards}
+    narrower = not recipe.ladder.has_whole_feed_forwards
+    without = {2: recipe.optim.name == "muon", 3: narrower or recipe.train.compile}
     return tuple(stage for stage in STAGES if not without.get(stage))
 
 

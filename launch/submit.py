@@ -16,14 +16,17 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from data.ground.command import exit_code_of, printable
 from data.ground.errors import ConfigError
+from data.ground.options import settings_among
 from data.ground.records import read_record
 from launch.chain import Made, check_shards, read_chain
 from launch.job import VARIABLES, Job, training_job
@@ -51,21 +54,18 @@ def _submit(words: Sequence[str]) -> int:
     parser.add_argument("--after", metavar="JOB", help="number of a job that must succeed before this one starts")
     add_options(parser)
     args, rest = parser.parse_known_args(words)
-    strange = next((word for word in rest if not (word.startswith("--") and "=" in word and "." in word)), None)
-    if strange is not None:
-        name = strange.partition("=")[0]
-        raise ConfigError(f"{name!r} is not understood; settings of a recipe are given as --section.key=value")
+    settings = settings_among(rest)
     if (args.recipe is None) == (args.chain is None):
         raise ConfigError("give either a recipe or --chain FILE")
     if args.after is not None and not _NUMBER.fullmatch(args.after):
         raise ConfigError(f"--after {args.after} is no number of a job")
     chdir, given = Path.cwd(), given_options(args)
     if args.chain is not None:
-        if rest:
+        if settings:
             raise ConfigError(f"{rest[0]} is a recipe's setting; write it into settings of a stage of {args.chain}")
-        jobs = read_chain(args.chain, given, resume=args.resume, chdir=chdir)
+        jobs = read_chain(args.chain, given, resume=args.resume, waits=args.after is not None, chdir=chdir)
     else:
-        recipe = load_recipe(args.recipe, [word.removeprefix("--") for word in rest])
+        recipe = load_recipe(args.recipe, settings)
         options = job_options(given, where="command line")
         if args.after is None:
             check_shards(recipe, Made(), where=args.recipe)
@@ -140,6 +140,8 @@ def submit_all(jobs: Sequence[Job], *, after: str | None, argv: Sequence[str], c
             for path, content in files.items():
                 if content:
                     _write(path, content, written, private=path.parent == job.folder)
+                else:
+                    path.unlink(missing_ok=True)  # a chain's stage that is submitted again has its folder again
             after = _sbatch(job, after)
             numbers.append(after)
             record = submission(after, job.options, argv=argv, folder=chdir)
@@ -189,14 +191,35 @@ def _write(path: Path, content: bytes, written: list[Path], *, private: bool) ->
 
 def _sbatch(job: Job, after: str | None) -> str:
     waiting = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
-    command = ["sbatch", "--parsable", *waiting, str(job.folder / "job.sbatch")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = ["sbatch", "--parsable", *waiting, *_directives(job.script), str(job.folder / "job.sbatch")]
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ConfigError(f"Slurm refused {job.name}: {done.stderr.strip() or f'exit code {done.returncode}'}")
-    number = done.stdout.strip().split(";")[0]
+    # Some sites' sbatch prints a greeting first; a cluster's name may follow the number.
+    number = done.stdout.strip().rpartition("\n")[2].split(";")[0]
     if not _NUMBER.fullmatch(number):
         raise ConfigError(f"sbatch printed {done.stdout.strip()!r} in place of a job's number; check with squeue --me")
     return number
+
+
+def _environment() -> dict[str, str]:
+    """The variables that a job gets: all of this process, without those of the Slurm job in which it may run itself."""
+    inside = "SLURM_JOB_ID" in os.environ
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not (inside and name.startswith(("SLURM_", "SRUN_"))) or name == "SLURM_CONF"
+    }
+
+
+def _directives(script: str) -> list[str]:
+    """The options of a script's #SBATCH lines.
+
+    sbatch gets them as arguments, too, because variables such as SBATCH_ACCOUNT override the lines of a script.
+    """
+    prefix = "#SBATCH "
+    head = takewhile(lambda line: line.startswith("#"), script.split("\n"))
+    return [word for line in head if line.startswith(prefix) for word in shlex.split(line.removeprefix(prefix))]
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--processes", type=count(most=4096), metavar="N", help="that tokenize")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes
     args, rest = parser.parse_known_args(argv)
-    overrides = settings_among(rest, parser)
+    overrides = settings_among(rest)
     if args.train == "heads" and args.no_heads:
         raise ConfigError("--train heads trains nothing else than heads; leave --no-heads out")
     log_to_stderr()

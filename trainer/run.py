@@ -85,7 +85,7 @@ def main(command: str, description: str, argv: Sequence[str] | None = None) -> N
     )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes
     args, rest = parser.parse_known_args(argv)
-    overrides = settings_among(rest, parser)
+    overrides = settings_among(rest)
     if args.resume:
         overrides.append(f"run.resume={args.resume}")
     recipe = load_recipe(args.config, overrides)

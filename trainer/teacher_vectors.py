@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--text-split", choices=TEXT_SPLITS, default="blank-lines", help="of .txt files (%(default)s)")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes
     args, rest = parser.parse_known_args(argv)
-    overrides = settings_among(rest, parser)
+    overrides = settings_among(rest)
     log_to_stderr()
     recipe = load_recipe(args.config, overrides)
     sections = _storing_sections(recipe, args.config)

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from data.ground.errors import ConfigError
+
 LARGEST_COUNT = 2**31 - 1  # of texts, tokens, documents
 LARGEST_SEED = 2**63 - 1
 
@@ -60,9 +62,13 @@ def listed(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def settings_among(rest: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """The recipe's settings among arguments that are no options of the command: --section.key=value, without dashes."""
+def settings_among(rest: Sequence[str]) -> list[str]:
+    """The recipe's settings in the arguments that are no options of the command: --section.key=value, without dashes.
+
+    Raises ConfigError for an argument of another form. Its value is not shown: it may be a secret of a misspelt option.
+    """
     for text in rest:
-        if not (text.startswith("--") and "=" in text):
-            parser.error(f"{text!r} is not understood; settings are given as --section.key=value")
+        name, equals, _ = text.partition("=")
+        if not (name.startswith("--") and equals and "." in name):
+            raise ConfigError(f"{name!r} is not understood; settings are given as --section.key=value")
     return [text[2:] for text in rest]

@@ -25,7 +25,6 @@ if [ -e "$run/DONE" ]; then
     exit 0
 fi
 stopped_before=$(content "$run/STOPPED")
-saved_before=$(content "$run/checkpoints/latest")
 rm -f "$run/STOPPED"
 mkdir -p "$logs"
 rm -f "$logs"/node-*.exit
@@ -47,7 +46,7 @@ trap 'cancelled=yes' TERM
 say "attempt $attempt on ${hosts[*]}, led by $MASTER_ADDR:$MASTER_PORT"
 code=0
 srun --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=600 \
-    python3 -m launch.node --ranks "$ranks" --logs "$logs" -- "${command[@]}" || code=$?
+    python3 -m launch.node --ranks "$ranks" --logs "$logs" --contained "$contained" -- "${command[@]}" || code=$?
 
 if [ -e "$run/DONE" ]; then
     say "done"
@@ -65,17 +64,26 @@ if [ -e "$run/STOPPED" ]; then
     fi
     requeue "stopped: $stopped"
 fi
+if [ "$code" = 0 ]; then
+    say "ended without an error before the run is done, as train.stop_at_step asks; not requeued"
+    exit 75
+fi
 if grep -qsx '[23]' "$logs"/node-*.exit; then
     say "refused (2) or given up (3), which another attempt would not change; the reason is above and in $logs"
     exit "$(cat "$logs"/node-*.exit | grep -m1 -x '[23]')"
 fi
 # A crash, or a dead node, which other nodes notice before Slurm does. Try again as long as attempts make progress.
-crashes=$(content "$job/crashes")
-if [ "$(content "$run/checkpoints/latest")" != "$saved_before" ]; then
+# The file holds how many crashes there were in a row, and the newest checkpoint at the last of them.
+saved=$(content "$run/checkpoints/latest")
+crashes=0 saved_before=
+if [ -e "$job/crashes" ]; then
+    read -r crashes saved_before < "$job/crashes" || true
+fi
+if [ "$saved" != "$saved_before" ]; then
     crashes=0
 fi
-crashes=$((${crashes:-0} + 1))
-echo "$crashes" > "$job/crashes"
+crashes=$((crashes + 1))
+echo "$crashes $saved" > "$job/crashes"
 if [ "$crashes" -le "$crash_requeues" ]; then
     requeue "crashed (srun: $code), see $logs; crash $crashes since the last new checkpoint"
 fi

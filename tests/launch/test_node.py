@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.node import Place, describe, main, rank_environment, run_node
+from launch.node import Place, _copy, describe, main, rank_environment, run_node
 from tests import ROOT
 
 # As the trainer does: it looks at the file once a step, and ends with 75.
@@ -21,6 +23,14 @@ print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "waits", flush
 while not os.path.exists(os.environ["BARISTA_STOP_FILE"]):
     time.sleep(0.02)
 sys.exit(75)
+"""
+# Asked by a signal.
+HANDLES = """
+import signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+print("waits", flush=True)
+while True:
+    time.sleep(0.02)
 """
 FAILS = """
 import os, sys, time
@@ -43,14 +53,19 @@ def start(tmp_path: Path, code: str, **changes: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_asks_the_ranks_to_stop(tmp_path, number):
-    node = start(tmp_path, WAITS)
+def logs_of_waiting_ranks(tmp_path: Path) -> list[Path]:
     logs = [tmp_path / f"logs/rank-{rank:05d}.log" for rank in range(2)]
     deadline = time.monotonic() + 60
     while not all(log.exists() and "waits" in log.read_text() for log in logs) and time.monotonic() < deadline:
         time.sleep(0.02)
+    return logs
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_asks_the_ranks_to_stop(tmp_path, number):
+    node = start(tmp_path, WAITS)
+    logs = logs_of_waiting_ranks(tmp_path)
     assert node.poll() is None
     node.send_signal(number)
     out, err = node.communicate(timeout=60)
@@ -60,6 +75,36 @@ def test_a_signal_asks_the_ranks_to_stop(tmp_path, number):
     assert out == "rank 0 of 2 waits\n"
     assert [log.read_text() for log in logs] == [f"rank {rank} of 2 waits\n" for rank in range(2)]
     assert not list(tmp_path.glob("barista-stop-*"))
+
+
+@pytest.mark.processes
+def test_a_signal_reaches_the_ranks_though_the_temporary_folder_is_gone(tmp_path):
+    """As where a site removes old folders from /tmp: the run must still save before its time limit."""
+    node = start(tmp_path, HANDLES)
+    logs_of_waiting_ranks(tmp_path)
+    (folder,) = tmp_path.glob("barista-stop-*")
+    shutil.rmtree(folder)
+    node.send_signal(signal.SIGUSR1)
+    _, err = node.communicate(timeout=60)
+    assert node.returncode == 0 and "SIGUSR1: the ranks are signalled" in err
+    assert (tmp_path / "logs/node-000.exit").read_text() == "75\n"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("contained", [False, True])
+def test_where_the_ranks_of_a_container_look(tmp_path, contained):
+    """Among the logs, because a container need not see the folder that TMPDIR names."""
+    command = [sys.executable, "-c", "import os; print(os.environ['BARISTA_STOP_FILE'])"]
+    assert run_node(command, place=Place(0, 1, 1), logs=tmp_path, contained=contained) == 0
+    looked = Path((tmp_path / "rank-00000.log").read_text().strip())
+    assert (looked.parent == tmp_path) == contained and not looked.exists()
+
+
+def test_a_rank_does_not_wait_for_a_full_disk(capfd):
+    """Its output is read to the end: a rank whose output nobody reads would wait forever, and all others for it."""
+    output = io.BytesIO(b"one\ntwo\n")
+    _copy(output, Path("/dev/full"))
+    assert output.read() == b"" and capfd.readouterr().out == "one\ntwo\n"
 
 
 @pytest.mark.processes

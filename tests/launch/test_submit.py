@@ -105,10 +105,11 @@ def test_the_script_says_what_was_asked_for(place, capsys):
         "ulimit -l unlimited",
         "source runs/r/job/001/variables.sh  # sets NCCL_DEBUG",
         "max_requeues=7",
+        "contained=yes",
     ):
         assert line in lines, line
     assert 'apptainer exec b.sif python -m trainer.pretrain --config "$job/recipe.toml" --resume auto' in script
-    assert "--kill-on-bad-exit=1" in script and "@@" not in script
+    assert "--kill-on-bad-exit=1" in script and "@@" not in script and "unset SLURM_EXPORT_ENV" in script
     assert not (place / "runs").exists()
 
 
@@ -127,6 +128,7 @@ def test_fine_tuning_and_no_gpus(place, capsys):
     check_shell(script)
     assert "python -m trainer.finetune" in script
     assert "ranks=4 # a node" in script and "export DS_ACCELERATOR=cpu" in script and "--gpus-per-node" not in script
+    assert "contained=no" in script
 
 
 @pytest.mark.processes
@@ -150,6 +152,8 @@ def test_fine_tuning_and_no_gpus(place, capsys):
         (("r.toml", *ON_GPUS, "--env=A=1", "--env=B=s3cr3t\nx"), "--env (number 2) is not of the form NAME=VALUE"),
         (("r.toml", *ON_GPUS, "--env=BARISTA_NOWHERE_SET"), "BARISTA_NOWHERE_SET is not set here"),
         (("r.toml", *ON_GPUS, "--envs=A=s3cr3t"), "'--envs' is not understood"),
+        (("r.toml", *ON_GPUS, "--envs=A=s3cr3t.with.dots"), "'--envs' is not understood"),
+        (("--enb", "A=s3cr3t", "r.toml", *ON_GPUS), "'--enb' is not understood"),
         (("r.toml", *ON_GPUS, "--sbatch=--signal=TERM"), "leave --signal out"),
         (("r.toml", *ON_GPUS, "--sbatch=--arr=0-3"), "leave --array out"),
         (("r.toml", *ON_GPUS, "--sbatch=--exclusive --nodes=4"), "leave --nodes out"),
@@ -324,6 +328,7 @@ def test_a_chain(chain, capsys):
     ("change", "words"),
     [
         (('task = "train"', 'task = "rain"'), "stage 2: task = 'rain' is unknown"),
+        (('task = "train"', 'task = ["train"]'), "stage 2: task = ['train'] is unknown"),
         (("parts = 2", "parts = 4"), "parts = 4 of 3 files"),
         (("parts = 2", "parts = true"), "parts = True must be a whole number"),
         (("shards=shards/web", 'shards=shards/web", "data.weights=[1.0]'), "written in parts"),
@@ -360,6 +365,18 @@ def test_shipped_chains(tmp_path, monkeypatch, capsys, path):
         assert ("#SBATCH --array" in script) != ("#SBATCH --gpus-per-node" in script)
 
 
+@pytest.mark.processes
+def test_shards_that_a_chain_does_not_need_yet(chain, capsys):
+    """Training that is done needs its shards no more, and another job may still write those of a chain that waits."""
+    (chain / "c.toml").write_text(CHAIN.replace("data.shards=shards/web", "data.shards=gone"))
+    assert "gone holds no finished shards" in refusal(capsys, chain, "--chain=c.toml", "--dry-run")
+    assert "trainer.pretrain" in scripts_of(capsys, "--chain=c.toml", "--after=7")
+    (chain / "runs/r").mkdir(parents=True)
+    (chain / "runs/r/DONE").write_text("")
+    script = scripts_of(capsys, "--chain=c.toml", "--resume")
+    assert "trainer.pretrain" not in script and "trainer.evaluate sizes --model runs/r/model" in script
+
+
 def fake_slurm(folder: Path, sbatch: str) -> None:
     """An sbatch that keeps its arguments, and a scancel that keeps its own."""
     (folder / "bin").mkdir()
@@ -394,13 +411,46 @@ def test_what_is_written_and_how_it_is_chained(chain, capsys, own_path):
     assert b'shards = [\n    "shards/web/part-000",\n    "shards/web/part-001",\n]' in written["r/recipe.toml"]
     record = written["r/job/001/environment.json"].decode()
     assert '"dirty": true' in record and '"job": "2"' in record and '"torch"' in record
-    calls = (chain / "bin/sbatch.calls").read_text().splitlines()
-    waits = "--parsable --dependency=afterok:{} --kill-on-invalid-dep=yes"
-    assert calls == [
-        "--parsable runs/c/01-prepare/job.sbatch",
-        f"{waits.format(1)} runs/r/job/001/job.sbatch",
-        f"{waits.format(2)} runs/c/03-evaluate/job.sbatch",
+    calls = [line.split() for line in (chain / "bin/sbatch.calls").read_text().splitlines()]
+    assert [call[-1] for call in calls] == [
+        f"runs/{name}/job.sbatch" for name in ("c/01-prepare", "r/job/001", "c/03-evaluate")
     ]
+    waits = [[word for word in call if word.startswith(("--dependency", "--kill"))] for call in calls]
+    assert waits == [[], *([f"--dependency=afterok:{number}", "--kill-on-invalid-dep=yes"] for number in (1, 2))]
+    for call in calls:  # as arguments, too: SBATCH_PARTITION and its like override the lines of a script
+        script = (chain / call[-1]).read_text()
+        directives = {line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")}
+        assert directives < set(call) and {"--partition=gpu", "--requeue"} < directives
+
+
+@pytest.mark.processes
+def test_a_stage_that_is_submitted_again(chain, capsys, own_path):
+    """In the folder of its first submission, of which nothing is left that the second did not have."""
+    fake_slurm(chain, "echo Welcome; echo 4242")
+    subprocess.run("git init -q && git add r.toml && git -c user.name=a -c user.email=a@b commit -qm a", shell=True)
+    (chain / "r.toml").write_text(CLEAN + "# changed\n")
+    assert main(["--chain=c.toml", "--env=A=1"]) == 0
+    stage = {path.name for path in (chain / "runs/c/01-prepare").iterdir()}
+    assert stage == {"environment.json", "job.sbatch", "uncommitted.diff", "variables.sh"}
+    (chain / "r.toml").write_text(CLEAN)
+    assert main(["--chain=c.toml", "--resume"]) == 0
+    stage = {path.name for path in (chain / "runs/c/01-prepare").iterdir()}
+    assert stage == {"environment.json", "job.sbatch"}
+    assert capsys.readouterr().err.count("submitted as job 4242") == 6
+
+
+@pytest.mark.processes
+def test_a_job_takes_nothing_from_the_job_in_which_it_is_submitted(place, own_path, monkeypatch):
+    """In an interactive job of 16 CPUs, srun would ask for 16 in a job that has 1."""
+    fake_slurm(place, f"env > {place}/environment; echo 4242")
+    monkeypatch.setenv("SLURM_CONF", "slurm.conf")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "16")
+    for job, kept in (("", {"SLURM_CONF", "SLURM_CPUS_PER_TASK"}), ("41", {"SLURM_CONF"})):
+        if job:
+            monkeypatch.setenv("SLURM_JOB_ID", job)
+        assert main(["r.toml", *ON_GPUS, f"--run.output=runs/r{job}"]) == 0
+        names = {line.partition("=")[0] for line in (place / "environment").read_text().splitlines()}
+        assert {name for name in names if name.startswith("SLURM_")} == kept and "HOME" in names
 
 
 @pytest.mark.processes

@@ -62,7 +62,7 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
             raise ConfigError(f"{ascii(key)[1:-1]} {text!a} is not UTF-8; use a name that is")
         section, dot, name = key.partition(".")
         if not (equals and dot and name):
-            raise ConfigError(f"{override!r} is not of the form --section.key=value")
+            raise ConfigError(f"{key!r} is not of the form --section.key=value")
         hint = _key(section, name).annotation
         given.setdefault(section, {})[name] = _parse(key, text, hint)
     layers.append(given)

@@ -18,6 +18,7 @@ from pydantic import ConfigDict
 
 from data.ground.errors import ConfigError, DataError
 from data.ground.files import write_atomically
+from data.ground.options import settings_among
 from data.ground.records import Record, parse_json, read_record
 from trainer.build import open_shards
 from trainer.config.load import as_toml, load_recipe
@@ -70,12 +71,10 @@ def make_plan(args: argparse.Namespace, settings: Sequence[str]) -> Plan:
         raise ConfigError(f"--share {args.share} must lie between 0 and 1")
     if args.ranks < 1:
         raise ConfigError(f"--ranks {args.ranks} must be at least 1")
-    for text in settings:
-        if not (text.startswith("--") and "=" in text):
-            raise ConfigError(f"{text!r} is not understood; settings are given as --section.key=value")
-        if text[2:].partition("=")[0] in _OWN:
-            raise ConfigError(f"{text!r} is what this command decides itself; leave it out")
-    overrides = [text[2:] for text in settings]
+    overrides = settings_among(settings)
+    for text in overrides:
+        if text.partition("=")[0] in _OWN:
+            raise ConfigError(f"--{text} is what this command decides itself; leave it out")
     for key in ("sts", "beir"):
         if args.sts or args.beir:
             overrides.append(f"evaluation.{key}={json.dumps(getattr(args, key))}")

@@ -281,7 +281,7 @@ def test_recipe_files(values: Values, refusal: Callable[..., str], tmp_path: Pat
         ("--train.steps=six", "a whole number"),
         ("--train.stepps=6", "train.stepps"),
         ("--training.steps=6", "training"),
-        ("--steps=6", "'steps=6'"),
+        ("--steps=6", "'--steps'"),
         ("--optim.lr=nan", "optim.lr"),
         ("--model.ladder=[[3,48],[1,16]]", "model.ladder"),
     ],
@@ -498,11 +498,9 @@ def test_what_cannot_be_gone_on_with(values: Values, refusal: Callable[..., str]
         assert "is a link to /nowhere/at/all" in refusal(values, "--resume", how)
 
 
-def test_bare_arguments_are_not_understood(values: Values, tmp_path: Path, capfd: Any) -> None:
-    with pytest.raises(SystemExit) as stopped:
+def test_bare_arguments_are_not_understood() -> None:
+    with pytest.raises(ConfigError, match="is not understood; settings are given as --section"):
         main("finetune", "a command", ["--config", "x.toml", "--train.steps", "5"])
-    assert stopped.value.code == 2
-    assert "--section.key=value" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("task", ["masked", "contrastive"])
