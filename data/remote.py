@@ -382,13 +382,19 @@ def what_it_is(file: BufferedReader) -> str:
 
 def what_is_wrong(file: BufferedReader, *, sha256: str, size: int) -> str:
     """Why an open file is not the shard of that hash and size; empty if it is."""
-    found = os.fstat(file.fileno()).st_size
-    if found != size:
-        what = "empty" if found == 0 else "truncated" if found < size else "too long"
-        return f"{what}: {found} bytes instead of {size}"
+    if wrong := what_is_wrong_with_size(os.fstat(file.fileno()).st_size, size):
+        return wrong
     if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
         return "damaged: its sha256 is not the manifest's"
     return ""
+
+
+def what_is_wrong_with_size(found: int, size: int) -> str:
+    """Why a file of `found` bytes is not a shard of `size` bytes; empty if it may be."""
+    if found == size:
+        return ""
+    what = "empty" if found == 0 else "truncated" if found < size else "too long"
+    return f"{what}: {found} bytes instead of {size}"
 
 
 def _what_is_wrong_with_tokenizer(folder: Path, fingerprint: str) -> str:

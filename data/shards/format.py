@@ -42,7 +42,7 @@ from data.ground.errors import DataError
 from data.ground.files import read_bytes, reading
 from data.ground.records import Record, parse_record
 from data.ground.secrets import without_secrets
-from data.remote import MANIFEST_BYTES, BadShard, is_remote, joined
+from data.remote import MANIFEST_BYTES, BadShard, is_remote, joined, what_is_wrong_with_size
 from data.remote import read_bytes as read_remote_bytes
 from data.tokens import LARGEST_ID
 
@@ -165,7 +165,7 @@ class _ManifestFile(Record):
     """The fields of manifest.json."""
 
     format: Literal[1]
-    kind: Literal["documents", "tuples"]
+    kind: Kind
     columns: tuple[str, ...]
     tokenizer: _TokenizerEntry
     shards: tuple[Shard, ...]
@@ -250,10 +250,8 @@ def check_size(path: Path, shard: Shard) -> None:
             raise missing(str(path)) from error
     if not stat.S_ISREG(status.st_mode):
         raise irregular(path)
-    size = status.st_size
-    if size != shard.bytes:
-        what = "empty" if size == 0 else "truncated" if size < shard.bytes else "too long"
-        raise BadShard(f"shard {path} is {what}: {size} bytes instead of {shard.bytes}; {RESTORE}")
+    if wrong := what_is_wrong_with_size(status.st_size, shard.bytes):
+        raise BadShard(f"shard {path} is {wrong}; {RESTORE}")
 
 
 def irregular(path: Path) -> BadShard:

@@ -62,7 +62,7 @@ class _MarkerFile(Record):
 
     format: Literal[1]
     unit: Offset
-    kind: Literal["documents", "tuples"]
+    kind: Kind
     columns: tuple[str, ...]
     vocabulary_size: Annotated[int, pydantic.Field(ge=1, le=LARGEST_ID + 1)]
     settings: dict[str, Any]

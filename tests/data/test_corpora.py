@@ -384,6 +384,14 @@ def test_ms_marco(marco: Path, tmp_path: Path) -> None:
     assert found[0][2] == ["passage 4", "passage 5", "passage 6"]
 
 
+def test_a_record_by_id_is_named_by_its_query(marco: Path, tmp_path: Path) -> None:
+    """The joined rows are in a file that no user has."""
+    (unit,) = plan_tuples([str(marco)], scratch=tmp_path / "s")
+    places = [place(unit, position) for position, _ in read_split(unit)]
+    named = ("what is seven", "what is eight")
+    assert places == [f"msmarco:{marco}/train, the query {query!r} or one of its passages," for query in named]
+
+
 def test_errors_in_ms_marco_files(marco: Path, tmp_path: Path) -> None:
     refused("has no queries.dev.tsv", tuples_of, marco, scratch=tmp_path / "s1", split="dev")
     refused("takes a scratch folder", tuples_of, marco)
