@@ -164,9 +164,9 @@ class SplitWriter:
         if (score is not None) != ("score" in self.columns):
             raise DataError(f"{self._here()} {'lacks a' if score is None else 'has a'} score unlike the other samples")
         if score is not None and not abs(score) <= LARGEST_NUMBER:
-            raise DataError(f"{self._here()} has the score {score}; give a finite float32 number or drop it")
+            raise DataError(f"{self._here()} has the score {score}; give a finite number (float32) or drop it")
         if not 0 <= weight <= LARGEST_NUMBER:
-            raise DataError(f"{self._here()} has the weight {weight}; give a finite float32 number of at least 0")
+            raise DataError(f"{self._here()} has the weight {weight}; give a finite number of at least 0 (float32)")
         if weight != 1 and "weight" not in self.columns:
             raise DataError(f"{self._here()} has a weight, and these shards have none; write them as weighted")
         ids = self._ids(query, "query")
