@@ -6,7 +6,7 @@
     <cache>/locks/                         `room`, held while shards are removed; `00`..`ff`, held while a shard is
                                            fetched or hashed
     <cache>/verified/<sha256>.tar          size, times and inode of the cached shard when it was hashed
-    <cache>/verified/<folder and manifest> shards of a local folder that were hashed: name, size, times, inode a line
+    <cache>/verified/<folder and manifest> a line for each hashed shard of a local folder: name, size, times and inode
 
 A cached shard is named by its content and is renamed into place after it was hashed. It is hashed again only if its
 size, times or inode change, whichever folder, process or rank reads it. The ranks and loader processes of a machine
@@ -365,6 +365,8 @@ class Cache:
             return mark.encode() in marks.read_bytes().split(b"\n")
         except FileNotFoundError:
             return False
+        except OSError as error:
+            raise _cannot(self.folder, error) from error
 
     def add_mark(self, marks: Path, mark: str) -> None:
         # One write appends the whole line, so processes need no lock. It begins with a line break to end a torn line.

@@ -10,11 +10,15 @@
 
 A folder is read from a local disk, or from a remote store through a cache (data/remote.py).
 
-Kind "documents" has the columns tok and off. Kind "tuples", training examples of a query with its positives and
-negatives, has q.tok, q.off (queries), d.tok, d.off (all passages of
-all queries, concatenated), grp (uint32 [samples + 1]: each query's range of passages), pos (uint16 [samples]: how many
-of a query's passages are positives; they come first) and, for graded pairs only, score (float32 [samples]). Where the
-input gave training examples weights of their own, there is weight (float32 [samples]).
+Kind "documents" has the columns tok and off. Kind "tuples" holds training examples, each a query with its positives and
+negatives, in these columns:
+
+    q.tok, q.off   the queries
+    d.tok, d.off   all passages of all queries, concatenated
+    grp            uint32 [samples + 1]   each query's range of passages
+    pos            uint16 [samples]       how many of a query's passages are positives; they come first
+    score          float32 [samples]      of graded pairs only
+    weight         float32 [samples]      only where the input gave training examples weights of their own
 
 Why this format: every shard is a valid WebDataset tar of .npy members (no pickle; dtype and shape are in the member).
 Many samples share a member, because the tar and npy headers would more than double a document of a few hundred bytes.

@@ -677,6 +677,14 @@ def test_a_cache_without_locks_still_serves_local_folders(copy, cache, monkeypat
     assert len(ShardFolder(copy, cache=cache).document(0))
 
 
+def test_marks_that_cannot_be_read_name_the_cache(copy, cache):
+    """The shard is sound, so a message about it would mislead."""
+    source = ShardFolder(copy, cache=cache)
+    cache.marks(copy, source.fingerprint).mkdir()
+    with pytest.raises(DataError, match=r"the cache .* cannot be used .*data\.cache_dir"):
+        source.document(0)
+
+
 def test_a_torn_mark_counts_for_nothing(copy, cache):
     source = ShardFolder(copy, cache=cache)
     source.document(0)
