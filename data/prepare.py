@@ -272,7 +272,8 @@ def _hard_negatives_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=50,
-        help="at most N of --negatives for each query (default 50)",
+        help="at most N negatives for each query of msmarco and beir; passages judged irrelevant come before those of "
+        "--negatives (default 50)",
     )
 
 

@@ -3,19 +3,23 @@
     <cache>/shards/<sha256>.tar            a complete shard with the sha256 of its manifest
     <cache>/shards/<sha256>-<bytes>.tmp    a shard being fetched; its full size counts towards the limit at once
     <cache>/tokenizers/<fingerprint>/      the tokenizer of a folder
-    <cache>/locks/                         `room`, held while shards are removed; `00`..`ff`, held while one is fetched
+    <cache>/locks/                         `room`, held while shards are removed; `00`..`ff`, held while a shard is
+                                           fetched or hashed
     <cache>/verified/<sha256>.tar          size, times and inode of the cached shard when it was hashed
-    <cache>/verified/<folder and manifest> shards of a local folder that were hashed: name, size, times, inode a line
+    <cache>/verified/<folder and manifest> a line for each hashed shard of a local folder: name, size, times and inode
 
 A cached shard is named by its content and is renamed into place after it was hashed. It is hashed again only if its
 size, times or inode change, whichever folder, process or rank reads it. The ranks and loader processes of a machine
-share one cache. A lock for each shard (flock, which ends with its process) lets one of them fetch the shard while the
-others wait. The least recently opened shards are unlinked to make room. A shard that is in use stays readable: its mmap
-outlives the file name.
+share one cache. A lock for each shard (flock, which ends with its process) lets one of them fetch the shard, or hash it
+if its folder is local, while the others wait. The least recently opened shards are unlinked to make room. A shard that
+is in use stays readable: its mmap outlives the file name.
 
 A server cannot decide how much is read, or for how long: a shard ends at the manifest's size, other files at a limit
 for their kind, and a server that sends less than SLOWEST bytes a second for STALL_SECONDS is given up. A tokenizer
 enters the cache only if it is the one that the manifest names. Secrets in an address appear in no message.
+
+A transfer that fails is tried again after growing pauses, because object stores ask for patience and servers restart.
+Only a refusal that is meant to last, such as a wrong password, ends the command at once.
 """
 
 from __future__ import annotations
@@ -50,14 +54,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CACHE_GIB = 32.0
-ATTEMPTS = 2
+# Seconds before each further attempt after a transfer that failed.
+PAUSES = (1.0, 4.0, 15.0)
+STALLS = 2  # after so many transfers that were too slow, a server is given up
+BAD_ARRIVALS = 2  # after so many transfers with wrong bytes, a shard is bad
 STALL_SECONDS = 60.0
 SLOWEST = 1024  # bytes a second
-MANIFEST_BYTES = 2**28  # some hundred times the manifest of a hundred million samples
+MANIFEST_BYTES = 2**28  # a manifest takes some 10 MB (tuples: 20) for a hundred million samples
 TOKENIZER_BYTES = 2**27
 # The files that save_pretrained writes for a fast tokenizer; a plain web server cannot list them.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 PROTOCOLS = ("http", "https", "s3", "gs", "file", "memory")
+_TEMPORARY_STATUSES = (408, 425, 429)  # other answers of 400 to 499 will not change
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _PACKAGES = {"http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "gs": "gcsfs"}
 
 
@@ -85,8 +94,15 @@ def read_bytes(address: str, *, limit: int) -> bytes:
 
 
 def fetch_into(file: BinaryIO, address: str, *, limit: int) -> None:
-    """Write a remote file of at most `limit` bytes into `file`. Raises FileNotFoundError if there is none."""
-    for attempt in range(1, ATTEMPTS + 1):
+    """Write a remote file of at most `limit` bytes into `file`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError: the disk that `file` is on is full.
+
+    """
+    failures = _Failures(address)
+    while True:
         file.seek(0)
         file.truncate()
         try:
@@ -99,10 +115,9 @@ def fetch_into(file: BinaryIO, address: str, *, limit: int) -> None:
                 "address is right"
             ) from error
         except Exception as error:
-            _try_again(address, error, attempt)
+            failures.add(error)
             continue
         return
-    raise AssertionError
 
 
 def default_cache() -> Path:
@@ -202,9 +217,11 @@ class Cache:
         """
         temporary = final.with_name(f"{final.stem}-{size}.tmp")
         shown = without_secrets(address)
+        failures = _Failures(address)
+        bad_arrivals = 0
         self._make_room(size, temporary)
         try:
-            for attempt in range(1, ATTEMPTS + 1):
+            while True:
                 wrong = ""
                 try:
                     with temporary.open("wb") as arriving:
@@ -214,9 +231,7 @@ class Cache:
                 except _TooLong:
                     wrong = f"too long: more than {size} bytes"
                 except Exception as error:
-                    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                        raise
-                    _try_again(address, error, attempt)
+                    failures.add(error)
                     continue
                 file = temporary.open("rb")
                 wrong = wrong or what_is_wrong(file, sha256=final.stem, size=size)
@@ -225,12 +240,13 @@ class Cache:
                     self._mark(final, file)
                     return file
                 file.close()
-                if attempt == ATTEMPTS:
+                bad_arrivals += 1
+                if bad_arrivals == BAD_ARRIVALS:
                     raise BadShard(
-                        f"shard {shown} is {wrong}, fetched {ATTEMPTS} times; restore the file or make the shards again"
+                        f"shard {shown} is {wrong}, fetched {bad_arrivals} times; restore the file or make the shards "
+                        "again"
                     )
                 logger.warning("shard %s arrived %s; fetching it again", shown, wrong)
-            raise AssertionError
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -256,7 +272,7 @@ class Cache:
                 if used <= self.limit_bytes:
                     temporary.touch()
                     return
-            # The cache is full of shards that are being fetched. Wait for one of them: fetching processes never wait.
+            # The cache is full of shards that are being fetched. Wait for one of them: they wait for no lock.
             with self._locked(on_the_way[0].name[:2]):
                 pass
 
@@ -285,6 +301,19 @@ class Cache:
     def _locked(self, name: str) -> Iterator[None]:
         with (self.folder / "locks" / name).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    @contextmanager
+    def hashing(self, sha256: str) -> Iterator[None]:
+        """Held while a shard of a local folder is hashed, so that other processes wait for the result."""
+        try:
+            lock = (self.folder / "locks" / sha256[:2]).open("a")
+        except OSError as error:
+            raise _cannot(self.folder, error) from error
+        with lock:
+            # On a file system without locks, every process hashes the shard for itself.
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     # --------------------------------------------------------------------------------------------- tokenizers, marks
@@ -336,6 +365,8 @@ class Cache:
             return mark.encode() in marks.read_bytes().split(b"\n")
         except FileNotFoundError:
             return False
+        except OSError as error:
+            raise _cannot(self.folder, error) from error
 
     def add_mark(self, marks: Path, mark: str) -> None:
         # One write appends the whole line, so processes need no lock. It begins with a line break to end a torn line.
@@ -353,13 +384,19 @@ def what_it_is(file: BufferedReader) -> str:
 
 def what_is_wrong(file: BufferedReader, *, sha256: str, size: int) -> str:
     """Why an open file is not the shard of that hash and size; empty if it is."""
-    found = os.fstat(file.fileno()).st_size
-    if found != size:
-        what = "empty" if found == 0 else "truncated" if found < size else "too long"
-        return f"{what}: {found} bytes instead of {size}"
+    if wrong := what_is_wrong_with_size(os.fstat(file.fileno()).st_size, size):
+        return wrong
     if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
         return "damaged: its sha256 is not the manifest's"
     return ""
+
+
+def what_is_wrong_with_size(found: int, size: int) -> str:
+    """Why a file of `found` bytes is not a shard of `size` bytes; empty if it may be."""
+    if found == size:
+        return ""
+    what = "empty" if found == 0 else "truncated" if found < size else "too long"
+    return f"{what}: {found} bytes instead of {size}"
 
 
 def _what_is_wrong_with_tokenizer(folder: Path, fingerprint: str) -> str:
@@ -482,15 +519,42 @@ def _open_system(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
         ) from error
 
 
-def _try_again(address: str, error: Exception, attempt: int) -> None:
-    """Log a failed transfer, or raise after the last attempt. Every transport raises its own kinds of exceptions."""
-    if isinstance(error, DataError):
-        raise error
-    name = "" if isinstance(error, _Stalled) else f"{type(error).__name__}: "
-    shown, words = without_secrets(address), without_secrets(" ".join(f"{name}{error}".split()))
-    if attempt == ATTEMPTS:
-        raise DataError(f"{shown} cannot be fetched ({words}); check the address, the network and the access")
-    logger.warning("%s could not be fetched (%s); fetching it again", shown, words)
+class _Failures:
+    """The failed transfers of one file; it decides whether there is another attempt, and waits before it."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._pauses = iter(PAUSES)
+        self._stalls = 0
+
+    def add(self, error: Exception) -> None:
+        """Log a failed transfer and wait, or raise if it is not to be tried again.
+
+        Every transport raises its own kinds of exceptions.
+
+        Raises:
+            DataError: the file cannot be fetched.
+            OSError: the disk that it is written to is full.
+
+        """
+        if isinstance(error, DataError) or (isinstance(error, OSError) and error.errno in _FULL_DISK):
+            raise error
+        stalled = isinstance(error, _Stalled)
+        self._stalls += stalled
+        name = "" if stalled else f"{type(error).__name__}: "
+        shown, words = without_secrets(self._address), without_secrets(" ".join(f"{name}{error}".split()))
+        pause = None if _will_last(error) or self._stalls == STALLS else next(self._pauses, None)
+        if pause is None:
+            raise DataError(f"{shown} cannot be fetched ({words}); check the address, the network and the access")
+        logger.warning("%s could not be fetched (%s); fetching it again in %g s", shown, words, pause)
+        time.sleep(pause)
+
+
+def _will_last(error: Exception) -> bool:
+    """Whether a failure is a refusal that another attempt would meet again: a wrong password or address."""
+    status = getattr(error, "status", None)
+    refused = isinstance(status, int) and 400 <= status < 500 and status not in _TEMPORARY_STATUSES
+    return refused or isinstance(error, PermissionError | ValueError)
 
 
 def _bytes_claimed(temporary: Path) -> int:

@@ -71,9 +71,10 @@ class Stream(Iterator[Batch], Generic[Batch]):
     """This rank's share of every step's batch: `collate` turns its list of samples, which may be empty, into a batch.
 
     `weights` are proportions of samples. Without weights, a source's proportion is its size to the power of
-    1 / `mixture_temperature`; at 1 the epochs of all sources end together. With `batches` "one_dataset", all samples of
-    a global batch come from one source. With `distinct_texts`, no two samples of a global batch share a text, as far as
-    a window allows; `repeats` counts the samples that still do. The stream ends after `total_samples`; None: never.
+    1 / `mixture_temperature`; at 1 the epochs of all sources end together, up to the rounding of
+    `data.order.integer_weights`. With `batches` "one_dataset", all samples of a global batch come from one source. With
+    `distinct_texts`, no two samples of a global batch share a text, as far as a window allows; `repeats` counts the
+    samples that still do. The stream ends after `total_samples`; None: never.
     """
 
     def __init__(

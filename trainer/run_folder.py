@@ -35,6 +35,7 @@ _FREE_KEYS = (
     "data.cache_dir",
     "data.cache_gib",
     "data.verify",
+    "data.bad_shards",  # so that a run that a bad shard has ended can go on without it
     "model.attention",
     "train.compile",
     "train.activation_memory_mib",

@@ -35,7 +35,8 @@ class TupleOptions:
     "columns".
 
     Raises:
-        DataError: the format is unknown, the names of `columns` are not distinct, or `max_negatives` is out of bounds.
+        DataError: the format is unknown or does not read the columns asked for, the names of `columns` are not
+            distinct, or `max_negatives` is out of bounds.
 
     """
 
@@ -47,7 +48,7 @@ class TupleOptions:
     negatives_file: str | None = None
     """Hard negatives by id, for MS MARCO and BEIR folders."""
     max_negatives: int = 50
-    """How many negatives a query of such a folder keeps."""
+    """How many negatives a query of such a folder keeps; passages judged irrelevant come first."""
     skip_rows: str | None = None
     """A file of 0-based data rows to leave out, one number a line."""
 
@@ -56,6 +57,13 @@ class TupleOptions:
             raise DataError(f"format {self.format!r} is unknown; use one of {', '.join(TUPLE_FORMATS)}")
         if len(set(self.columns)) < len(self.columns) or not all(self.columns):
             raise DataError(f"the columns {', '.join(self.columns)} are not distinct names; name each column once")
+        if self.columns and self.format in ("nli", "sts"):
+            raise DataError(f"format {self.format} has columns of its own; leave out --columns or the format")
+        if self.wanted != ANY_COLUMNS and self.format == "nli":
+            raise DataError(
+                "format nli reads the first three columns and no others; leave out --query-column and the like, or the "
+                "format"
+            )
         if not 0 <= self.max_negatives <= MOST_NEGATIVES:
             raise DataError(
                 f"{self.max_negatives} negatives a query cannot be kept; give between 0 and {MOST_NEGATIVES}"

@@ -74,8 +74,8 @@ def plan_documents(
 ) -> list[InputSplit]:
     """Cut files, globs, folders and hub data sets into input splits of documents.
 
-    The first `skip` records of the first input split are left out, for example to evaluate on them, and `source.limit`
-    counts only the records after them. Files in the folder `output` are no inputs.
+    The first `skip` records of the first input are left out, for example to evaluate on them, and `source.limit` counts
+    only the records after them. Files in the folder `output` are no inputs.
     """
     if layout.text_split not in TEXT_SPLITS:
         raise DataError(f"text split {layout.text_split!r} is unknown; use one of {', '.join(TEXT_SPLITS)}")
@@ -86,9 +86,7 @@ def plan_documents(
         for path in paths
         for input_split in _document_splits(path, layout, source, split_bytes=split_bytes)
     ]
-    if input_splits and skip:
-        input_splits[0] = replace(input_splits[0], skip=skip)
-    return _limited(input_splits, source.limit)
+    return _limited(_without_first(input_splits, skip), source.limit)
 
 
 def _document_splits(
@@ -102,7 +100,7 @@ def _document_splits(
         return [_tar_split(path, layout)]
     file = Path(path)
     if kind == "tsv":
-        columns, header_size = _header(file, source.longest_line)
+        columns, header_size = _header(file, source.longest_line, hint="write one as its first line")
         require_columns(file, columns, [layout.text_column])
         return _line_splits(file, kind, layout, start=header_size, columns=columns, split_bytes=split_bytes)
     if kind == "parquet":
@@ -200,6 +198,11 @@ def _folders_by_id(
         if found not in ("msmarco", "beir"):
             files.append(name)
             continue
+        if tuples.skip_rows:
+            raise DataError(
+                f"folder {name} names passages by id, so it has no rows to skip; leave out --skip-rows, and take the "
+                "queries that are not wanted out of the qrels"
+            )
         if Path(name).resolve() in folders:
             raise DataError(f"folder {name} is given twice; name it once")
         folders.add(Path(name).resolve())
@@ -232,7 +235,7 @@ def _columns_of(path: Path | str, kind: FileKind, tuples: TupleOptions, *, longe
     if tuples.columns:
         _refuse_header(path, tuples.columns, longest)
         return _Columns(tuples.columns, 0, wanted)
-    return _Columns(*_header(path, longest), wanted)
+    return _Columns(*_header(path, longest, hint="name the columns with --columns"), wanted)
 
 
 def _split_bytes(paths: Sequence[Path | str]) -> int:
@@ -311,6 +314,22 @@ def _hub_splits(
     return [replace(input_split, source=f"{source}[{shard}/{shards}]", start=shard) for shard in range(shards)]
 
 
+def _without_first(input_splits: list[InputSplit], skip: int) -> list[InputSplit]:
+    """Leave out the first `skip` records of the first input; reads just these records once."""
+    left = skip
+    found = list(input_splits)
+    for number, input_split in enumerate(input_splits):
+        if not left or input_split.path != input_splits[0].path:
+            break
+        records = sum(1 for _ in itertools.islice(read_split(input_split), left))
+        found[number] = replace(input_split, skip=records)
+        left -= records
+    if left:
+        name = without_secrets(input_splits[0].path)
+        raise DataError(f"{skip} records are to be skipped, but {name} has {skip - left}; lower --skip-first")
+    return found
+
+
 def _limited(input_splits: list[InputSplit], limit: int | None) -> list[InputSplit]:
     """Keep the first `limit` records; reads just these records once."""
     if limit is None:
@@ -341,11 +360,11 @@ def _read_row_numbers(name: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _header(path: Path, longest: int) -> tuple[tuple[str, ...], int]:
-    """(column names, bytes of the header line) of a TSV file."""
+def _header(path: Path, longest: int, *, hint: str) -> tuple[tuple[str, ...], int]:
+    """(column names, bytes of the header line) of a TSV file. `hint` says what to do if it has no header."""
     names, size = _first_cells(path, longest)
     if not size or len(set(names)) < len(names):
-        raise DataError(f"{path}:1 is no header of distinct column names; name the columns with --columns")
+        raise DataError(f"{path}:1 is no header of distinct column names; {hint}")
     return names, size
 
 
@@ -355,13 +374,14 @@ def _first_cells(path: Path, longest: int) -> tuple[tuple[str, ...], int]:
 
 
 def _nli_header(path: Path, longest: int) -> _Columns:
-    names, size = _header(path, longest)
+    hint = "put one before the triplets, or name the columns with --columns in place of --format nli"
+    names, size = _header(path, longest, hint=hint)
     if len(names) < 3:
         raise DataError(f"{path} has {len(names)} columns, but NLI triplets are anchor, entailed, contradicted")
     if not all(known.fullmatch(name.strip().lower()) for known, name in zip(_NLI_NAMES, names)):
         raise DataError(
             f"{path}:1 is no header of NLI triplets (anchor, entailed, contradicted, or other usual names), but "
-            f"{', '.join(map(repr, names[:3]))}; put one before the triplets, or name the columns with --columns"
+            f"{', '.join(map(repr, names[:3]))}; {hint}"
         )
     return _Columns(names, size, TupleLayout(names[0], (names[1],), (names[2],)))
 

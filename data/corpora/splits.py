@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,13 +96,19 @@ class InputSplit:
 
 
 def place(input_split: InputSplit, position: int) -> str:
-    """Where a record is, for messages: file:line, or the row or sample number."""
+    """Where a record is, for messages: file:line, the row or sample number, or the query of a folder by id."""
     if input_split.kind == "parquet":
         return f"{input_split.path} row {position}"
     if input_split.kind == "hub":
         return f"{input_split.source} row {position}"
     if input_split.kind == "tar":
         return f"{input_split.source} sample {position}"
+    if input_split.kind == "ids":
+        # The file of joined rows is the command's own, and is removed when the command ends.
+        with Path(input_split.path).open("rb") as file:
+            file.seek(position)
+            query = json.loads(file.readline())["query"]
+        return f"{input_split.source.rpartition('[')[0]}, the query {query[:80]!r} or one of its passages,"
     if is_compressed(input_split.path):
         return f"{input_split.path}:{position}"
     lines = 1

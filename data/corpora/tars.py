@@ -97,5 +97,10 @@ def _opened(input_split: InputSplit) -> Iterator[BinaryIO]:
             fetch_into(file, input_split.path, limit=LARGEST_REMOTE_BYTES)
         except FileNotFoundError:
             raise DataError(f"{input_split.source} does not exist; check the address") from None
+        except OSError as error:
+            raise DataError(
+                f"{input_split.source} cannot be kept in the temporary folder {tempfile.gettempdir()} "
+                f"({error.strerror}); free space there, or set TMPDIR to a folder with more"
+            ) from error
         file.seek(0)
         yield file  # type: ignore[misc]

@@ -10,11 +10,15 @@
 
 A folder is read from a local disk, or from a remote store through a cache (data/remote.py).
 
-Kind "documents" has the columns tok and off. Kind "tuples", training examples of a query with its positives and
-negatives, has q.tok, q.off (queries), d.tok, d.off (all passages of
-all queries, concatenated), grp (uint32 [samples + 1]: each query's range of passages), pos (uint16 [samples]: how many
-of a query's passages are positives; they come first) and, for graded pairs only, score (float32 [samples]). Where the
-input gave training examples weights of their own, there is weight (float32 [samples]).
+Kind "documents" has the columns tok and off. Kind "tuples" holds training examples, each a query with its positives and
+negatives, in these columns:
+
+    q.tok, q.off   the queries
+    d.tok, d.off   all passages of all queries, concatenated
+    grp            uint32 [samples + 1]   each query's range of passages
+    pos            uint16 [samples]       how many of a query's passages are positives; they come first
+    score          float32 [samples]      of graded pairs only
+    weight         float32 [samples]      only where the input gave training examples weights of their own
 
 Why this format: every shard is a valid WebDataset tar of .npy members (no pickle; dtype and shape are in the member).
 Many samples share a member, because the tar and npy headers would more than double a document of a few hundred bytes.
@@ -42,7 +46,7 @@ from data.ground.errors import DataError
 from data.ground.files import read_bytes, reading
 from data.ground.records import Record, parse_record
 from data.ground.secrets import without_secrets
-from data.remote import MANIFEST_BYTES, BadShard, is_remote, joined
+from data.remote import MANIFEST_BYTES, BadShard, is_remote, joined, what_is_wrong_with_size
 from data.remote import read_bytes as read_remote_bytes
 from data.tokens import LARGEST_ID
 
@@ -165,7 +169,7 @@ class _ManifestFile(Record):
     """The fields of manifest.json."""
 
     format: Literal[1]
-    kind: Literal["documents", "tuples"]
+    kind: Kind
     columns: tuple[str, ...]
     tokenizer: _TokenizerEntry
     shards: tuple[Shard, ...]
@@ -250,10 +254,8 @@ def check_size(path: Path, shard: Shard) -> None:
             raise missing(str(path)) from error
     if not stat.S_ISREG(status.st_mode):
         raise irregular(path)
-    size = status.st_size
-    if size != shard.bytes:
-        what = "empty" if size == 0 else "truncated" if size < shard.bytes else "too long"
-        raise BadShard(f"shard {path} is {what}: {size} bytes instead of {shard.bytes}; {RESTORE}")
+    if wrong := what_is_wrong_with_size(status.st_size, shard.bytes):
+        raise BadShard(f"shard {path} is {wrong}; {RESTORE}")
 
 
 def irregular(path: Path) -> BadShard:

@@ -318,9 +318,13 @@ class ShardFolder:
         assert isinstance(self._place, Path)
         mark = f"{shard.name} {what_it_is(file)}"
         marks = self.cache.marks(self._place, self.fingerprint)
-        if not self.cache.is_marked(marks, mark):
-            self._check_sha256(shard, file)
-            self.cache.add_mark(marks, mark)
+        if self.cache.is_marked(marks, mark):
+            return
+        with self.cache.hashing(shard.sha256):
+            # All ranks and loader processes come to a shard at about the same time; the first of them hashes it.
+            if not self.cache.is_marked(marks, mark):
+                self._check_sha256(shard, file)
+                self.cache.add_mark(marks, mark)
 
     def _check_sha256(self, shard: Shard, file: io.BufferedReader) -> None:
         wrong = what_is_wrong(file, sha256=shard.sha256, size=shard.bytes)

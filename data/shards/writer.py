@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from math import isfinite
 from pathlib import Path
 from tarfile import BLOCKSIZE, RECORDSIZE
 from types import TracebackType
@@ -54,6 +53,8 @@ SHARD_BYTES = 128 * 2**20
 # offsets.
 CHUNK_TOKENS = 2**23
 MAX_POSITIVES = 2**16 - 1
+# Scores and weights are stored as float32; beyond this they would become infinite.
+LARGEST_NUMBER = float(np.finfo(np.float32).max)
 
 
 class _MarkerFile(Record):
@@ -61,7 +62,7 @@ class _MarkerFile(Record):
 
     format: Literal[1]
     unit: Offset
-    kind: Literal["documents", "tuples"]
+    kind: Kind
     columns: tuple[str, ...]
     vocabulary_size: Annotated[int, pydantic.Field(ge=1, le=LARGEST_ID + 1)]
     settings: dict[str, Any]
@@ -162,10 +163,10 @@ class SplitWriter:
             )
         if (score is not None) != ("score" in self.columns):
             raise DataError(f"{self._here()} {'lacks a' if score is None else 'has a'} score unlike the other samples")
-        if score is not None and not isfinite(score):
-            raise DataError(f"{self._here()} has the score {score}; give a finite number or drop it")
-        if not (isfinite(weight) and weight >= 0):
-            raise DataError(f"{self._here()} has the weight {weight}; give a finite number of at least 0")
+        if score is not None and not abs(score) <= LARGEST_NUMBER:
+            raise DataError(f"{self._here()} has the score {score}; give a finite number (float32) or drop it")
+        if not 0 <= weight <= LARGEST_NUMBER:
+            raise DataError(f"{self._here()} has the weight {weight}; give a finite number of at least 0 (float32)")
         if weight != 1 and "weight" not in self.columns:
             raise DataError(f"{self._here()} has a weight, and these shards have none; write them as weighted")
         ids = self._ids(query, "query")

@@ -313,6 +313,26 @@ def test_bad_tuples_are_named_with_file_and_line(tmp_path: Path) -> None:
     assert tuples_of(path, skip_empty=True) == [("q", ["p"], ["n"], None)]
 
 
+def test_skipped_records_are_those_of_the_whole_first_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Input splits are an inner matter: held-out records beyond the first of them must not be trained on."""
+    monkeypatch.setattr(planning, "SMALLEST_SPLIT_BYTES", 100)
+    first = write_jsonl(tmp_path / "a.jsonl", ({"text": f"a{number:02d}"} for number in range(60)))
+    second = write_jsonl(tmp_path / "b.jsonl", ({"text": f"b{number:02d}"} for number in range(60)))
+    texts = texts_of(first, second)
+    assert len(plan_documents([str(first)])) > 5
+    for skip in (0, 1, 7, 23, 59, 60):
+        for limit in (None, 10, 70):
+            units = plan_documents([str(first), str(second)], source=SourceOptions(limit), skip=skip)
+            found = [record["text"] for unit in units for _, record in read_split(unit)]
+            assert found == texts[skip:][:limit], (skip, limit)
+    refused(
+        r"61 records are to be skipped, but .*a\.jsonl has 60; lower --skip-first",
+        plan_documents,
+        [str(first)],
+        skip=61,
+    )
+
+
 def test_nli_and_sts_files(tmp_path: Path) -> None:
     rows = [("premise", "entailed", "contradicted"), *((f"a{i}", f"e{i}", f"c{i}") for i in range(5))]
     path = write_tsv(tmp_path / "nli.tsv", rows)
@@ -364,9 +384,20 @@ def test_ms_marco(marco: Path, tmp_path: Path) -> None:
     assert found[0][2] == ["passage 4", "passage 5", "passage 6"]
 
 
+def test_a_record_by_id_is_named_by_its_query(marco: Path, tmp_path: Path) -> None:
+    """The joined rows are in a file that no user has."""
+    (unit,) = plan_tuples([str(marco)], scratch=tmp_path / "s")
+    places = [place(unit, position) for position, _ in read_split(unit)]
+    named = ("what is seven", "what is eight")
+    assert places == [f"msmarco:{marco}/train, the query {query!r} or one of its passages," for query in named]
+
+
 def test_errors_in_ms_marco_files(marco: Path, tmp_path: Path) -> None:
     refused("has no queries.dev.tsv", tuples_of, marco, scratch=tmp_path / "s1", split="dev")
     refused("takes a scratch folder", tuples_of, marco)
+    (tmp_path / "skip").write_text("0\n")
+    no_rows = "marco names passages by id, so it has no rows to skip"
+    refused(no_rows, tuples_of, marco, scratch=tmp_path / "s0", skip_rows=str(tmp_path / "skip"))
     absent = write_jsonl(tmp_path / "negatives.jsonl", [{"qid": "7", "neg": ["99"]}])
     refused("passage '99', which", tuples_of, marco, scratch=tmp_path / "s2", negatives_file=str(absent))
     wrong = write_jsonl(tmp_path / "wrong.jsonl", [{"query": "7"}])
@@ -475,6 +506,9 @@ def test_columns_that_are_not_read_are_named_once(tmp_path: Path, caplog: pytest
         ("q\tp\n", "columns", ("query", "query"), "not distinct names"),
         ("q\tp\n", "columns", ("query", ""), "not distinct names"),
         ("score\tsentence1\tsentence2\n1\ta\tb\n", "sts", (), "a.tsv:1: score 'score' is not a finite number"),
+        ("a\tb\tc\n", "nli", (), "name the columns with --columns in place of --format nli"),
+        ("a\tb\tc\n", "nli", ("anchor", "entailed", "contradicted"), "format nli has columns of its own"),
+        ("1\ta\tb\n", "sts", ("score", "query", "positive"), "format sts has columns of its own"),
     ],
 )
 def test_headers_are_neither_lost_nor_read(
@@ -482,6 +516,26 @@ def test_headers_are_neither_lost_nor_read(
 ) -> None:
     (tmp_path / "a.tsv").write_text(content)
     refused(sentence, tuples_of, tmp_path / "a.tsv", format=format, columns=columns)
+
+
+def test_triplets_without_a_header(tmp_path: Path) -> None:
+    """As the message to --format nli says."""
+    (tmp_path / "a.tsv").write_text("a\tb\tc\n")
+    found = tuples_of(tmp_path / "a.tsv", columns=("anchor", "entailed", "contradicted"))
+    assert found == [("a", ["b"], ["c"], None)]
+
+
+def test_columns_that_triplets_would_not_read(tmp_path: Path) -> None:
+    """A weight that is asked for must not be lost silently."""
+    (tmp_path / "a.tsv").write_text("anchor\tentailed\tcontradicted\tworth\na\tb\tc\t2\n")
+    wanted = TupleLayout("", (), weight="worth")
+    refused("format nli reads the first three columns", lambda: TupleOptions("nli", wanted))
+
+
+def test_a_header_of_documents_is_asked_for_by_no_option_that_documents_lack(tmp_path: Path) -> None:
+    refused(
+        "no header of distinct column names; write one", texts_of, write_tsv(tmp_path / "a.tsv", [("text", "text")])
+    )
 
 
 @pytest.mark.parametrize("names", ["anchor\tpositive\thard_negative", "Premise\tentailment\tcontradiction"])

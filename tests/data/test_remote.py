@@ -15,11 +15,13 @@ import pickle
 import shutil
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO
 
 import fsspec
@@ -125,6 +127,14 @@ def server(copy) -> Iterator[Server]:
         one.ended.set()
         one.shutdown()
         thread.join()
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch) -> list[float]:
+    """The pauses before further attempts, which are noted and not waited for."""
+    noted: list[float] = []
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=time.monotonic, sleep=noted.append))
+    return noted
 
 
 @pytest.fixture
@@ -271,18 +281,39 @@ def test_a_missing_shard_is_refused_at_once(server, cache):
     assert server.requests[name] == 1
 
 
-def test_a_server_in_trouble_is_no_bad_shard(server, cache):
+def test_a_server_in_trouble_is_no_bad_shard(server, cache, pauses):
     """What may pass is not skipped: on another rank it may have passed."""
     source = ShardFolder(server.address, bad_shards="skip", cache=cache)
     name = source.manifest.shards[0].name
-    server.faults[name] = [unavailable]
+    server.faults[name] = [unavailable] * len(remote.PAUSES)
     assert len(source.document(0))
+    assert pauses == list(remote.PAUSES) == sorted(remote.PAUSES), "each pause is longer than the one before"
     shutil.rmtree(cache.folder / "shards")
     source = ShardFolder(server.address, bad_shards="skip", cache=Cache.at(cache.folder, 1))
-    server.faults[name] = [unavailable, unavailable]
+    server.faults[name] = [unavailable] * (len(remote.PAUSES) + 1)
     with pytest.raises(DataError, match="cannot be fetched") as caught:
         source.document(0)
     assert not isinstance(caught.value, BadShard) and name in str(caught.value)
+    assert server.requests[name] == 2 * (len(remote.PAUSES) + 1)
+
+
+def test_one_bad_arrival_and_a_server_in_trouble_are_no_bad_shard(server, cache, folder):
+    """A shard is bad only if it arrives twice with wrong bytes, however many transfers fail in between."""
+    source = ShardFolder(server.address, bad_shards="skip", cache=cache)
+    first, second = source.manifest.shards[:2]
+    server.faults[first.name] = [unavailable, flipped]
+    assert source.document(0).tolist() == ShardFolder(folder).document(0).tolist()
+    server.faults[second.name] = [flipped, unavailable, halved]
+    assert source.with_replacements(np.array([first.samples]))[0] != first.samples, "this one is"
+    assert server.requests[first.name] == server.requests[second.name] == 3
+
+
+@pytest.mark.parametrize(("status", "attempts"), [(401, 1), (403, 1), (429, 4), (500, 4)])
+def test_a_refusal_that_will_last_ends_at_once(server, cache, status, attempts):
+    server.faults["manifest.json"] = [lambda content: status] * 9
+    with pytest.raises(DataError, match=f"cannot be fetched .*{status}"):
+        ShardFolder(server.address, cache=cache)
+    assert server.requests["manifest.json"] == attempts
 
 
 def test_a_full_disk_names_the_cache(folder, cache, monkeypatch):
@@ -386,7 +417,7 @@ def test_secrets_of_addresses_are_in_no_message(server, cache, caplog):
     shown = [repr(source), str(source.path), caplog.text]
     assert str(source.path) == server.address.replace("//", "//***@") + "/?token=***"
     name = source.manifest.shards[-1].name
-    server.faults[name] = [flipped, unavailable]
+    server.faults[name] = [flipped, unavailable, flipped]
     last = source.num_samples - 1
     with pytest.raises(DataError) as caught:
         source.document(last)
@@ -603,6 +634,55 @@ def test_a_local_shard_is_hashed_once_a_machine(copy, cache, monkeypatch):
     os.utime(path, ns=(0, 12345))
     with pytest.raises(BadShard, match="sha256"):
         ShardFolder(copy, cache=cache).document(0)
+
+
+def test_processes_that_come_at_the_same_time_hash_a_shard_once(copy, cache, monkeypatch):
+    """All ranks and loader processes open the same shards at about the same time."""
+    hashed: list[str] = []
+    what_is_wrong, is_marked = reading.what_is_wrong, Cache.is_marked
+    come, looked = threading.Barrier(3), threading.local()
+
+    def noted(file: IO[bytes], *, sha256: str, size: int) -> str:
+        hashed.append(sha256)
+        return what_is_wrong(file, sha256=sha256, size=size)
+
+    def all_at_once(self: Cache, marks: Path, mark: str) -> bool:
+        found = is_marked(self, marks, mark)
+        if not hasattr(looked, "first"):
+            looked.first = found
+            come.wait(60)
+        return found
+
+    monkeypatch.setattr(reading, "what_is_wrong", noted)
+    monkeypatch.setattr(Cache, "is_marked", all_at_once)
+    texts: list[list[int]] = []
+    readers = [
+        threading.Thread(target=lambda: texts.append(ShardFolder(copy, cache=cache).document(0).tolist()))
+        for _ in range(3)
+    ]
+    for one in readers:
+        one.start()
+    for one in readers:
+        one.join()
+    assert texts == [ShardFolder(copy).document(0).tolist()] * 3
+    first = ShardFolder(copy).manifest.shards[0].sha256
+    assert hashed == [first] * 2, "once with the cache, and once by the folder without one"
+
+
+def test_a_cache_without_locks_still_serves_local_folders(copy, cache, monkeypatch):
+    def unsupported(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    assert len(ShardFolder(copy, cache=cache).document(0))
+
+
+def test_marks_that_cannot_be_read_name_the_cache(copy, cache):
+    """The shard is sound, so a message about it would mislead."""
+    source = ShardFolder(copy, cache=cache)
+    cache.marks(copy, source.fingerprint).mkdir()
+    with pytest.raises(DataError, match=r"the cache .* cannot be used .*data\.cache_dir"):
+        source.document(0)
 
 
 def test_a_torn_mark_counts_for_nothing(copy, cache):

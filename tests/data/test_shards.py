@@ -550,6 +550,9 @@ def test_samples_that_cannot_be_written(tmp_path, texts):
     assert (marker.samples, marker.tokens) == (1, 3)
     graded = SplitWriter(tmp_path / "g", 0, kind="tuples", graded=True, vocabulary_size=50)
     refused("score nan", lambda: graded.add_tuple([1], [[2]], score=float("nan")))
+    # Finite, but not in the float32 of the shards, which could not be read.
+    refused("score 1e\\+39", lambda: graded.add_tuple([1], [[2]], score=1e39))
+    refused("weight 1e\\+39", lambda: tuples.add_tuple([1], [[2]], weight=1e39))
     refused("kind 'images'", lambda: SplitWriter(tmp_path, 0, kind="images", vocabulary_size=5))  # type: ignore[arg-type]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import tarfile
@@ -12,7 +13,7 @@ from typing import Any, BinaryIO
 import pytest
 import webdataset
 
-from data import prepare
+from data import prepare, remote
 from data.corpora import tars
 from data.corpora.options import SourceOptions, TupleOptions
 from data.corpora.plan import plan_documents, plan_tuples
@@ -99,6 +100,13 @@ def test_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         list(read_documents([f"file://{tmp_path}/y.tar"]))
     with pytest.raises(DataError, match=r"x.jsonl is no .tar"):
         plan_documents([f"file://{tmp_path}/x.jsonl"])
+
+    def full(self: object, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(DataError, match=r"temporary folder .*No space left .*TMPDIR"):
+        patch.setattr(remote.Transfer, "write", full)
+        list(read_documents([address]))
     monkeypatch.setattr(tars, "LARGEST_REMOTE_BYTES", 100)
     with pytest.raises(DataError, match="more than the 100 bytes"):
         list(read_documents([address]))

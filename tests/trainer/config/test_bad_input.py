@@ -411,6 +411,21 @@ def test_a_changed_password_is_the_same_run(values: Values, tmp_path: Path) -> N
     assert "elsewhere" in str(refused.value)
 
 
+def test_a_run_that_a_bad_shard_has_ended_goes_on_without_it(values: Values, tmp_path: Path) -> None:
+    def recipe(**data: str) -> Recipe:
+        written = changed(values, "run.resume", "auto")
+        for key, value in data.items():
+            written = changed(written, f"data.{key}", value)
+        return recipe_of(written)
+
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / "recipe.toml").write_text(as_toml(recipe()))
+    check_output_folder(recipe(bad_shards="skip"))
+    with pytest.raises(ConfigError, match=r"data\.batches"):
+        check_output_folder(recipe(bad_shards="skip", batches="one_dataset"))
+
+
 def test_output_folders(values: Values, refusal: Callable[..., str], tmp_path: Path) -> None:
     output = tmp_path / "run"
     output.mkdir()
