@@ -20,9 +20,10 @@ from models.encoder import load_encoder
 from models.settings import EmbeddingSettings
 from tests.beir import write_beir
 from tests.faults.comparison import NO_DIFFERENCES
-from tests.faults.kill_matrix import Moment, Trial, run_trial, undisturbed
+from tests.faults.kill_matrix import Moment, Pace, Reference, Trial, run_trial
 from tests.faults.tiny_run import LADDER, WORDS, write_inputs
 from tests.launcher import launch, run_process
+from tests.ranks import run_ranks
 from tests.run_folder import steps_of, weights
 from tests.trainer.support import float32_ds_config, recipe_values
 from trainer import evaluate
@@ -50,7 +51,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def killed(launcher: None, folder: Path) -> tuple[Path, Trial]:
     """A pre-training run whose rank 1 is killed after step 5 of 18, then resumed; compared with an undisturbed run."""
-    whole = undisturbed(folder, folder, STAGE)
+    run_ranks(
+        "trainer.pretrain", "--config", str(folder / f"zero{STAGE}.toml"), f"--run.output={folder / 'whole'}", ranks=2
+    )
+    whole = Reference(folder / "whole", Pace(start=0.0, step=0.0, save=0.0, end=0.0))  # the moment has no share of them
     moment = Moment(kind="step", step=5, share=0.0, target="rank 1", at_once=False)
     run = folder / "killed"
     return run, run_trial(run, folder, whole, stage=STAGE, rng=random.Random(0), wanted_kills=1, first=moment)

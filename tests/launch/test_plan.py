@@ -26,7 +26,7 @@ from models.heads import save_heads
 from models.masked_autoencoder import DecoderInputs
 from models.settings import EmbeddingSettings
 from tests import ROOT
-from tests.launch.hosts import Unavailable, deepspeed_commands, made, run_on_all
+from tests.launch.hosts import Unavailable, made, rank_commands, run_on_all
 from tests.needs import needed, own
 from tests.trainer.support import MODEL, recipe_of, recipe_values
 from trainer import build
@@ -347,8 +347,7 @@ def launched(
     words = ["tests.launch.communication", str(folder / "cases.json"), str(folder / "results.json")]
     try:
         with made(2) as hosts:
-            (folder / "hostfile").write_text("".join(f"{host.name} slots=1\n" for host in hosts))
-            for done in run_on_all(hosts, deepspeed_commands(hosts, folder / "hostfile", words, port=29500)):
+            for done in run_on_all(hosts, rank_commands(hosts, words, port=29500)):
                 assert done.returncode == 0, done.stdout[-8000:]
     except Unavailable as reason:
         pytest.skip(str(reason))
