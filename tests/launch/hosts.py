@@ -146,7 +146,13 @@ def rank_commands(hosts: Sequence[Host], words: Sequence[str], *, port: int) -> 
     everywhere = {"LOCAL_RANK": 0, "WORLD_SIZE": len(hosts), "LOCAL_SIZE": 1}
     everywhere |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": port}
     return [
-        ["env", *(f"{name}={value}" for name, value in {"RANK": rank, **everywhere}.items()), sys.executable, "-m", *words]
+        [
+            "env",
+            *(f"{name}={value}" for name, value in {"RANK": rank, **everywhere}.items()),
+            sys.executable,
+            "-m",
+            *words,
+        ]
         for rank in range(len(hosts))
     ]
 
