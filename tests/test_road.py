@@ -1,5 +1,6 @@
-"""The README's steps in small, each by its real command on two ranks: pre-train, be killed, resume, fine-tune,
-evaluate, export. Tests beside each module cover its cases; this module tests that the steps work together.
+"""The README's steps in small, each by its command on two ranks: pre-train, be killed, resume, fine-tune, evaluate,
+export. Tests beside each module cover its cases; this module tests that the steps work together. What is killed, its
+resumption and the evaluation run under the real launcher.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def tuned(launcher: None, folder: Path, killed: tuple[Path, Trial]) -> Path:
         engine={"ds_config": str(float32_ds_config(folder, STAGE))},
     )
     (folder / "tuned.toml").write_text(tomli_w.dumps(values))
-    launch("trainer.finetune", "--config", str(folder / "tuned.toml"), ranks=2)
+    run_ranks("trainer.finetune", "--config", str(folder / "tuned.toml"), ranks=2)
     return folder / "tuned"
 
 

@@ -95,7 +95,10 @@ RECOMPUTING = ("masked", "contrastive", "frozen", "heads")
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        *(({}, name) for name in ("masked", "enhanced", "spans", "contrastive", "guided", "adapted", "frozen", "heads")),
+        *(
+            ({}, name)
+            for name in ("masked", "enhanced", "spans", "contrastive", "guided", "adapted", "frozen", "heads")
+        ),
         *(pytest.param(RECOMPUTED, name, marks=pytest.mark.full, id=f"recomputed-{name}") for name in RECOMPUTING),
     ],
 )
@@ -111,7 +114,10 @@ def test_products_are_those_computed(
     """Counted by PyTorch while a step runs; texts of one length, so that there is no padding to compute."""
     contrastive = name in ("contrastive", "guided", "adapted", "frozen", "heads")
     values = wider_values(
-        tuple_shards if contrastive else document_shards, "contrastive" if contrastive else "masked", **changes
+        tuple_shards if contrastive else document_shards,
+        "contrastive" if contrastive else "masked",
+        global_batch_size=12,
+        **changes,
     )
     if name == "guided":
         values["guide"] = {"model": str(wider_guide)}

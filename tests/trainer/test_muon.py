@@ -111,8 +111,7 @@ def test_steps_are_muons(task: str, stage: int, ranks: int, runs: Results, expec
         assert got[0]["norm"] == pytest.approx(want[0]["norm"], rel=2e-5)
 
 
-@pytest.mark.parametrize("ds_config", SHIPPED)
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(("task", "ds_config"), [("smae", "zero0"), ("srl", "zero1"), ("smae", "zero3")])
 @pytest.mark.needs("{task}-{ds_config}-2")
 def test_bf16_stays_near(task: str, ds_config: str, recipes: dict[str, Any], runs: Results, expected: Results) -> None:
     """Less near than AdamW's: Newton-Schulz raises small singular values, and the rounding of bf16 with them."""

@@ -412,7 +412,7 @@ def losses(run: Path) -> list[tuple[int, float, float]]:
     return [(line["step"], line["loss"], line["grad_norm"]) for line in steps_of(run)]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["lora_bf16", "frozen_bf16_zero3"])  # with adapters, and at stage 3
 @pytest.mark.needs("{name}", "{name}-resumed")
 def test_resumed_equals_uninterrupted(name: str, runs: dict[str, Path]) -> None:
     assert [step for step, *_ in losses(runs[name])] == list(range(1, 7))
