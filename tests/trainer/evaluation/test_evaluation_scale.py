@@ -344,7 +344,7 @@ def test_two_ranks_give_what_one_process_gives(
             assert two[key] == pytest.approx(value, abs=1e-6), key
     # Negative control: half of the corpus is not all of it.
     half = values_of(tmp_path / "alone")
-    assert evaluate.main(run("half", "--max-documents", 45)) == 0
+    assert evaluate.main(command(model_folder, tasks, "--output", tmp_path / "half", "--max-documents", 45)) == 0
     assert values_of(tmp_path / "half")["trained", "first", "3x32", "map"] != half["trained", "first", "3x32", "map"]
 
 
