@@ -15,9 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
+
+from torch.multiprocessing.spawn import start_processes
 
 from data.ground.ports import free_port
 from tests import ROOT
@@ -36,8 +39,7 @@ def run_ranks(
     Raises subprocess.TimeoutExpired if the ranks take longer, and AssertionError if the exit code is not `expect`.
     """
     sys.audit(RANKS_START, module)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_PRELOADED])
+    context = _forkserver()
     port, everywhere = free_port(), environment_of_ranks()
     with tempfile.TemporaryDirectory() as folder:
         outputs = [(Path(folder) / f"{rank}.out", Path(folder) / f"{rank}.err") for rank in range(ranks)]
@@ -60,6 +62,22 @@ def run_ranks(
     if expect is not None:
         assert code == expect, f"exit code {code}\n{out[-4000:]}\n{err[-8000:]}"
     return subprocess.CompletedProcess([module, *arguments], code, out, err)
+
+
+def call_on_ranks(function: Callable[..., None], *arguments: Any, ranks: int) -> None:
+    """Call function(rank, *arguments) in `ranks` processes, which find each other by themselves.
+
+    Raises the traceback of the first that fails.
+    """
+    sys.audit(RANKS_START, function.__name__)
+    _forkserver()
+    start_processes(function, arguments, nprocs=ranks, start_method="forkserver")
+
+
+def _forkserver() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([_PRELOADED])
+    return context
 
 
 def _text(path: Path) -> str:

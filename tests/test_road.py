@@ -1,5 +1,6 @@
-"""The README's steps in small, each by its real command on two ranks: pre-train, be killed, resume, fine-tune,
-evaluate, export. Tests beside each module cover its cases; this module tests that the steps work together.
+"""The README's steps in small, each by its command on two ranks: pre-train, be killed, resume, fine-tune, evaluate,
+export. Tests beside each module cover its cases; this module tests that the steps work together. What is killed, its
+resumption and the evaluation run under the real launcher.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from models.encoder import load_encoder
 from models.settings import EmbeddingSettings
 from tests.beir import write_beir
 from tests.faults.comparison import NO_DIFFERENCES
-from tests.faults.kill_matrix import Moment, Trial, run_trial, undisturbed
+from tests.faults.kill_matrix import Moment, Pace, Reference, Trial, run_trial
 from tests.faults.tiny_run import LADDER, WORDS, write_inputs
 from tests.launcher import launch, run_process
+from tests.ranks import run_ranks
 from tests.run_folder import steps_of, weights
 from tests.trainer.support import float32_ds_config, recipe_values
 from trainer import evaluate
@@ -50,7 +52,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def killed(launcher: None, folder: Path) -> tuple[Path, Trial]:
     """A pre-training run whose rank 1 is killed after step 5 of 18, then resumed; compared with an undisturbed run."""
-    whole = undisturbed(folder, folder, STAGE)
+    run_ranks(
+        "trainer.pretrain", "--config", str(folder / f"zero{STAGE}.toml"), f"--run.output={folder / 'whole'}", ranks=2
+    )
+    whole = Reference(folder / "whole", Pace(start=0.0, step=0.0, save=0.0, end=0.0))  # the moment has no share of them
     moment = Moment(kind="step", step=5, share=0.0, target="rank 1", at_once=False)
     run = folder / "killed"
     return run, run_trial(run, folder, whole, stage=STAGE, rng=random.Random(0), wanted_kills=1, first=moment)
@@ -75,7 +80,7 @@ def tuned(launcher: None, folder: Path, killed: tuple[Path, Trial]) -> Path:
         engine={"ds_config": str(float32_ds_config(folder, STAGE))},
     )
     (folder / "tuned.toml").write_text(tomli_w.dumps(values))
-    launch("trainer.finetune", "--config", str(folder / "tuned.toml"), ranks=2)
+    run_ranks("trainer.finetune", "--config", str(folder / "tuned.toml"), ranks=2)
     return folder / "tuned"
 
 

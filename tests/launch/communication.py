@@ -1,4 +1,4 @@
-"""What training steps send and hold, counted: run under the launcher, one rank a host, by tests and benchmarks.
+"""What training steps send and hold, counted: one rank a host, run by tests and, under the launcher, by benchmarks.
 
     deepspeed --hostfile H --no_ssh --node_rank I … --module tests.launch.communication CASES.json OUTPUT.json
 

@@ -141,6 +141,22 @@ def deepspeed_commands(hosts: Sequence[Host], hostfile: Path, words: Sequence[st
     return [[*launcher, "--node_rank", str(rank), "--module", *words] for rank in range(len(hosts))]
 
 
+def rank_commands(hosts: Sequence[Host], words: Sequence[str], *, port: int) -> list[list[str]]:
+    """One rank of a module a host, without a launcher: its environment is what a launcher would set."""
+    everywhere = {"LOCAL_RANK": 0, "WORLD_SIZE": len(hosts), "LOCAL_SIZE": 1}
+    everywhere |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": port}
+    return [
+        [
+            "env",
+            *(f"{name}={value}" for name, value in {"RANK": rank, **everywhere}.items()),
+            sys.executable,
+            "-m",
+            *words,
+        ]
+        for rank in range(len(hosts))
+    ]
+
+
 _REMOTE = """#!{python}
 import subprocess, sys
 enter = {enter!r}  # host -> the words of a command that enters it

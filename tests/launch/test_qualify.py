@@ -17,6 +17,7 @@ from launch.scaling import GPUS, Assumptions
 from trainer.config.load import as_tables
 from trainer.config.schema import Recipe
 from trainer.qualification.lines import Bound, Found, Line, Outcome, judged, measured, not_answered
+from trainer.qualification.measure import ALONE, TOGETHER
 
 H100 = "NVIDIA H100 80GB HBM3"
 PASSED = Line("attention", "is it equal?", judged({"error": Bound(1e-7, most=1e-5)}), 1.0)
@@ -218,10 +219,21 @@ def test_the_command_answers_on_this_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.launcher
-@pytest.mark.parametrize("subject", ["resume", "precision", "steps"])
+@pytest.mark.parametrize("subject", ["resume", "steps"])
 def test_the_other_subjects_answer_on_this_machine(subject: str, tmp_path: Path) -> None:
-    """Real launches; in the lane `full`. tests/launch/test_hosts.py has the subject `ranks`, on two hosts."""
+    """Real launches; in the lane `full`. tests/launch/test_hosts.py has the subject `ranks`, on two hosts.
+
+    tests/trainer/qualification/test_measurements.py has all that `precision` asks.
+    """
     written = tmp_path / "figures.json"
     assert main(["--quick", "--only", subject, "--folder", str(tmp_path), "--json", str(written)]) == 0
     record = json.loads(written.read_text())
     assert record["failed"] == 0 and record["passed"] > 0
+
+
+def test_every_phase_can_be_measured() -> None:
+    """The process that is started knows each phase by its name, and whether ranks answer it together."""
+    assert {phase.name: phase.launched for part in PARTS for phase in part.phases} == {
+        **dict.fromkeys(ALONE, False),
+        **dict.fromkeys(TOGETHER, True),
+    }

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tests import ROOT
-from tests.launcher import launch
+from tests.ranks import run_ranks
 from tests.trainer.support import recipe_of, recipe_values
 from trainer.agreement import FREE_KEYS, disagreement, facts_of, fingerprint, frozen_fingerprint
 from trainer.build import open_shards
@@ -149,7 +149,7 @@ def test_what_is_frozen_has_a_fingerprint() -> None:
 
 @pytest.mark.launcher
 def test_two_ranks_that_differ_end_together_with_2(tuple_shards: Path, tmp_path: Path) -> None:
-    """Under the real launcher: rank 1 reads another recipe, as on a second machine."""
+    """Rank 1 reads another recipe, as on a second machine."""
     run = tmp_path / "run"
     for rank in range(2):
         values = recipe_values(tuple_shards, run={"output": str(run), "seed": 7 + rank}, train={"steps": 4 - rank})
@@ -158,7 +158,7 @@ def test_two_ranks_that_differ_end_together_with_2(tuple_shards: Path, tmp_path:
     arguments = ["--config", str(tmp_path / "RANK.toml")]
     case = {"task": "contrastive", "arguments": arguments, "fault": None}
     (tmp_path / "cases.json").write_text(json.dumps([case]))
-    ended = launch("tests.trainer.fault_worker", str(tmp_path / "cases.json"), ranks=2, expect=2)
+    ended = run_ranks("tests.trainer.fault_worker", str(tmp_path / "cases.json"), ranks=2, expect=2)
     said = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and "run.seed is 7 on rank 0 and 8 on rank 1" in said[0] and "train.steps" in said[0]
     assert "Traceback" not in ended.stderr and not run.exists()

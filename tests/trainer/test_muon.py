@@ -6,6 +6,7 @@ several micro-batches. On a CPU with fp16 units, where DeepSpeed would orthogona
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -95,9 +96,11 @@ def distance(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> float:
     )
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("task", TASKS)
+# One rank divides nothing: each stage is taken with one task.
+ALONE = [("smae", 0, 1), ("srl", 1, 1), ("smae", 2, 1), ("srl", 3, 1)]
+
+
+@pytest.mark.parametrize(("task", "stage", "ranks"), [*itertools.product(TASKS, STAGES, [2]), *ALONE])
 @pytest.mark.needs("{task}-float32_zero{stage}-{ranks}")
 def test_steps_are_muons(task: str, stage: int, ranks: int, runs: Results, expected: Results) -> None:
     got, want = runs[f"{task}-float32_zero{stage}-{ranks}"], expected[task]
@@ -108,8 +111,7 @@ def test_steps_are_muons(task: str, stage: int, ranks: int, runs: Results, expec
         assert got[0]["norm"] == pytest.approx(want[0]["norm"], rel=2e-5)
 
 
-@pytest.mark.parametrize("ds_config", SHIPPED)
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(("task", "ds_config"), [("smae", "zero0"), ("srl", "zero1"), ("smae", "zero3")])
 @pytest.mark.needs("{task}-{ds_config}-2")
 def test_bf16_stays_near(task: str, ds_config: str, recipes: dict[str, Any], runs: Results, expected: Results) -> None:
     """Less near than AdamW's: Newton-Schulz raises small singular values, and the rounding of bf16 with them."""

@@ -1,7 +1,7 @@
 """Six steps are three steps, an end of the process, and three more, to the last bit; and what a run leaves behind.
 
-All runs are whole commands on two ranks, one of them under the real launcher, with dropout and shuffled real shards. A
-first start makes the uninterrupted and the interrupted runs, later ones resume in new processes.
+All runs are whole commands on two ranks, with dropout and shuffled real shards. A first start makes the uninterrupted
+and the interrupted runs, a second one resumes in new processes. tests/test_road.py resumes under the real launcher.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from models.encoder import load_encoder
 from models.settings import EmbeddingSettings
 from models.sizes import Size
 from tests import ROOT
-from tests.launcher import launch
 from tests.needs import needed, own
 from tests.ranks import run_ranks
 from tests.run_folder import CLOCKED, records, steps_of, weights
@@ -33,7 +32,7 @@ from trainer.config.load import build_recipe, load_recipe, read_toml
 
 STEPS = 6
 # Runs that are interrupted, and the step that they stop at.
-RESUMED = {"smae_zero0": 3, "srl_bf16": 3, "smae_zero3": 3, "srl_torn": 4}
+RESUMED = {"smae_zero0": 3, "srl_bf16": 3, "srl_torn": 4, "smae_zero3": 3}
 
 Values = dict[str, dict[str, Any]]
 
@@ -103,12 +102,9 @@ def launched(
         # What a kill in the middle of a save leaves.
         shutil.copytree(newest, checkpoints / "tmp-step_00000005")
 
-    # One by the command itself, the others in one launch.
-    if "srl_bf16" in resumed:
-        launch("trainer.finetune", *run("srl_bf16", "srl_bf16-resumed", "--resume", "required")["arguments"], ranks=2)
-        resumed.remove("srl_bf16")
     if resumed:
-        start("second", [run(name, f"{name}-resumed", "--resume=auto") for name in resumed])
+        how = {"srl_bf16": "required"}
+        start("second", [run(name, f"{name}-resumed", f"--resume={how.get(name, 'auto')}") for name in resumed])
     return {name: folder / name for name in wanted}
 
 

@@ -75,7 +75,7 @@ def launched(
     (folder / "bf16_zero3.json").write_text(json.dumps(bf16))
     (folder / "bf16_zero1.json").write_text(json.dumps(bf16 | {"zero_optimization": {"stage": 1}}))
     counts: dict[str, Counts] = {}
-    for ranks in (2, 3, 4):
+    for ranks in (2, 3):
         cases = []
         for name in sorted(needed(request)):
             what, *_, count = name.split("-")
@@ -114,10 +114,8 @@ def most_bytes(count: Mapping[str, int], ranks: int, *, rounds: bool) -> float:
     ("precision", "ranks"),
     [
         pytest.param("float32", 2, marks=pytest.mark.launch),
-        ("float32", 4),
         ("bf16", 2),
         ("bf16", 3),  # does not divide the weights evenly
-        ("bf16", 4),
     ],
 )
 @pytest.mark.needs("{precision}-{ranks}", "control-2")

@@ -106,8 +106,7 @@ def steps(request: pytest.FixtureRequest, launched: dict[str, Any]) -> dict[str,
     return own(request, launched)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "ranks"), [("nested", 1), ("sharded", 1), *((name, 2) for name in CASES)])
 @pytest.mark.needs("{name}-{ranks}")
 def test_a_step_is_the_step_of_one_plain_process(
     name: str, ranks: int, cases: dict[str, dict], steps: dict[str, Any]

@@ -20,7 +20,7 @@ from data.ground.errors import ConfigError
 from data.shards.writer import SplitWriter, finish_folder
 from models.encoder import build_masked_lm
 from tests import ROOT
-from tests.launcher import launch, run_process
+from tests.launcher import launch
 from tests.trainer.support import LADDER, MODEL, recipe_of, recipe_values
 from trainer.config.kinds import kind_named
 from trainer.config.load import as_toml
@@ -531,17 +531,9 @@ def test_help_lists_every_key(task: str, capsys: pytest.CaptureFixture[str]) -> 
     assert "--config" in shown and "--resume" in shown
 
 
-@pytest.mark.processes
-def test_a_real_process_ends_with_2(values: Values, tmp_path: Path) -> None:
-    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(changed(values, "train.steps", -3)))
-    arguments = ["--config", str(tmp_path / "recipe.toml")]
-    done = run_process([sys.executable, "-m", "trainer.finetune", *arguments], expect=2)
-    assert "train.steps" in the_sentence(done.stdout + done.stderr)
-    assert [path.name for path in tmp_path.iterdir()] == ["recipe.toml"]
-
-
 @pytest.mark.launcher
 def test_the_launcher_ends_with_2_and_one_sentence(values: Values, tmp_path: Path) -> None:
+    """Real processes, each of which ends with 2. tests/faults/test_hostile.py has other commands."""
     (tmp_path / "recipe.toml").write_text(tomli_w.dumps(changed(values, "train.global_batch_size", 1)))
     done = launch("trainer.finetune", "--config", str(tmp_path / "recipe.toml"), ranks=2, expect=2)
     assert "leaves some of 2 ranks without a sample" in the_sentence(done.stdout + done.stderr)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from scipy import stats
 from torch import distributed as dist
-from torch import multiprocessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data.ground.errors import ConfigError
@@ -21,6 +20,7 @@ from models.encoder import Encoder, build_masked_lm, load_encoder
 from models.settings import EmbeddingSettings
 from models.sizes import ModelError, Size
 from tests.beir import write_beir
+from tests.ranks import call_on_ranks
 from trainer import evaluate
 from trainer.distributed import World
 from trainer.evaluation.encoding.encode import (
@@ -194,12 +194,13 @@ def _encode_on_rank(rank: int, folder: str, texts: list[str], out: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.processes
+@pytest.mark.launch
+@pytest.mark.launcher
 def test_two_ranks_equal_one(
     model_folder: Path, encoder: Encoder, tiny_tokenizer: PreTrainedTokenizerFast, docstrings: list[str], tmp_path: Path
 ) -> None:
     texts = docstrings[:33]
-    multiprocessing.spawn(_encode_on_rank, (str(model_folder), texts, str(tmp_path)), nprocs=2)
+    call_on_ranks(_encode_on_rank, str(model_folder), texts, str(tmp_path), ranks=2)
     embedder = embedder_of(encoder, tiny_tokenizer, SIZES, device="cpu", batch_tokens=96)
     alone = encode(embedder, texts, similarity="cosine", max_length=32)
     ranks = [np.load(tmp_path / f"{rank}.npz") for rank in range(2)]

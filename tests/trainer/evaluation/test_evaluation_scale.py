@@ -28,7 +28,7 @@ from models.settings import EmbeddingSettings
 from models.sizes import Body, Size
 from tests import ROOT
 from tests.beir import write_beir
-from tests.launcher import launch, run_process
+from tests.launcher import run_process
 from tests.ranks import run_ranks
 from trainer import evaluate
 from trainer.evaluation.encoding.encode import embedder_of
@@ -323,7 +323,7 @@ def test_stale_vectors_stop_the_command(
 def test_two_ranks_give_what_one_process_gives(
     model_folder: Path, tiny_tokenizer: PreTrainedTokenizerFast, tasks: list[str], tmp_path: Path
 ) -> None:
-    """deepspeed with a store, torchrun without: the same blocks give the same vectors, so nothing differs at all."""
+    """With a store, and without under torchrun: the same blocks give the same vectors, so nothing differs at all."""
 
     def run(name: str, *options: object) -> list[str]:
         blocks = ["--passages-per-block", 13, "--bm25", "--random-init", "--across-depths"]
@@ -331,7 +331,7 @@ def test_two_ranks_give_what_one_process_gives(
 
     stores = [["--vectors", tmp_path / name] for name in ("alone_vectors", "ranks_vectors")]
     assert evaluate.main(run("alone_stored", *stores[0])) == 0
-    launch("trainer.evaluate", *run("ranks_stored", *stores[1]), ranks=2)
+    run_ranks("trainer.evaluate", *run("ranks_stored", *stores[1]), ranks=2)
     assert evaluate.main(run("alone")) == 0
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--master-port", str(free_port()), "-m", "trainer.evaluate"]
@@ -344,7 +344,7 @@ def test_two_ranks_give_what_one_process_gives(
             assert two[key] == pytest.approx(value, abs=1e-6), key
     # Negative control: half of the corpus is not all of it.
     half = values_of(tmp_path / "alone")
-    assert evaluate.main(run("half", "--max-documents", 45)) == 0
+    assert evaluate.main(command(model_folder, tasks, "--output", tmp_path / "half", "--max-documents", 45)) == 0
     assert values_of(tmp_path / "half")["trained", "first", "3x32", "map"] != half["trained", "first", "3x32", "map"]
 
 

@@ -13,10 +13,9 @@ import tomli_w
 
 from data.ground.command import run_command
 from data.ground.errors import ConfigError
-from tests.launcher import run_process
+from tests.ranks import run_ranks
 from tests.run_folder import steps_of, weights
 from tests.trainer.support import float32_ds_config, recipe_values
-from trainer import select_seed as command
 from trainer.experiments import selection
 from trainer.experiments.jobs import TIMINGS_FILE
 from trainer.experiments.selection import SELECTION, make_plan, scores_at, select
@@ -64,8 +63,7 @@ def arguments(folder: Path, *more: str, seeds: str = "3 8", output: str = "out")
     return [str(folder / "recipe.toml"), "--seeds", *seeds.split(), *options, *more]
 
 
-@pytest.mark.full
-@pytest.mark.processes
+@pytest.mark.launcher
 def test_the_best_is_the_run_of_its_seed_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,7 +97,7 @@ def test_the_best_is_the_run_of_its_seed_alone(
     assert not list(output.glob("seed_*/checkpoints"))
 
     alone = ["--config", str(folder / "recipe.toml"), f"--run.seed={best}", f"--run.output={folder / 'alone'}"]
-    run_process([command.sys.executable, "-m", "trainer.finetune", *alone])
+    run_ranks("trainer.finetune", *alone, ranks=1)
     got, want = weights(Path(found["model"]).parent), weights(folder / "alone")
     assert got.keys() == want.keys() and all((got[name] == want[name]).all() for name in want)
     # Negative control: the seed changes them.

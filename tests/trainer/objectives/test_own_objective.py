@@ -17,13 +17,16 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data.ground.errors import ConfigError
+from launch.plan import main as plan
 from models.encoder import load_encoder
 from tests import ROOT
-from tests.launcher import launch, run_process
+from tests.launcher import run_process
+from tests.ranks import run_ranks
 from tests.run_folder import steps_of
 from tests.trainer.support import float32_ds_config, recipe_values
 from trainer.config.kinds import ENTRY_POINTS, Kind, kind_named
 from trainer.config.load import load_recipe
+from trainer.export import main as export
 from trainer.objectives.registry import maker_of
 
 LINES = {
@@ -98,15 +101,14 @@ def test_a_class_that_makes_nothing_is_refused(package: Path, tmp_path: Path) ->
 
 @pytest.mark.launch
 def test_it_trains_and_everything_around_it_works(
-    launcher: None, package: Path, tmp_path: Path, tuple_shards: Path
+    launcher: None, package: Path, tmp_path: Path, tuple_shards: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Plan, training on 2 ranks, charts, status and export, by the commands that users run."""
     recipe, run = write(tmp_path, tuple_shards, own={"weight": 2.0}), tmp_path / "run"
-    python = [sys.executable, "-m"]
-    plan = run_process([*python, "launch.plan", str(recipe), "--nodes=1", "--gpus-per-node=2", "--vocabulary=99"])
-    assert "predicted, not measured" in plan.stdout
+    assert plan([str(recipe), "--nodes=1", "--gpus-per-node=2", "--vocabulary=99"]) == 0
+    assert "predicted, not measured" in capsys.readouterr().out
 
-    launch("trainer.finetune", "--config", str(recipe), ranks=2)
+    run_ranks("trainer.finetune", "--config", str(recipe), ranks=2)
     steps = steps_of(run)
     assert [step["step"] for step in steps] == [1, 2, 3]
     sizes = ["1x16", "2x32", "3x48"]
@@ -122,13 +124,14 @@ def test_it_trains_and_everything_around_it_works(
         [step["alignment/1x16"] for step in steps]
     )
 
-    status = run_process([*python, "launch.status", str(run), "--json"])
+    # A new process, which finds the package by its path.
+    status = run_process([sys.executable, "-m", "launch.status", str(run), "--json"])
     (told,) = json.loads(status.stdout)
     assert [size["losses"] for size in told["sizes"]] == [
         {"alignment": pytest.approx(steps[-1][f"alignment/{size}"])} for size in sizes
     ]
 
-    run_process([*python, "trainer.export", "--model", str(run / "model"), "--output", str(tmp_path / "export")])
+    export(["--model", str(run / "model"), "--output", str(tmp_path / "export")])
     exported = sorted(path.name for path in (tmp_path / "export").iterdir() if path.is_dir())
     assert exported == [*sizes, "encoder"]
     trained = load_encoder(str(tmp_path / "export" / "encoder"), pooling="cls")
