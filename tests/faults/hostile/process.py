@@ -235,6 +235,7 @@ def _become(keeper: Keeper, command: Command, environment: dict[str, str]) -> No
 def _run_module(command: Command) -> NoReturn:
     """Run a module as `python -m` would, from its arguments to its exit code."""
     tempfile.tempdir = None
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     sys.argv = [command.module, *command.arguments]
     sys.path[:] = [str(Path.cwd()), str(ROOT), *(each for each in sys.path if each not in ("", str(ROOT)))]
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # type: ignore[misc] # noqa: SIM115

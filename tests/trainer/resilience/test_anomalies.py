@@ -32,8 +32,8 @@ SKIP = {"kind": "skip", "step": 3}  # told to, on all ranks
 # Muon keeps a momentum in addition to AdamW's moments. With these engines every rank has all of it (stage 0), or a part
 # of it, beside bf16 weights (stage 1) or beside a part of the weights (stage 3).
 BY_MUON = ("muon_zero0", "muon_bf16", "muon_zero3")
-# Stage 3 comes last: it changes its process.
-ENGINES = ("zero0", "zero1", "zero2", "bf16", *BY_MUON[:-1], "zero3", BY_MUON[-1])
+# bf16 is stage 1. Stage 3 comes last: it changes its process.
+ENGINES = ("zero0", "bf16", "zero2", *BY_MUON[:-1], "zero3", BY_MUON[-1])
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +111,14 @@ def test_a_skipped_step_makes_a_difference(runs: dict[str, Path]) -> None:
     assert skipped[4]["loss"] != fine[4]["loss"]
 
 
-@pytest.mark.needs("zero2-nan", "zero1-gradient", "zero0-fine")
+@pytest.mark.needs("zero2-nan", "bf16-gradient", "zero0-fine")
 def test_the_fault_is_named(runs: dict[str, Path]) -> None:
     # Masked losses are each rank's own; contrastive ones are of all ranks' passages, so there a replay tells the rank.
     (fault,) = [line for line in lines_of(runs["zero2-nan"]) if "fault" in line]
     assert (fault["step"], fault["fault"], fault["fault/loss"]) == (3, "non-finite loss", "nan")
     assert math.isfinite(float(fault["by_rank"][0])) and fault["by_rank"][1] == "nan"
     assert len({tuple(sample) for sample in fault["samples"]}) == BATCH
-    (fault,) = [line for line in lines_of(runs["zero1-gradient"]) if "fault" in line]
+    (fault,) = [line for line in lines_of(runs["bf16-gradient"]) if "fault" in line]
     assert fault["fault"] == "non-finite gradient" and all(math.isfinite(float(value)) for value in fault["by_rank"])
     assert not [line for line in lines_of(runs["zero0-fine"]) if "fault" in line]
 
