@@ -203,7 +203,7 @@ def _sbatch(job: Job, after: str | None) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """The variables that a job gets: all of this process, without those of the Slurm job in which it may run itself."""
+    """The environment of a job: this process's variables, without those of a Slurm job in which it runs itself."""
     inside = "SLURM_JOB_ID" in os.environ
     return {
         name: value

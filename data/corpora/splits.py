@@ -96,7 +96,7 @@ class InputSplit:
 
 
 def place(input_split: InputSplit, position: int) -> str:
-    """Where a record is, for messages: file:line, the row or sample number, or the query of a folder by id."""
+    """The place of a record for messages: file and line, row or sample number, or the query in a folder by id."""
     if input_split.kind == "parquet":
         return f"{input_split.path} row {position}"
     if input_split.kind == "hub":

@@ -1,4 +1,4 @@
-"""Other programs' time ÷ ours, from figures.json, as a picture beside it: `python draw.py`."""
+"""Draws figures/peers.png from figures.json: the CPU time of other programs divided by ours. Run: `python draw.py`."""
 
 import json
 from pathlib import Path

@@ -56,7 +56,7 @@ def attempt(job: Job, number: int, does: str, **values: object) -> tuple[int, st
 
 
 def test_crashes_in_a_row(job):
-    """The second without a new checkpoint in between is the last; the checkpoint of an attempt that crashes counts."""
+    """Two crashes without a new checkpoint between them end the job. An attempt may save and then crash."""
     assert attempt(job, 0, CRASH)[2]
     code, said, requeued = attempt(job, 1, CRASH)
     assert (code, requeued) == (1, False) and "crashed (srun: 1)" in said

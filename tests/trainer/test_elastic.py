@@ -2,7 +2,7 @@
 
 Whole runs on several ranks: at one ZeRO stage, through all stages, and from bf16 weights to float32, with partitions so
 small that a tiny model is cut anywhere. Dropout is off, because its draws belong to a rank. Negative control: without
-Adam's moments the losses leave the undisturbed run's.
+Adam's moments, the losses differ from those of the undisturbed run.
 """
 
 from __future__ import annotations

@@ -21,8 +21,12 @@ _TEMPORARY = ("*.partial", "*.tmp", "*.old", "tmp-*", ".plan")
 # Caches that may stay for the next command. In the temporary folder: the documented marks of verified shards, fetched
 # shards (data.cache_dir), and the folder that torch makes for its optimizers. At home: matplotlib's fonts.
 _CACHES = (
-    *("tmp/barista-*", "tmp/torchinductor_*"),
-    *("home/.cache", "home/.cache/matplotlib*", "home/.config", "home/.config/matplotlib*"),
+    "tmp/barista-*",
+    "tmp/torchinductor_*",
+    "home/.cache",
+    "home/.cache/matplotlib*",
+    "home/.config",
+    "home/.config/matplotlib*",
 )
 # The label of a node in a log that several nodes write.
 _NODE = r"(\[node [\d?]+\] )?"

@@ -48,7 +48,7 @@ def test_sts(minilm: Path, shared_data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_another_protocol_is_noticed(minilm: Path, shared_data: Path, tmp_path: Path) -> None:
-    """Negative control: the first token's vector. The control of retrieval is of texts that are cut."""
+    """Negative control: pooling by the first token. Retrieval has a control of its own, which cuts the texts."""
     found = scores_of(minilm, tmp_path, "--sts", str(shared_data / "sts" / "stsb_test.tsv"), "--pooling", "cls")
     assert abs(found["stsb_test"] - PUBLISHED) > 2 * TOLERANCE
 

@@ -1,4 +1,4 @@
-"""Evaluation tasks as recipes and commands name them: files of sentence pairs, and folders of retrieval collections."""
+"""Reads the evaluation tasks that a recipe or a command names: STS files, and folders of retrieval collections."""
 
 from __future__ import annotations
 
