@@ -190,7 +190,7 @@ def test_other_families_train(family, tiny_tokenizer, docstrings):
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
     own = masked_lm(inputs[2], attention_mask=inputs[1], labels=inputs[3]).loss
-    assert float(encoder_losses[-1]) == pytest.approx(float(own), rel=1e-5)
+    assert encoder_losses[-1].item() == pytest.approx(own.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["relu", "gelu_new"])
