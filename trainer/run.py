@@ -26,7 +26,7 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from data.ground.command import end_for
-from data.ground.errors import ConfigError
+from data.ground.errors import ConfigError, UserError
 from data.ground.files import describe_os_error, write_atomically
 from data.ground.options import settings_among
 from data.ground.secrets import without_secrets
@@ -152,7 +152,7 @@ def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: Stop
                 return 0, None
             # The ranks' weights are equal, and at stage 3 only rank 0 has them.
             frozen = gather_objects(frozen_fingerprint(parts.module) if world.is_main else "")[0]
-            _claim(output, world, stack)
+            _claim(recipe, world, stack)
             write_run_folder(recipe, ds_config, world)
             engine = Engine(parts.module, recipe, world, ds_config)
             engine.heartbeat = watchdog.heartbeat
@@ -301,21 +301,33 @@ def _plan(recipe: Recipe, total_steps: int, *, evaluates: bool) -> Plan:
     )
 
 
-def _claim(output: Path, world: World, stack: ExitStack) -> None:
-    """Hold the run folder against other starts until `stack` closes; all ranks call it."""
-    problem: str | None = None
+def _claim(recipe: Recipe, world: World, stack: ExitStack) -> None:
+    """Hold the run folder against other starts until `stack` closes; all ranks call it.
+
+    The folder is checked once more when it is held, because another start may have filled it since the first check.
+    """
+    output, problem = Path(recipe.run.output), None
     # The folder may change only after all ranks have checked it, and joining the process group may not wait for all.
     dist.barrier()
     if world.is_main:
         try:
             output.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock(output))
-        except Locked as error:
+            check_output_folder(recipe)
+        except (Locked, UserError) as error:
             problem = str(error)
         except OSError as error:
             problem = describe_os_error(error) or f"run.output {output} cannot be used ({error}); name another folder"
     if (problem := gather_objects(problem)[0]) is not None:
         raise Refused(problem)
+
+
+def _say_if_all_warm_up(plan: Plan) -> None:
+    if plan.total_steps == 1 and plan.learning_rate(0) == 0:
+        log.warning(
+            "the run's one step is the first of a warm-up, whose learning rate is 0, so nothing is trained; set "
+            "optim.warmup_ratio = 0"
+        )
 
 
 def _say_if_slow(engine: Engine) -> None:

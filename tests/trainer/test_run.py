@@ -1,0 +1,46 @@
+"""A run's beginning and end: whose the folder is once it is held, and what is said of a run that ends early."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.support import recipe_of, recipe_values
+from trainer import run
+from trainer.config.load import as_toml
+from trainer.distributed import Refused, World
+from trainer.resilience.run_lock import lock
+
+ALONE = World.alone()
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+@pytest.mark.parametrize("filled", [True, False])
+def test_a_folder_that_was_filled_during_the_wait(
+    resume: str, filled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another start held the folder, and its run was over before this start gave up waiting."""
+    output = tmp_path / "run"
+    recipe = recipe_of(recipe_values("shards", run={"output": str(output), "resume": resume}))
+    other = recipe_of(recipe_values("shards", run={"output": str(output), "seed": 8}))
+
+    @contextlib.contextmanager
+    def wait(folder: Path) -> Iterator[None]:
+        with lock(folder):
+            if filled:
+                (folder / "recipe.toml").write_text(as_toml(other))
+            yield
+
+    monkeypatch.setattr(run, "lock", wait)
+    monkeypatch.setattr(run.dist, "barrier", lambda: None)
+    with ExitStack() as stack:
+        if not filled:
+            run._claim(recipe, ALONE, stack)
+            return
+        with pytest.raises(Refused, match="another run" if resume == "never" else "run.seed = 8, not 7"):
+            run._claim(recipe, ALONE, stack)
+    assert (output / "recipe.toml").read_text() == as_toml(other)
