@@ -99,7 +99,13 @@ def _check_folder(recipe: Recipe, output: Path) -> None:
 def check_same_recipe(recipe: Recipe) -> None:
     """Refuse a recipe that differs from that of the run in its folder. That run is resumed, or is done."""
     output = Path(recipe.run.output)
-    before = flat(build_recipe(read_toml(output / "recipe.toml")))
+    written = read_toml(output / "recipe.toml")
+    try:
+        before = flat(build_recipe(written))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{output / 'recipe.toml'}, with which the run in that folder was started: {error}"
+        ) from error
     for key, value in flat(recipe).items():
         free = key.split(".")[0] in _FREE_SECTIONS or key in _FREE_KEYS
         # The folder's recipe lacks passwords, and they may change.
