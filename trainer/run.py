@@ -58,7 +58,7 @@ from trainer.monitoring.dashboard import open_dashboard
 from trainer.monitoring.metrics import Metrics
 from trainer.monitoring.trackers import check_sinks
 from trainer.optim import learning_rate
-from trainer.replay import replay
+from trainer.replay import check_replay, replay
 from trainer.resilience.anomalies import GaveUp
 from trainer.resilience.run_lock import Locked, lock
 from trainer.resilience.stopping import STOP_FILE_VARIABLE, Stopped, StopRequests
@@ -133,6 +133,7 @@ def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: Stop
     sources = open_shards(recipe)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     stream = open_stream(recipe, sources, rank=rank, world_size=world_size)
+    check_replay(recipe, _total_steps(recipe, stream))
     parts = build_model(recipe, sources, ds_config, weights=loads_weights(recipe, ds_config, rank))
     settings = embedding_settings(recipe, sources)
     evaluator = Evaluator.of(recipe, settings)
@@ -148,7 +149,7 @@ def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: Stop
             if world.is_main and world.size > 1 and takes_weights_of_rank_0(recipe, ds_config):
                 log.info("every rank takes its share of the weights from rank 0, where they have been checked")
             if recipe.debug.replay:
-                replay(recipe, parts, stream, world)
+                replay(recipe, parts, stream, world, heartbeat=watchdog.heartbeat)
                 return 0, None
             # The ranks' weights are equal, and at stage 3 only rank 0 has them.
             frozen = gather_objects(frozen_fingerprint(parts.module) if world.is_main else "")[0]
@@ -168,6 +169,10 @@ def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: Stop
             end = end_for(error)
             watchdog.report(error, DIED_CODE if end is None else end.exit_code)
             raise
+
+
+def _total_steps(recipe: Recipe, stream: Stream) -> int:
+    return recipe.train.steps or stream.num_steps
 
 
 def _say_exchange(recipe: Recipe, world: World) -> None:
@@ -192,7 +197,7 @@ def _train(
     watchdog: Watchdog,
 ) -> tuple[int, str | None]:
     output, world = Path(recipe.run.output), engine.world
-    total_steps = recipe.train.steps or stream.num_steps
+    total_steps = _total_steps(recipe, stream)
     checkpointer = Checkpointer(
         output / "checkpoints",
         keep=recipe.checkpoint.keep,
