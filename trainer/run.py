@@ -208,6 +208,7 @@ def _train(
     state = _resumed(recipe, checkpointer, engine, stream, total_steps=total_steps)
     if world.is_main:
         (output / "STOPPED").unlink(missing_ok=True)
+    plan = _plan(recipe, total_steps, evaluates=evaluator.has_tasks)
     metrics = Metrics(
         output,
         world,
@@ -216,8 +217,8 @@ def _train(
         start_step=state.step,
         dashboard=open_dashboard(recipe, start_step=state.step) if world.is_main else None,
         samples=recipe.log.samples,
+        repeats_evaluation=plan.evaluates_at(state.step) or (evaluator.has_tasks and state.step == total_steps),
     )
-    plan = _plan(recipe, total_steps, evaluates=evaluator.has_tasks)
     evaluate = functools.partial(evaluator.run, engine, parts.tokenizer, world)
 
     def report(step: int, saved: SavedCheckpoint) -> None:
