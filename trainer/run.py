@@ -231,6 +231,8 @@ def _train(
         overlap=recipe.checkpoint.overlap,
         report=report,
     )
+    if world.is_main:
+        _say_if_all_warm_up(plan)
     try:
         reason = train(
             engine,

@@ -44,3 +44,14 @@ def test_a_folder_that_was_filled_during_the_wait(
         with pytest.raises(Refused, match="another run" if resume == "never" else "run.seed = 8, not 7"):
             run._claim(recipe, ALONE, stack)
     assert (output / "recipe.toml").read_text() == as_toml(other)
+
+
+@pytest.mark.parametrize(("steps", "warmup", "warned"), [(1, 0.1, True), (1, 0.0, False), (2, 0.9, False)])
+def test_a_run_of_one_step_that_trains_nothing(
+    steps: int, warmup: float, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = recipe_of(recipe_values("shards", optim={"warmup_ratio": warmup}))
+    plan = run._plan(recipe, steps, evaluates=False)
+    run._say_if_all_warm_up(plan)
+    assert ("nothing is trained" in caplog.text) == warned
+    assert warned == (not any(plan.learning_rate(step) for step in range(steps)))
