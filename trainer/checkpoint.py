@@ -155,7 +155,8 @@ class Pending:
         """Wait until this rank has tried to write. Returns why it could not, or None."""
         if self._thread is not None:
             self._thread.join()
-        return self._failure
+        # Whatever ended the thread: without this rank's file there must be no commit, which would remove sound ones.
+        return self._failure or (None if self.files else "its file was not written")
 
 
 class Saves:

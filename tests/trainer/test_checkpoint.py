@@ -604,6 +604,38 @@ def test_a_thread_that_cannot_write(saved: Checkpointer, monkeypatch: pytest.Mon
     assert_loads(saved, 3)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_by_another_error(saved: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its file nothing is committed, and so nothing sound is pruned."""
+
+    def no_memory(*args: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as context:
+        context.setattr(checkpoint, "write_fragments", no_memory)
+        assert saved.finish(saved.begin(Held(3), {"step": 3}, overlap=True)) is None
+    assert_loads(saved, 2)
+
+
+def test_whether_the_last_save_failed(saved: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    saves = Saves(saved, Held(3), state_of=lambda: {"step": 3}, overlap=True, report=lambda *_: None)
+    saves.finish()
+    assert not saves.failed, "nothing was to be saved"
+    with monkeypatch.context() as context:
+        context.setattr(checkpoint, "write_fragments", full)
+        saves.begin()
+        saves.finish()
+    assert saves.failed
+    saves.finish()
+    assert saves.failed, "there is still no checkpoint"
+    saves.begin()
+    saves.finish()
+    assert not saves.failed
+
+
 class Killed(BaseException):
     pass
 
