@@ -559,7 +559,7 @@ def _open(
         saved.open(path, sorted(manifest["files"]), stack)
         shapes = engine.shapes()
         if manifest["parameters"] != shapes:
-            raise DataError("its parameters are not this model's")
+            raise OtherFormat("its parameters are not this model's")
         beside = engine.kept_beside() if manifest["optimizer_steps"] else {}
         for name, shape in shapes.items():
             for kind in (MASTER, *beside.get(name, ())):

@@ -224,7 +224,6 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "torn manifest": (cut_the_manifest, "manifest is no JSON"),
     "changed manifest": (change_the_manifest, "manifest was changed"),
     "manifest of no format": (lambda folder: (folder / "manifest.json").write_text("{}"), "it has no format"),
-    "another model's": (other_shapes, "not this model's"),
     "a deep manifest": (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "nested too deep"),
     "a list": (lambda folder: (folder / "manifest.json").write_text("[1]"), "no JSON object"),
     "no UTF-8": (lambda folder: (folder / "manifest.json").write_bytes(b"\xff"), "not UTF-8"),
@@ -334,6 +333,15 @@ def test_one_that_may_be_sound_ends_the_start(
         saved.load_newest(Held(0.5))
     with pytest.raises(DataError, match=said):
         saved.newest()
+    assert same_files(saved.folder) == before and not caplog.records
+
+
+def test_one_of_another_model_ends_the_start(saved: Checkpointer, caplog: pytest.LogCaptureFixture) -> None:
+    """Its bytes are those that were written, so the model of this start is the wrong one."""
+    other_shapes(newest(saved))
+    before = same_files(saved.folder)
+    with pytest.raises(Refused, match=r"step_00000002 cannot be read, and may be sound .*not this model's"):
+        saved.load_newest(Held(0.5))
     assert same_files(saved.folder) == before and not caplog.records
 
 
