@@ -175,6 +175,7 @@ class Saves:
         self._checkpointer, self._engine = checkpointer, engine
         self._state_of, self._overlap, self._report = state_of, overlap, report
         self._pending: Pending | None = None
+        self.failed = False  # whether the last checkpoint that was to be committed could not be saved; on all ranks
 
     @property
     def written(self) -> bool:
@@ -191,7 +192,11 @@ class Saves:
     def finish(self) -> None:
         """Commit the checkpoint that was started, if there is one; all ranks call it."""
         pending, self._pending = self._pending, None
-        if pending is not None and (saved := self._checkpointer.finish(pending)) is not None:
+        if pending is None:
+            return
+        saved = self._checkpointer.finish(pending)
+        self.failed = saved is None
+        if saved is not None:
             self._report(pending.facts["state"]["step"], saved)
 
 

@@ -250,11 +250,26 @@ def _train(
             if evaluator.has_tasks and not plan.evaluates_at(total_steps):
                 metrics.evaluation(state.step, evaluate())
             save_model(engine, parts, recipe, settings)
-        elif reason is not None and world.is_main:
-            write_atomically(output / "STOPPED", json.dumps({"step": state.step, "reason": reason}) + "\n")
+        else:
+            _end_early(output, state.step, reason, saved=not saves.failed, world=world)
     finally:
         metrics.close()
     return state.step, reason
+
+
+def _end_early(output: Path, step: int, reason: str | None, *, saved: bool, world: World) -> None:
+    """Write STOPPED for a run that was asked to end. All ranks call it.
+
+    reason: None where the recipe ends this process here. saved: whether the step has a checkpoint. Raises Refused where
+    it has none, because a job that starts again at once would lose its steps again.
+    """
+    if not saved:
+        raise Refused(
+            f"stopped after step {step} ({reason or 'train.stop_at_step'}), whose checkpoint could not be saved in "
+            f"{output}/checkpoints; fix what the warning above says, then go on with --resume auto"
+        )
+    if reason is not None and world.is_main:
+        write_atomically(output / "STOPPED", json.dumps({"step": step, "reason": reason}) + "\n")
 
 
 def _resumed(

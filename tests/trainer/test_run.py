@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -44,6 +45,18 @@ def test_a_folder_that_was_filled_during_the_wait(
         with pytest.raises(Refused, match="another run" if resume == "never" else "run.seed = 8, not 7"):
             run._claim(recipe, ALONE, stack)
     assert (output / "recipe.toml").read_text() == as_toml(other)
+
+
+def test_a_stop_without_its_checkpoint_is_an_error(tmp_path: Path) -> None:
+    """Exit code 2, on which no job starts again, and no STOPPED, which says that there is a checkpoint."""
+    for reason, named in (("SIGTERM", "SIGTERM"), (None, r"train\.stop_at_step")):
+        with pytest.raises(Refused, match=rf"step 7 \({named}\), whose checkpoint could not be saved") as told:
+            run._end_early(tmp_path, 7, reason, saved=False, world=ALONE)
+        assert told.value.exit_code == 2
+    run._end_early(tmp_path, 7, None, saved=True, world=ALONE)
+    assert not list(tmp_path.iterdir())
+    run._end_early(tmp_path, 7, "SIGTERM", saved=True, world=ALONE)
+    assert json.loads((tmp_path / "STOPPED").read_text()) == {"step": 7, "reason": "SIGTERM"}
 
 
 @pytest.mark.parametrize(("steps", "warmup", "warned"), [(1, 0.1, True), (1, 0.0, False), (2, 0.9, False)])
