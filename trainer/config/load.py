@@ -33,6 +33,8 @@ from trainer.config.read_keys import is_read, says_nothing, why_unread
 from trainer.config.schema import SECTIONS, Recipe, bounds_of, flat, keys_of
 
 _MOST_BASES = 32
+# Lists of sentences: on the command line a comma does not end an entry.
+_SENTENCES = ("data.query_prompts", "data.passage_prompts")
 # Keys of folders and files, which may be addresses with secrets. A recipe that is shown differs in these values alone.
 _PLACES = (
     "run.output",
@@ -275,6 +277,8 @@ def _parse(key: str, text: str, hint: Any) -> Any:
         with contextlib.suppress(ValueError, RecursionError):
             return parse()
     inner = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
+    if key in _SENTENCES and text:
+        return [text]
     if inner is str or typing.get_origin(inner) is Literal:
         return [part for part in text.split(",") if part]
     shown = text if len(text) <= 200 else f"{text[:200]}…"

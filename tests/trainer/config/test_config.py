@@ -69,6 +69,8 @@ def test_a_table_in_a_section_replaces_the_bases(tmp_path: Path) -> None:
         ("evaluation.sts=[]", "evaluation.sts", []),
         ("data.mixture_temperature=2", "data.mixture_temperature", 2.0),
         ("data.query_prompts=query: ", "data.query_prompts", ["query: "]),
+        ("data.query_prompts=for a question, find: ", "data.query_prompts", ["for a question, find: "]),
+        ("data.query_prompts=", "data.query_prompts", []),
         ('data.passage_prompts=["text, or so: "]', "data.passage_prompts", ["text, or so: "]),
     ],
 )
