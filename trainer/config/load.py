@@ -65,8 +65,10 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
         section, dot, name = key.partition(".")
         if not (equals and dot and name):
             raise ConfigError(f"{key!r} is not of the form --section.key=value")
-        hint = _key(section, name).annotation
-        given.setdefault(section, {})[name] = _parse(key, text, hint)
+        value = _parse(key, text, _key(section, name).annotation)
+        if _holds_null(value):
+            raise ConfigError(f"--{key} holds null, which a recipe cannot; leave that setting out")
+        given.setdefault(section, {})[name] = value
     layers.append(given)
     recipe = build_recipe(_merged(layers))
     check(recipe)
@@ -283,6 +285,17 @@ def _parse(key: str, text: str, hint: Any) -> Any:
         return [part for part in text.split(",") if part]
     shown = text if len(text) <= 200 else f"{text[:200]}…"
     raise ConfigError(f"--{key}={shown} is not {_describe(hint)}")
+
+
+def _holds_null(value: Any) -> bool:
+    """Whether there is a null anywhere in tables and lists that were read from JSON."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if value is None:
+            return True
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return False
 
 
 def _describe(hint: Any) -> str:

@@ -87,6 +87,14 @@ def test_tables_on_the_command_line(tmp_path: Path) -> None:
         assert loaded.model.config == {"model_type": "bert", "hidden_size": 8}
 
 
+@pytest.mark.parametrize("text", ['{"model_type": "bert", "pad_token_id": null}', '{"a": [{"b": null}]}', "null"])
+def test_null_on_the_command_line_is_refused(text: str, tmp_path: Path) -> None:
+    """JSON has it, and the run's recipe.toml could not hold it."""
+    recipe = write(tmp_path, "recipe.toml", MINIMAL.replace('source = "some/encoder"', ""))
+    with pytest.raises(ConfigError, match=r"--model\.config holds null"):
+        load_recipe(recipe, [f"model.config={text}"])
+
+
 def test_a_resolved_recipe_reads_back_equal(tmp_path: Path) -> None:
     recipe = recipe_of(recipe_values("shards", optim={"lr": 3e-5}, evaluation={"sts": ["a.tsv"]}))
     path = write(tmp_path, "recipe.toml", as_toml(recipe))
