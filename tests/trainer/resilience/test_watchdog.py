@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +16,8 @@ import torch
 from tests import ROOT
 from trainer.distributed import World
 from trainer.resilience import watchdog
-from trainer.resilience.processes import ProcessorWaits
-from trainer.resilience.watchdog import NEXT_BATCH, PATIENCE_SECONDS, Watchdog
+from trainer.resilience.processes import Process, ProcessorWaits, numbering
+from trainer.resilience.watchdog import NEXT_BATCH, PATIENCE_SECONDS, Watchdog, neighbours_of
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 
@@ -55,6 +57,22 @@ def test_three_of_the_longest_pauses_are_allowed(monkeypatch: pytest.MonkeyPatch
     now[0] += 20.0
     found.heartbeat("backward")
     assert found.stuck(now[0] + 59.0) is None and found.stuck(now[0] + 61.0) is not None
+
+
+def test_only_processes_of_the_same_numbering_are_looked_at() -> None:
+    """In containers with a PID namespace each, all ranks may have the number 1."""
+    known = [("vm 4026531836", 1, 5.0), ("vm 4026532001", 1, 6.0), ("vm 4026531836", 2, 7.0)]
+    assert neighbours_of(0, known) == {2: Process(2, 7.0)} and neighbours_of(1, known) == {}
+
+
+def test_a_numbering_is_of_a_machine_and_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = numbering()
+    assert own == numbering()
+    with monkeypatch.context() as context:
+        context.setattr(Path, "readlink", lambda path: Path("pid:[7]"))
+        assert numbering() != own
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    assert numbering() != own
 
 
 class Starved:
