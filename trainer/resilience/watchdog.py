@@ -106,8 +106,10 @@ class Watchdog:
         me = Process.me()
         self._put(f"process/{self._world.rank}", [numbering(), me.pid, me.started])
         self._put(f"beat/{self._world.rank}", self._state(0))
-        everyone = range(self._world.size)
-        known = [json.loads(each) for each in self._store.multi_get([f"process/{rank}" for rank in everyone])]
+        keys = [f"process/{rank}" for rank in range(self._world.size)]
+        # Joining the process group may not wait for all ranks, of which one may still be reading its model.
+        self._store.wait(keys, timedelta(seconds=PATIENCE_SECONDS))
+        known = [json.loads(each) for each in self._store.multi_get(keys)]
         self._neighbours = neighbours_of(self._world.rank, known)
         self._thread.start()
         return self
