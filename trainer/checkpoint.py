@@ -155,7 +155,8 @@ class Pending:
         """Wait until this rank has tried to write. Returns why it could not, or None."""
         if self._thread is not None:
             self._thread.join()
-        return self._failure
+        # Whatever ended the thread: without this rank's file there must be no commit, which would remove sound ones.
+        return self._failure or (None if self.files else "its file was not written")
 
 
 class Saves:
@@ -174,6 +175,7 @@ class Saves:
         self._checkpointer, self._engine = checkpointer, engine
         self._state_of, self._overlap, self._report = state_of, overlap, report
         self._pending: Pending | None = None
+        self.failed = False  # whether the last checkpoint that was to be committed could not be saved; on all ranks
 
     @property
     def written(self) -> bool:
@@ -190,7 +192,11 @@ class Saves:
     def finish(self) -> None:
         """Commit the checkpoint that was started, if there is one; all ranks call it."""
         pending, self._pending = self._pending, None
-        if pending is not None and (saved := self._checkpointer.finish(pending)) is not None:
+        if pending is None:
+            return
+        saved = self._checkpointer.finish(pending)
+        self.failed = saved is None
+        if saved is not None:
             self._report(pending.facts["state"]["step"], saved)
 
 
@@ -558,7 +564,7 @@ def _open(
         saved.open(path, sorted(manifest["files"]), stack)
         shapes = engine.shapes()
         if manifest["parameters"] != shapes:
-            raise DataError("its parameters are not this model's")
+            raise OtherFormat("its parameters are not this model's")
         beside = engine.kept_beside() if manifest["optimizer_steps"] else {}
         for name, shape in shapes.items():
             for kind in (MASTER, *beside.get(name, ())):

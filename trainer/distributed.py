@@ -73,7 +73,7 @@ def start() -> World:
         os.environ.setdefault("MASTER_PORT", str(free_port()))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if cuda:
-        torch.cuda.set_device(local_rank)
+        _take_gpu(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
         # Launchers start several ranks a machine, and each would take all cores.
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
@@ -93,6 +93,16 @@ def start() -> World:
         log.info("%d threads a rank, which %s while they wait for each other", torch.get_num_threads(), waiting)
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     return World(dist.get_rank(), local_rank, dist.get_world_size(), device)
+
+
+def _take_gpu(local_rank: int) -> None:
+    """Make the GPU of that number this process' own. Raises UserError where there is none."""
+    if local_rank >= (gpus := torch.cuda.device_count()):
+        raise UserError(
+            f"LOCAL_RANK is {local_rank}, counted from 0, and the number of GPUs that this rank sees is {gpus}; start "
+            "at most one rank for each GPU, and let all ranks of a machine see all of them (CUDA_VISIBLE_DEVICES)"
+        )
+    torch.cuda.set_device(local_rank)
 
 
 def join(device: torch.device) -> World:

@@ -1,9 +1,10 @@
 """Repeats one step of a run in float32 with anomaly detection, to find where a number became NaN or infinite.
 
-The nearest checkpoint before the step gives the weights; the batch and all random draws are those of the step. The
-model runs without an engine, so that one rank can find its fault while no other rank waits for it in a reduction.
-Nothing is trained, and only replay_step_<n>.json is written, in the run folder. The weights are those of the step only
-if a checkpoint was saved right before it; the report says from which step they are.
+The nearest checkpoint before the step gives the weights; up to the first save, they are those that the run began with.
+The batch and all random draws are those of the step. The model runs without an engine, so that one rank can find its
+fault while no other rank waits for it in a reduction. Nothing is trained, and only replay_step_<n>.json is written, in
+the run folder. The weights are those of the step only if a checkpoint was saved right before it; the report says from
+which step they are.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from trainer.agreement import frozen_fingerprint
 from trainer.build import ModelParts, build_objective
 from trainer.checkpoint import Checkpointer
 from trainer.config.schema import Recipe
-from trainer.distributed import World, gather_objects, seed_step, sum_over_ranks
+from trainer.distributed import Refused, World, gather_objects, seed_step, sum_over_ranks
 from trainer.engine import MASTER, Fragment
 from trainer.loop import RunState, TrainState
 
@@ -43,15 +44,17 @@ class PlainEngine:
     def __init__(self, module: nn.Module, world: World) -> None:
         self.module, self.world, self.device = module.float().to(world.device), world, world.device
         self.anomalies: list[str] = []
-        self.heartbeat: Callable[[str], None] = lambda phase: None
+        self.heartbeat: Callable[[str], None] = lambda phase: None  # called at each pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.heartbeat("forward")
         return self.module(*args, **kwargs)
 
     def accumulation(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor) -> None:
+        self.heartbeat("backward")
         try:
             loss.backward()
         except RuntimeError as error:
@@ -75,24 +78,38 @@ class PlainEngine:
                     parameter.copy_(read(fragment).view(parameter.shape))
 
 
-def replay(recipe: Recipe, parts: ModelParts, stream: Stream, world: World) -> dict[str, Any]:
+def check_replay(recipe: Recipe, total_steps: int) -> None:
+    """Raises ConfigError for a step that the run does not have."""
+    if recipe.debug.replay > total_steps:
+        raise ConfigError(
+            f"debug.replay = {recipe.debug.replay} is beyond the run's {total_steps} steps; name one of them"
+        )
+
+
+def replay(
+    recipe: Recipe, parts: ModelParts, stream: Stream, world: World, *, heartbeat: Callable[[str], None]
+) -> dict[str, Any]:
     """Compute the gradient of step `debug.replay` again. Returns the report, which rank 0 writes. All ranks call it.
 
-    Raises ConfigError where no checkpoint before that step is left.
+    Raises Refused where no checkpoint before that step is left, and the step is not one before the first save.
     """
     step, output = recipe.debug.replay, Path(recipe.run.output)
     engine = PlainEngine(parts.module, world)
+    engine.heartbeat = heartbeat
     frozen = frozen_fingerprint(parts.module)
     checkpointer = Checkpointer(output / "checkpoints", keep=1, state=RunState, frozen=frozen)
     saved = checkpointer.load_newest(engine, before_step=step)
-    if saved is None:
-        raise ConfigError(
+    if saved is None and not recipe.replays_from_start:
+        raise Refused(
             f"debug.replay = {step} needs a whole checkpoint before that step, and {output}/checkpoints holds none; "
             "keep more with checkpoint.keep or checkpoint.keep_every_steps, or replay a later step"
         )
     state = TrainState()
-    state.load_state_dict(saved)
-    stream.load_state_dict(saved["stream"] | {"samples": (step - 1) * recipe.train.global_batch_size})
+    place = stream.state_dict()
+    if saved is not None:
+        state.load_state_dict(saved)
+        place = saved["stream"]
+    stream.load_state_dict(place | {"samples": (step - 1) * recipe.train.global_batch_size})
     engine.module.train()
     seed_step(recipe.run.seed, step - 1, world.rank)
     batch = next(stream)

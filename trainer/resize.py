@@ -27,6 +27,16 @@ from data.ground.errors import ConfigError
 from data.ground.options import count, settings_among
 from trainer.resizing.resize import Resize, resize
 
+# Recipe keys that the command sets itself, and those that would end a training before it leaves a model.
+_OWN = (
+    "run.output",
+    "run.resume",
+    "model.source",
+    "model.ladder",
+    "train.stop_at_step",
+    "debug.replay",
+)
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
@@ -57,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes
     args, rest = parser.parse_known_args(argv)
     overrides = settings_among(rest)
+    for key in (each.partition("=")[0] for each in overrides):
+        if key in _OWN:
+            raise ConfigError(f"--{key} is what this command decides itself; leave it out")
     if args.train == "heads" and args.no_heads:
         raise ConfigError("--train heads trains nothing else than heads; leave --no-heads out")
     log_to_stderr()

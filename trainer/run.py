@@ -26,7 +26,7 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from data.ground.command import end_for
-from data.ground.errors import ConfigError
+from data.ground.errors import ConfigError, UserError
 from data.ground.files import describe_os_error, write_atomically
 from data.ground.options import settings_among
 from data.ground.secrets import without_secrets
@@ -58,7 +58,7 @@ from trainer.monitoring.dashboard import open_dashboard
 from trainer.monitoring.metrics import Metrics
 from trainer.monitoring.trackers import check_sinks
 from trainer.optim import learning_rate
-from trainer.replay import replay
+from trainer.replay import check_replay, replay
 from trainer.resilience.anomalies import GaveUp
 from trainer.resilience.run_lock import Locked, lock
 from trainer.resilience.stopping import STOP_FILE_VARIABLE, Stopped, StopRequests
@@ -133,6 +133,7 @@ def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: Stop
     sources = open_shards(recipe)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     stream = open_stream(recipe, sources, rank=rank, world_size=world_size)
+    check_replay(recipe, _total_steps(recipe, stream))
     parts = build_model(recipe, sources, ds_config, weights=loads_weights(recipe, ds_config, rank))
     settings = embedding_settings(recipe, sources)
     evaluator = Evaluator.of(recipe, settings)
@@ -148,11 +149,11 @@ def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: Stop
             if world.is_main and world.size > 1 and takes_weights_of_rank_0(recipe, ds_config):
                 log.info("every rank takes its share of the weights from rank 0, where they have been checked")
             if recipe.debug.replay:
-                replay(recipe, parts, stream, world)
+                replay(recipe, parts, stream, world, heartbeat=watchdog.heartbeat)
                 return 0, None
             # The ranks' weights are equal, and at stage 3 only rank 0 has them.
             frozen = gather_objects(frozen_fingerprint(parts.module) if world.is_main else "")[0]
-            _claim(output, world, stack)
+            _claim(recipe, world, stack)
             write_run_folder(recipe, ds_config, world)
             engine = Engine(parts.module, recipe, world, ds_config)
             engine.heartbeat = watchdog.heartbeat
@@ -168,6 +169,10 @@ def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: Stop
             end = end_for(error)
             watchdog.report(error, DIED_CODE if end is None else end.exit_code)
             raise
+
+
+def _total_steps(recipe: Recipe, stream: Stream) -> int:
+    return recipe.train.steps or stream.num_steps
 
 
 def _say_exchange(recipe: Recipe, world: World) -> None:
@@ -192,7 +197,7 @@ def _train(
     watchdog: Watchdog,
 ) -> tuple[int, str | None]:
     output, world = Path(recipe.run.output), engine.world
-    total_steps = recipe.train.steps or stream.num_steps
+    total_steps = _total_steps(recipe, stream)
     checkpointer = Checkpointer(
         output / "checkpoints",
         keep=recipe.checkpoint.keep,
@@ -203,6 +208,7 @@ def _train(
     state = _resumed(recipe, checkpointer, engine, stream, total_steps=total_steps)
     if world.is_main:
         (output / "STOPPED").unlink(missing_ok=True)
+    plan = _plan(recipe, total_steps, evaluates=evaluator.has_tasks)
     metrics = Metrics(
         output,
         world,
@@ -211,8 +217,8 @@ def _train(
         start_step=state.step,
         dashboard=open_dashboard(recipe, start_step=state.step) if world.is_main else None,
         samples=recipe.log.samples,
+        repeats_evaluation=plan.evaluates_at(state.step) or (evaluator.has_tasks and state.step == total_steps),
     )
-    plan = _plan(recipe, total_steps, evaluates=evaluator.has_tasks)
     evaluate = functools.partial(evaluator.run, engine, parts.tokenizer, world)
 
     def report(step: int, saved: SavedCheckpoint) -> None:
@@ -225,6 +231,8 @@ def _train(
         overlap=recipe.checkpoint.overlap,
         report=report,
     )
+    if world.is_main:
+        _say_if_all_warm_up(plan)
     try:
         reason = train(
             engine,
@@ -242,11 +250,26 @@ def _train(
             if evaluator.has_tasks and not plan.evaluates_at(total_steps):
                 metrics.evaluation(state.step, evaluate())
             save_model(engine, parts, recipe, settings)
-        elif reason is not None and world.is_main:
-            write_atomically(output / "STOPPED", json.dumps({"step": state.step, "reason": reason}) + "\n")
+        else:
+            _end_early(output, state.step, reason, saved=not saves.failed, world=world)
     finally:
         metrics.close()
     return state.step, reason
+
+
+def _end_early(output: Path, step: int, reason: str | None, *, saved: bool, world: World) -> None:
+    """Write STOPPED for a run that was asked to end. All ranks call it.
+
+    reason: None where the recipe ends this process here. saved: whether the step has a checkpoint. Raises Refused where
+    it has none, because a job that starts again at once would lose its steps again.
+    """
+    if not saved:
+        raise Refused(
+            f"stopped after step {step} ({reason or 'train.stop_at_step'}), whose checkpoint could not be saved in "
+            f"{output}/checkpoints; fix what the warning above says, then go on with --resume auto"
+        )
+    if reason is not None and world.is_main:
+        write_atomically(output / "STOPPED", json.dumps({"step": step, "reason": reason}) + "\n")
 
 
 def _resumed(
@@ -301,21 +324,33 @@ def _plan(recipe: Recipe, total_steps: int, *, evaluates: bool) -> Plan:
     )
 
 
-def _claim(output: Path, world: World, stack: ExitStack) -> None:
-    """Hold the run folder against other starts until `stack` closes; all ranks call it."""
-    problem: str | None = None
+def _claim(recipe: Recipe, world: World, stack: ExitStack) -> None:
+    """Hold the run folder against other starts until `stack` closes; all ranks call it.
+
+    The folder is checked once more when it is held, because another start may have filled it since the first check.
+    """
+    output, problem = Path(recipe.run.output), None
     # The folder may change only after all ranks have checked it, and joining the process group may not wait for all.
     dist.barrier()
     if world.is_main:
         try:
             output.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock(output))
-        except Locked as error:
+            check_output_folder(recipe)
+        except (Locked, UserError) as error:
             problem = str(error)
         except OSError as error:
             problem = describe_os_error(error) or f"run.output {output} cannot be used ({error}); name another folder"
     if (problem := gather_objects(problem)[0]) is not None:
         raise Refused(problem)
+
+
+def _say_if_all_warm_up(plan: Plan) -> None:
+    if plan.total_steps == 1 and plan.learning_rate(0) == 0:
+        log.warning(
+            "the run's one step is the first of a warm-up, whose learning rate is 0, so nothing is trained; set "
+            "optim.warmup_ratio = 0"
+        )
 
 
 def _say_if_slow(engine: Engine) -> None:

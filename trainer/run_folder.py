@@ -79,6 +79,10 @@ def _check_folder(recipe: Recipe, output: Path) -> None:
     if output.exists() and not output.is_dir():
         raise ConfigError(f"run.output {output} is a file; name a folder")
     if not saved.is_file():
+        if recipe.debug.replay:
+            raise ConfigError(
+                f"debug.replay = {recipe.debug.replay} is a step of a run, and {output} holds none; check run.output"
+            )
         if recipe.run.resume == "required":
             raise ConfigError(f"run.resume = 'required', but {output} holds no run; check run.output or use 'auto'")
         if output.is_dir() and any(not is_begun(path.name) for path in output.iterdir()):
@@ -89,7 +93,7 @@ def _check_folder(recipe: Recipe, output: Path) -> None:
             f"run.output {output} holds another run; go on with it by --resume auto, or name another folder"
         )
     check_same_recipe(recipe)
-    if Checkpointer(output / "checkpoints", keep=1).newest() is None:
+    if Checkpointer(output / "checkpoints", keep=1).newest() is None and not recipe.replays_from_start:
         if recipe.run.resume == "required":
             raise ConfigError(no_checkpoint(output))
         if (lost := lost_training(output)) is not None:
@@ -99,7 +103,13 @@ def _check_folder(recipe: Recipe, output: Path) -> None:
 def check_same_recipe(recipe: Recipe) -> None:
     """Refuse a recipe that differs from that of the run in its folder. That run is resumed, or is done."""
     output = Path(recipe.run.output)
-    before = flat(build_recipe(read_toml(output / "recipe.toml")))
+    written = read_toml(output / "recipe.toml")
+    try:
+        before = flat(build_recipe(written))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{output / 'recipe.toml'}, with which the run in that folder was started: {error}"
+        ) from error
     for key, value in flat(recipe).items():
         free = key.split(".")[0] in _FREE_SECTIONS or key in _FREE_KEYS
         # The folder's recipe lacks passwords, and they may change.

@@ -224,7 +224,6 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "torn manifest": (cut_the_manifest, "manifest is no JSON"),
     "changed manifest": (change_the_manifest, "manifest was changed"),
     "manifest of no format": (lambda folder: (folder / "manifest.json").write_text("{}"), "it has no format"),
-    "another model's": (other_shapes, "not this model's"),
     "a deep manifest": (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "nested too deep"),
     "a list": (lambda folder: (folder / "manifest.json").write_text("[1]"), "no JSON object"),
     "no UTF-8": (lambda folder: (folder / "manifest.json").write_bytes(b"\xff"), "not UTF-8"),
@@ -334,6 +333,15 @@ def test_one_that_may_be_sound_ends_the_start(
         saved.load_newest(Held(0.5))
     with pytest.raises(DataError, match=said):
         saved.newest()
+    assert same_files(saved.folder) == before and not caplog.records
+
+
+def test_one_of_another_model_ends_the_start(saved: Checkpointer, caplog: pytest.LogCaptureFixture) -> None:
+    """Its bytes are those that were written, so the model of this start is the wrong one."""
+    other_shapes(newest(saved))
+    before = same_files(saved.folder)
+    with pytest.raises(Refused, match=r"step_00000002 cannot be read, and may be sound .*not this model's"):
+        saved.load_newest(Held(0.5))
     assert same_files(saved.folder) == before and not caplog.records
 
 
@@ -602,6 +610,38 @@ def test_a_thread_that_cannot_write(saved: Checkpointer, monkeypatch: pytest.Mon
     assert names(saved) == ["latest", "step_00000001", "step_00000002"]
     assert saved.finish(saved.begin(held, {"step": 3}, overlap=True)) is not None
     assert_loads(saved, 3)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_by_another_error(saved: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its file nothing is committed, and so nothing sound is pruned."""
+
+    def no_memory(*args: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as context:
+        context.setattr(checkpoint, "write_fragments", no_memory)
+        assert saved.finish(saved.begin(Held(3), {"step": 3}, overlap=True)) is None
+    assert_loads(saved, 2)
+
+
+def test_whether_the_last_save_failed(saved: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    saves = Saves(saved, Held(3), state_of=lambda: {"step": 3}, overlap=True, report=lambda *_: None)
+    saves.finish()
+    assert not saves.failed, "nothing was to be saved"
+    with monkeypatch.context() as context:
+        context.setattr(checkpoint, "write_fragments", full)
+        saves.begin()
+        saves.finish()
+    assert saves.failed
+    saves.finish()
+    assert saves.failed, "there is still no checkpoint"
+    saves.begin()
+    saves.finish()
+    assert not saves.failed
 
 
 class Killed(BaseException):

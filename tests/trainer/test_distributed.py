@@ -1,12 +1,13 @@
-"""Seeding: what dropout draws follows from the seed alone, on the CPU and on a GPU."""
+"""Seeding: what dropout draws follows from the seed alone, on the CPU and on a GPU. Ranks without a GPU are refused."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from data.ground.errors import UserError
 from data.keyed_random import derive_seed
-from trainer.distributed import seed_torch
+from trainer.distributed import _take_gpu, seed_torch
 
 
 def test_seeds_are_torchs_own() -> None:
@@ -27,3 +28,15 @@ def test_a_gpu_is_seeded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     seed_torch(5)
     assert seeds == [5]
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would say "invalid device ordinal", with a traceback."""
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    _take_gpu(1)
+    assert taken == [1]
+    with pytest.raises(UserError, match=r"LOCAL_RANK is 2.*GPUs that this rank sees is 2"):
+        _take_gpu(2)
+    assert taken == [1]

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from data.ground.errors import ConfigError
+from tests.trainer.support import recipe_of, recipe_values
 from trainer import run_folder
+from trainer.config.load import as_toml
 from trainer.resilience.run_lock import is_begun
-from trainer.run_folder import prove_writable, steps_trained
+from trainer.run_folder import check_output_folder, prove_writable, steps_trained
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -75,3 +77,13 @@ def test_how_far_a_run_came(content: bytes, steps: int, saved: int, tmp_path: Pa
     assert steps_trained(path) == 0
     path.write_bytes(content)
     assert (steps_trained(path), steps_trained(path, saved=True)) == (steps, saved)
+
+
+def test_a_recipe_that_another_version_wrote(tmp_path: Path) -> None:
+    """The message names that file, for the user's own recipe is sound."""
+    output = tmp_path / "run"
+    output.mkdir()
+    recipe = recipe_of(recipe_values("shards", run={"output": str(output), "resume": "auto"}))
+    (output / "recipe.toml").write_text(as_toml(recipe).replace("hang_seconds", "hang_minutes"))
+    with pytest.raises(ConfigError, match=r"run/recipe\.toml, .*unknown key train\.hang_minutes"):
+        check_output_folder(recipe)

@@ -33,6 +33,8 @@ from trainer.config.read_keys import is_read, says_nothing, why_unread
 from trainer.config.schema import SECTIONS, Recipe, bounds_of, flat, keys_of
 
 _MOST_BASES = 32
+# Lists of sentences: on the command line a comma does not end an entry.
+_SENTENCES = ("data.query_prompts", "data.passage_prompts")
 # Keys of folders and files, which may be addresses with secrets. A recipe that is shown differs in these values alone.
 _PLACES = (
     "run.output",
@@ -63,8 +65,10 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
         section, dot, name = key.partition(".")
         if not (equals and dot and name):
             raise ConfigError(f"{key!r} is not of the form --section.key=value")
-        hint = _key(section, name).annotation
-        given.setdefault(section, {})[name] = _parse(key, text, hint)
+        value = _parse(key, text, _key(section, name).annotation)
+        if _holds_null(value):
+            raise ConfigError(f"--{key} holds null, which a recipe cannot; leave that setting out")
+        given.setdefault(section, {})[name] = value
     layers.append(given)
     recipe = build_recipe(_merged(layers))
     check(recipe)
@@ -275,10 +279,23 @@ def _parse(key: str, text: str, hint: Any) -> Any:
         with contextlib.suppress(ValueError, RecursionError):
             return parse()
     inner = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
+    if key in _SENTENCES and text:
+        return [text]
     if inner is str or typing.get_origin(inner) is Literal:
         return [part for part in text.split(",") if part]
     shown = text if len(text) <= 200 else f"{text[:200]}…"
     raise ConfigError(f"--{key}={shown} is not {_describe(hint)}")
+
+
+def _holds_null(value: Any) -> bool:
+    """Whether there is a null anywhere in tables and lists that were read from JSON."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if value is None:
+            return True
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return False
 
 
 def _describe(hint: Any) -> str:

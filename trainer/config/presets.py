@@ -120,6 +120,8 @@ SRL_STS = (
 )
 
 _TABLES = {("masked", ""): SMAE, ("contrastive", "retrieval"): SRL_RETRIEVAL, ("contrastive", "sts"): SRL_STS}
+# The values of objective.name that have presets.
+WITH_PRESETS = tuple(dict.fromkeys(name for name, _ in _TABLES))
 
 
 def preset_settings(name: str, preset: str, preset_for: str) -> dict[str, Any]:

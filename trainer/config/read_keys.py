@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.choices import MEANS
+from trainer.config.presets import WITH_PRESETS
 from trainer.config.schema import Recipe
 from trainer.config.step_sizes import ALONE, FIXED, NARROWED, SEVERAL, WEIGHTED_BY_LAYERS
 
@@ -69,6 +70,10 @@ PAIRS = Condition('objective.pairs = "spans" or "tuples"', lambda recipe: recipe
 SPANS = Condition('objective.pairs = "spans"', lambda recipe: recipe.pairs == "spans")
 DECODER = Condition("objective.decoder = true", lambda recipe: recipe.objective.decoder)
 BASIC = Condition('objective.decoding = "basic"', lambda recipe: recipe.objective.decoding == "basic")
+PUBLISHED = Condition(
+    "objective.name = " + " or ".join(f'"{name}"' for name in WITH_PRESETS),
+    lambda recipe: recipe.objective.name in WITH_PRESETS,
+)
 PRESET = Condition("objective.preset", lambda recipe: bool(recipe.objective.preset))
 ONE_SIZE = Condition('objective.sizes = "one"', lambda recipe: recipe.objective.sizes == "one")
 SEVERAL_SIZES = Condition(
@@ -183,7 +188,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "objective.own": (OWN,),
     "objective.sizes": ALWAYS,
     "objective.size": (ONE_SIZE,),
-    "objective.preset": ALWAYS,
+    "objective.preset": (PUBLISHED,),
     "objective.preset_for": (CONTRASTIVE, PRESET),
     "objective.reduction": (SEVERAL_SIZES,),
     "objective.layer_weighting": (LAYERS, LOWER_LAYERS),

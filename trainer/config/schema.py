@@ -134,6 +134,11 @@ class Recipe(Sections):
         return (self.single_size or self.ladder.full).layers
 
     @property
+    def replays_from_start(self) -> bool:
+        """Whether the step to replay comes before the first save, so that the first weights are the nearest."""
+        return 0 < self.debug.replay <= self.checkpoint.every_steps
+
+    @property
     def step_sizes(self) -> StepSizes:
         """The sizes that a step trains."""
         return StepSizes(self.objective.sizes, self.ladder, self.single_size)

@@ -88,8 +88,12 @@ class Metrics:
         start_step: int,
         dashboard: Dashboard | None,
         samples: bool = False,
+        repeats_evaluation: bool = True,
     ) -> None:
-        """samples: write down which samples each step read, in one file a rank."""
+        """samples: write down which samples each step read, in one file a rank.
+
+        repeats_evaluation: whether the run evaluates at `start_step`, in place of an evaluation that it has there.
+        """
         self._world = world
         self._every_steps = every_steps
         self._total_steps = total_steps
@@ -104,7 +108,7 @@ class Metrics:
         if not world.is_main:
             return
         path = folder / "metrics.jsonl"
-        forget_after(path, start_step)
+        forget_after(path, start_step, repeats_evaluation=repeats_evaluation)
         self._file = Lines(path)
         self._bar = tqdm(
             total=total_steps,
@@ -257,10 +261,10 @@ def _memory_mib(device: torch.device) -> float:
     return psutil.Process().memory_info().rss / 2**20
 
 
-def forget_after(path: Path, step: int) -> None:
+def forget_after(path: Path, step: int, *, repeats_evaluation: bool = True) -> None:
     """Drop the records of steps that a resumed run repeats, and lines that are no records, such as a line cut off.
 
-    An evaluation at the resumed step is dropped as well, because the run repeats it.
+    repeats_evaluation: whether an evaluation at the resumed step is repeated, and so dropped as well.
     """
     if not path.is_file():
         return
@@ -273,7 +277,7 @@ def forget_after(path: Path, step: int) -> None:
             record = None
         if not isinstance(record, dict) or type(record.get("step")) is not int or not line.endswith(b"\n"):
             broken += 1
-        elif record["step"] < step + (not any(name.startswith(EVALUATION) for name in record)):
+        elif record["step"] < step + (not (repeats_evaluation and any(name.startswith(EVALUATION) for name in record))):
             kept.append(line)
     if broken:
         log.warning("%s: dropped %d line%s that %s cut off or no record", path, broken, *_plural(broken))

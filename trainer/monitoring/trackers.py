@@ -203,15 +203,22 @@ class WeightsAndBiases:
         except Exception as error:
             raise _unreachable("wandb", error, "log in with `wandb login`, or set WANDB_MODE=offline") from error
         _track(folder, "wandb", self._run.id)
+        self._newest = 0
+
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        # The service drops records of steps before its newest one. A checkpoint that was written while training went on
+        # is such a record, so it is shown at the newest step.
+        self._newest = max(self._newest, step)
+        self._run.log(values, step=self._newest)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+        self._log(dict(values), step)
 
     def text(self, name: str, markdown: str) -> None:
         self._run.config.update({name: markdown}, allow_val_change=True)
 
     def figure(self, name: str, figure: Any, *, step: int) -> None:
-        self._run.log({name: self._wandb.Image(_pixels(figure))}, step=step)
+        self._log({name: self._wandb.Image(_pixels(figure))}, step)
 
     def hparams(self, settings: Settings) -> None:
         self._run.config.update(dict(settings), allow_val_change=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,6 +46,19 @@ class Process:
         """Whether it still runs; False also for a process that has ended and for which its parent has not waited."""
         state = _state_of(self.pid)
         return state is not None and state[0] not in _ENDED and state[1] == self.started
+
+
+def numbering() -> str:
+    """The numbering that this process' number belongs to; numbers of another one say nothing about this one's.
+
+    It differs between machines, even if these have the same name, and between containers of one machine that have a PID
+    namespace each, as with `apptainer exec --containall`.
+    """
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # where there is no /proc
+        parts.append((_PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip())
+        parts.append(str((_PROC / "self" / "ns" / "pid").readlink()))
+    return " ".join(parts)
 
 
 class ProcessorWaits:

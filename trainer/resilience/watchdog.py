@@ -2,7 +2,7 @@
 
 Each rank has a thread that writes a heartbeat once a second, its main thread's progress, into the key-value store at
 the process group's address, and reads the heartbeats of others. A verdict ends the job where
-- a process of this machine is gone (every rank checks, and notices at once);
+- a process of this machine, and of this container, is gone (every rank checks, and notices at once);
 - a rank's thread is silent for SILENT_SECONDS, because its process or its machine is gone or stands still (rank 0
   checks all ranks, the others check rank 0);
 - no rank makes progress until a timeout, because some rank has not joined a collective (rank 0 checks). The timeout is
@@ -25,6 +25,7 @@ import shutil
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -35,7 +36,7 @@ import torch.distributed as dist
 
 from data.ground.secrets import without_secrets
 from trainer.distributed import World, named_ranks
-from trainer.resilience.processes import Process, ProcessorWaits
+from trainer.resilience.processes import Process, ProcessorWaits, numbering
 
 DIED_CODE = 1
 SILENT_SECONDS = 30.0
@@ -103,13 +104,13 @@ class Watchdog:
         # torchrun's store outlives its ranks, so each restart has a prefix of its own.
         self._store = dist.PrefixStore(f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         me = Process.me()
-        self._put(f"process/{self._world.rank}", [socket.gethostname(), me.pid, me.started])
+        self._put(f"process/{self._world.rank}", [numbering(), me.pid, me.started])
         self._put(f"beat/{self._world.rank}", self._state(0))
-        everyone = range(self._world.size)
-        known = [json.loads(each) for each in self._store.multi_get([f"process/{rank}" for rank in everyone])]
-        for rank, (host, pid, started) in zip(everyone, known):
-            if host == socket.gethostname() and rank != self._world.rank:
-                self._neighbours[rank] = Process(pid, started)
+        keys = [f"process/{rank}" for rank in range(self._world.size)]
+        # Joining the process group may not wait for all ranks, of which one may still be reading its model.
+        self._store.wait(keys, timedelta(seconds=PATIENCE_SECONDS))
+        known = [json.loads(each) for each in self._store.multi_get(keys)]
+        self._neighbours = neighbours_of(self._world.rank, known)
         self._thread.start()
         return self
 
@@ -259,6 +260,16 @@ class Watchdog:
         """Let the other ranks read the verdict before rank 0 ends, because the store usually ends with rank 0."""
         if self._world.is_main and self._world.size > 1:
             time.sleep(2.5 * HEARTBEAT_SECONDS)
+
+
+def neighbours_of(rank: int, known: Sequence[tuple[str, int, float]]) -> dict[int, Process]:
+    """The other ranks whose processes this rank can look at. known: numbering, number and start of each rank's."""
+    mine = known[rank][0]
+    return {
+        other: Process(pid, started)
+        for other, (numbered, pid, started) in enumerate(known)
+        if numbered == mine and other != rank
+    }
 
 
 def _about_loaders(phase: str) -> str:

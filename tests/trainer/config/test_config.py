@@ -69,6 +69,8 @@ def test_a_table_in_a_section_replaces_the_bases(tmp_path: Path) -> None:
         ("evaluation.sts=[]", "evaluation.sts", []),
         ("data.mixture_temperature=2", "data.mixture_temperature", 2.0),
         ("data.query_prompts=query: ", "data.query_prompts", ["query: "]),
+        ("data.query_prompts=for a question, find: ", "data.query_prompts", ["for a question, find: "]),
+        ("data.query_prompts=", "data.query_prompts", []),
         ('data.passage_prompts=["text, or so: "]', "data.passage_prompts", ["text, or so: "]),
     ],
 )
@@ -83,6 +85,14 @@ def test_tables_on_the_command_line(tmp_path: Path) -> None:
     for text in ('{model_type = "bert", hidden_size = 8}', '{"model_type": "bert", "hidden_size": 8}'):
         loaded = load_recipe(recipe, [f"model.config={text}"])
         assert loaded.model.config == {"model_type": "bert", "hidden_size": 8}
+
+
+@pytest.mark.parametrize("text", ['{"model_type": "bert", "pad_token_id": null}', '{"a": [{"b": null}]}', "null"])
+def test_null_on_the_command_line_is_refused(text: str, tmp_path: Path) -> None:
+    """JSON has it, and the run's recipe.toml could not hold it."""
+    recipe = write(tmp_path, "recipe.toml", MINIMAL.replace('source = "some/encoder"', ""))
+    with pytest.raises(ConfigError, match=r"--model\.config holds null"):
+        load_recipe(recipe, [f"model.config={text}"])
 
 
 def test_a_resolved_recipe_reads_back_equal(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     "data.cache_dir": ("cache", [], [["data.verify=size"]]),
     "data.cache_gib": ("8.0", ['data.shards=["s3://bucket/shards"]'], [[]]),
     "objective.size": ("2x32", ["objective.sizes=one"], [[], ["objective.sizes=full"]]),
+    "objective.preset": ("paper", ["objective.preset_for=sts"], [DISTILL]),
     "objective.preset_for": ("sts", ["objective.preset=paper"], [[], [*MASKED, "objective.preset=paper"]]),
     "objective.reduction": (
         "sum",

@@ -9,9 +9,11 @@ import math
 import os
 import re
 import struct
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,7 +41,13 @@ from trainer.monitoring.dashboard import (
     shown_sizes,
     texts_of,
 )
-from trainer.monitoring.trackers import RESULTS_RUN, TensorBoard, check_sinks, tensorboard_place
+from trainer.monitoring.trackers import (
+    RESULTS_RUN,
+    TensorBoard,
+    WeightsAndBiases,
+    check_sinks,
+    tensorboard_place,
+)
 from trainer.run import execute
 
 CUPS = ["demi", "short", "tall", "grande", "venti", "trenta"]
@@ -452,6 +460,23 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                     losses[items["_step"]] = items["loss"]
     assert losses == {step: 10.0 / step for step in (1, 2, 3, 4)}
     assert any("nDCG@10" in key for key in keys) and any("loss/demi" in key for key in keys)
+
+
+def test_wandb_takes_a_late_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service drops what comes with a step before its newest one; a save that overlaps with training comes so."""
+    shown: dict[int, dict[str, float]] = {}
+
+    def log(values: dict[str, float], step: int) -> None:
+        if step >= max(shown, default=0):
+            shown[step] = shown.get(step, {}) | values
+
+    run = SimpleNamespace(id="x", log=log)
+    fake = SimpleNamespace(init=lambda **_: run, Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    sink = WeightsAndBiases(tmp_path, resumed=False)
+    for step, values in [(2, {"loss": 1.0}), (3, {"loss": 0.5}), (2, {"checkpoint/mib": 7.0}), (4, {"loss": 0.2})]:
+        sink.scalars(step, values)
+    assert shown == {2: {"loss": 1.0}, 3: {"loss": 0.5, "checkpoint/mib": 7.0}, 4: {"loss": 0.2}}
 
 
 def test_a_full_disk_under_tensorboard_is_told_once(

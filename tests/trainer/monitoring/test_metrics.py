@@ -118,6 +118,16 @@ def test_what_a_resumed_run_keeps(
         assert f"dropped {dropped} line" in caplog.text
 
 
+@pytest.mark.parametrize("repeats", [True, False])
+def test_an_evaluation_is_dropped_only_where_it_is_repeated(repeats: bool, tmp_path: Path) -> None:
+    """A run may be resumed with another `evaluation.every_steps`, as the best of several seeds is."""
+    path = tmp_path / "metrics.jsonl"
+    scores = b'{"step": 3, "evaluation/x": 1}\n'
+    path.write_bytes(KEPT + scores + b'{"step": 4, "evaluation/x": 1}\n')
+    forget_after(path, 3, repeats_evaluation=repeats)
+    assert path.read_bytes() == KEPT + scores * (not repeats)
+
+
 def test_cutting_its_end_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +19,8 @@ import torch
 from tests import ROOT
 from trainer.distributed import World
 from trainer.resilience import watchdog
-from trainer.resilience.processes import ProcessorWaits
-from trainer.resilience.watchdog import NEXT_BATCH, PATIENCE_SECONDS, Watchdog
+from trainer.resilience.processes import Process, ProcessorWaits, numbering
+from trainer.resilience.watchdog import NEXT_BATCH, PATIENCE_SECONDS, Watchdog, neighbours_of
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 
@@ -55,6 +60,53 @@ def test_three_of_the_longest_pauses_are_allowed(monkeypatch: pytest.MonkeyPatch
     now[0] += 20.0
     found.heartbeat("backward")
     assert found.stuck(now[0] + 59.0) is None and found.stuck(now[0] + 61.0) is not None
+
+
+def test_only_processes_of_the_same_numbering_are_looked_at() -> None:
+    """In containers with a PID namespace each, all ranks may have the number 1."""
+    known = [("vm 4026531836", 1, 5.0), ("vm 4026532001", 1, 6.0), ("vm 4026531836", 2, 7.0)]
+    assert neighbours_of(0, known) == {2: Process(2, 7.0)} and neighbours_of(1, known) == {}
+
+
+def test_a_numbering_is_of_a_machine_and_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = numbering()
+    assert own == numbering()
+    with monkeypatch.context() as context:
+        context.setattr(Path, "readlink", lambda path: Path("pid:[7]"))
+        assert numbering() != own
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    assert numbering() != own
+
+
+class LateStore(dict[str, bytes]):
+    """A store in which the other rank appears after `SECONDS`: what waits for less than that fails."""
+
+    SECONDS = 600.0
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        if timeout.total_seconds() < self.SECONDS:
+            raise RuntimeError("wait timeout")
+        self.update({key: json.dumps(["elsewhere", 1, 1.0]).encode() for key in keys if key not in self})
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self[key] for key in keys]  # KeyError where nobody has waited for the key
+
+
+def test_a_rank_that_comes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joining the process group may not wait for all ranks, of which one may still be reading its model."""
+    store = LateStore()
+    monkeypatch.setattr(watchdog.dist, "TCPStore", lambda *_, **__: None)
+    monkeypatch.setattr(watchdog.dist, "PrefixStore", lambda *_: store)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    first = Watchdog(World(0, 0, 2, torch.device("cpu")), hang_seconds=10.0)
+    monkeypatch.setattr(first, "_watch", lambda: None)
+    first._thread = threading.Thread(target=first._watch)
+    with first:
+        assert "process/1" in store
 
 
 class Starved:

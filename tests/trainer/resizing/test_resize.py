@@ -197,6 +197,8 @@ def test_agreement_is_the_whole_models_own_order(model_folder: Path, docstrings:
         (["--sizes", "small"], "is not of the form"),
         (["--train", "heads", "--no-heads"], "leave --no-heads out"),
         (["--sts", "absent.tsv"], "absent.tsv"),
+        (["--run.output=elsewhere"], "--run.output is what this command decides itself"),
+        (["--train.stop_at_step=3"], "--train.stop_at_step is what this command decides itself"),
         (["--max-length", "2"], "the model takes 3 to 64 tokens"),
         (["--max-length", "65"], "the model takes 3 to 64 tokens"),
     ],
