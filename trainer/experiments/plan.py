@@ -141,10 +141,7 @@ def load_study(path: str | Path) -> Study:
     settings = _settings(top, "")
     backbones = {name: _backbone(name, table, path) for name, table in top.tables("backbones")}
     methods = {name: _method(name, table, path, tuple(backbones)) for name, table in top.tables("methods")}
-    ablations = tuple(
-        Ablation(table.text("name", needed=True), table.text("with", needed=True), table.text("without", needed=True))
-        for table in top.list_of_tables("ablations")
-    )
+    ablations = tuple(map(_ablation, top.list_of_tables("ablations")))
     top.refuse_rest()
     evaluation = EvaluationPlan(
         tuple(tests.list_of("sts", str)),
@@ -321,6 +318,12 @@ def _method(name: str, table: _Table, path: Path, all_backbones: tuple[str, ...]
     return Method(name, path.parent / recipe if recipe else None, backbones, each_size, settings, ladder)
 
 
+def _ablation(table: _Table) -> Ablation:
+    name, with_arm, without_arm = (table.text(key, needed=True) for key in ("name", "with", "without"))
+    table.refuse_rest()
+    return Ablation(name, with_arm, without_arm)
+
+
 def _settings(table: _Table, where: str) -> dict[str, Any]:
     settings = table.take("settings", dict, {})
     for key in settings:
@@ -360,7 +363,9 @@ def _check(study: Study) -> None:
             )
     if study.baseline not in study.arms:
         raise ConfigError(f"study.baseline = {study.baseline!r} is no arm; the arms are {', '.join(study.arms)}")
-    for ablation in study.ablations:
+    for number, ablation in enumerate(study.ablations):
+        if ablation.name in (each.name for each in study.ablations[:number]):
+            raise ConfigError(f"two ablations are called {ablation.name!r}; give each a name of its own")
         for arm in (ablation.with_arm, ablation.without_arm):
             if arm not in study.arms:
                 raise ConfigError(f"ablation {ablation.name!r} names {arm!r}; the arms are {', '.join(study.arms)}")

@@ -80,7 +80,8 @@ def is_done(run: Run) -> bool:
     return (run.folder / "DONE").is_file()
 
 
-def finished_steps(run: Run) -> int:
+def finished_at(run: Run) -> int:
+    """When a run that is done was finished, in nanoseconds."""
     return (run.folder / "DONE").stat().st_mtime_ns
 
 
