@@ -375,7 +375,7 @@ def _load(folder: str | Path) -> tuple[Encoder, Any, EmbeddingSettings]:
 
 def _settings(folder: str | Path, settings: EmbeddingSettings | None) -> EmbeddingSettings:
     """The settings of a model, which must have some."""
-    if settings is None or not settings.ladder:
+    if settings is None:
         raise ConfigError(f"{folder} does not say how it pools; give a folder of sentence-transformers")
     return settings
 
