@@ -74,6 +74,11 @@ class Method:
     settings: Mapping[str, Any]
     ladder: Ladder | None = None  # None: the study's ladder
 
+    @property
+    def has_all_sizes(self) -> bool:
+        """Whether each of its models has all sizes of the study's ladder."""
+        return not self.each_size and self.ladder is None
+
 
 @dataclass(frozen=True)
 class Ablation:
@@ -198,7 +203,7 @@ def results_of(study: Study) -> list[Result]:
                 name = f"{arm}/seed_{seed}" + (f"/{size}" if size else "")
                 # The control does not depend on the method, so it is evaluated once per backbone, with a method of all
                 # sizes.
-                untrained = study.evaluation.untrained and not size and backbone not in controlled
+                untrained = study.evaluation.untrained and method.has_all_sizes and backbone not in controlled
                 if untrained:
                     controlled.add(backbone)
                 if method.recipe is None:

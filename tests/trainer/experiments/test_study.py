@@ -231,6 +231,21 @@ def test_jobs_of_what_is_not_trained(as_it_is: Path) -> None:
     assert words[words.index("--max-length") + 1] == "48"
 
 
+def test_a_smaller_ladder_gives_neither_the_control_nor_the_latency(as_it_is: Path) -> None:
+    """They are of the study's sizes, and the first method that has all of them makes them."""
+    path = changed(as_it_is, "evaluation", untrained=True)
+    path = changed(path, "methods", separate={"ladder": [LADDER[0], LADDER[-1]]}, as_it_is={})
+    study = load_study(path)
+    runs, results = study_jobs.chosen(study, None)
+    assert results[0].arm == "tiny/separate"
+    assert [result.arm for result in results if result.untrained] == ["tiny/srl", "small/srl"]
+    *_, latency = study_jobs.jobs_of(study, runs, results, Work(study.output))
+    words = list(map(str, latency.command()))
+    assert words[words.index("--sizes") + 1] == ",".join(map(str, SIZES))
+    runs, results = study_jobs.chosen(study, ["tiny/separate"])
+    assert "latency" not in [job.name for job in study_jobs.jobs_of(study, runs, results, Work(study.output))]
+
+
 def test_a_list_names_what_is_only_evaluated(as_it_is: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study = load_study(as_it_is)
     results = results_of(study)
