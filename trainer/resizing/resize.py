@@ -41,7 +41,7 @@ from trainer.evaluation.encoding.across import Searched, SizePair, encoded_sizes
 from trainer.evaluation.encoding.encode import embedder_of
 from trainer.evaluation.latency import measure_costs
 from trainer.evaluation.results.output import results_content, write_json
-from trainer.evaluation.results.report import HEADLINE_METRICS, Record
+from trainer.evaluation.results.report import Record
 from trainer.evaluation.run import Outputs, evaluate_tasks
 from trainer.evaluation.subject import check_sizes, choose_device, load_model
 from trainer.evaluation.tasks.read import read_tasks
@@ -53,7 +53,7 @@ from trainer.exporting.sizes import export_sizes
 from trainer.resizing.closed_form import FITTED_TEXTS, HELD_OUT_TEXTS, depth_states, fit_heads
 from trainer.resizing.figures import draw
 from trainer.resizing.neurons import WEIGHED_TEXTS, sort_neurons
-from trainer.resizing.table import AS_IT_IS, CLOSED_FORM, RESIZED, TO_WHOLE, Row, Table, as_markdown
+from trainer.resizing.table import AS_IT_IS, CLOSED_FORM, RESIZED, TO_WHOLE, Row, Table, as_markdown, scores_of
 from trainer.run import execute
 from trainer.teacher_vectors import store_vectors
 
@@ -66,6 +66,7 @@ AGREEMENT = "agreement"  # the task that needs no labels
 # A tenth of the texts, up to this number, is held out of training and used for the task above.
 _HELD_OUT = 1_000
 _HELD_OUT_SHARE = 10
+_LEAST_HELD_OUT = 4  # two texts have one cosine, which no order of pairs can agree with
 _TIMED_TEXTS = 50
 _DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"  # absolute, so that any working directory will do
 _SHARES = (1 / 12, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 1)  # of the width, for each of six sizes
@@ -98,7 +99,7 @@ class Resize:
         most = _HELD_OUT_SHARE * _HELD_OUT
         texts = itertools.chain.from_iterable(map(_texts_of, self._plan()))
         first = list(itertools.islice(texts, min(most, self.limit or most)))
-        return first[: max(2, len(first) // _HELD_OUT_SHARE)]
+        return first[: max(_LEAST_HELD_OUT, len(first) // _HELD_OUT_SHARE)]
 
     @cached_property
     def units(self) -> list[InputSplit]:
@@ -422,14 +423,11 @@ def _measured(asked: Resize, sts: Sequence[STSTask], beir: Sequence[RetrievalDat
     if asked.heads:
         folders[CLOSED_FORM] = asked.output / CLOSED_FORM
     sts = [agreement(*_load(asked.teacher or folders[AS_IT_IS]), asked.held_out), *sts]
-    scores: dict[tuple[str, Size, str], float] = {}
+    scores: dict[tuple[str, Size, str], float | None] = {}
     for method, folder in folders.items():
         log.info("evaluating %s", method.replace("_", " "))
         records = _evaluate(folder, sts, beir)
-        for record in records:
-            if record.metric == HEADLINE_METRICS[record.kind]:
-                column = method if record.document_layers == 0 else f"{method}{TO_WHOLE}"
-                scores[record.task, record.shape, column] = record.value
+        scores |= scores_of(method, records)
         if method == RESIZED:
             _write_results(asked, trained, records)
     exported = asked.output / EXPORT

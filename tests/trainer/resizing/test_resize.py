@@ -266,3 +266,5 @@ def test_the_first_texts_of_all_files_are_held_out(tmp_path: Path) -> None:
     read = [record["text"] for unit in asked.units for _, record in read_split(unit)]
     assert asked.held_out == [f"text {number}" for number in range(4)]
     assert read == [f"text {number}" for number in range(4, 40)]
+    few = Resize("m", tuple(str(tmp_path / f"{number:02d}.txt") for number in range(20)), tmp_path / "run")
+    assert len(few.held_out) == 4  # of two, every pair has the same cosine
