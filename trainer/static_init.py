@@ -89,7 +89,8 @@ def make_start(model: str, output: Path, *, source: str, dim: int, sif: float) -
         raise ConfigError(f"--output {output} is not empty; give a new folder")
     if not 0 <= sif < math.inf:
         raise ConfigError(f"--sif {sif} is below 0; give 0 for no weighting, or a number such as 1e-4")
-    encoder, tokenizer, own = load_model(model)
+    # A decoder may not say how it pools, which has no part in its token embeddings.
+    encoder, tokenizer, own = load_model(model, pooling="mean" if source == "tokens" else None)
     encoder.eval()
     if encoder.is_static:
         raise ConfigError(f"{model} is a static encoder already; name it in model.source as it is")

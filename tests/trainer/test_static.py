@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from data.tokens import Frame
-from models.encoder import Encoder, build_masked_lm, load_encoder
+from models.encoder import Encoder, build_decoder, build_masked_lm, load_encoder
 from models.settings import EmbeddingSettings
-from models.sizes import Size
+from models.sizes import ModelError, Size
 from models.static_embedding import StaticConfig, StaticModel
 from tests.needs import needed, own
 from tests.ranks import run_ranks
@@ -275,6 +275,22 @@ def test_a_table_has_a_row_for_the_largest_id(tiny_tokenizer, encoder_folder: Pa
     start = static_init.make_start(str(folder), tmp_path / "start", source="tokens", dim=8, sif=0.0)
     table = load_model(start)[0].word_embeddings.weight
     assert len(table) == rows and table[rows - 1].any()
+
+
+def test_token_embeddings_need_no_pooling(tiny_tokenizer, tmp_path: Path) -> None:
+    """A plain decoder does not say how it pools. A special token that it does not embed has a row of zeros."""
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = {"model_type": "qwen3", **shape, "num_key_value_heads": 1, "head_dim": 8}
+    folder, output = tmp_path / "decoder", tmp_path / "start"
+    build_decoder(config, "causal", vocab_size=len(tiny_tokenizer), pad_token_id=0).save_pretrained(folder)
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ModelError, match="does not say how it pools"):
+        static_init.make_start(str(folder), output, source="outputs", dim=0, sif=0.0)
+    static_init.make_start(str(folder), output, source="tokens", dim=0, sif=0.0)
+    table = load_encoder(output).word_embeddings.weight
+    assert table.shape == (len(tokenizer), 16) and not table[-1].any() and table[-2].any()
 
 
 def test_components_come_strongest_first_and_frequent_tokens_weigh_least() -> None:
