@@ -429,6 +429,7 @@ def test_command(make_model: ModelFactory, tmp_path: Path, capsys: pytest.Captur
 
 def test_user_errors_exit_with_2(make_model: ModelFactory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_model("bert")
+    capsys.readouterr()  # the bar of the model's files, unless an earlier test has switched bars off
 
     def error(*args: str) -> str:
         assert export.main(["--output", str(tmp_path / "out"), *args]) == 2
