@@ -4,7 +4,8 @@ What is decided here:
 - One file holds the texts of the queries and one those of the passages, in the order in which they were read. Memory
   holds 8 bytes a query and some 50 bytes a mention of a passage, but no text.
 - Passages that differ in white space and case only count as one (64-bit hashes, so the probability that two different
-  passages among n are taken for one is n² / 2^65).
+  passages among n are taken for one is n² / 2^65). Where it is found, it has the text of its first mention; a row's own
+  positives and negatives keep theirs.
 - A query's known positives are the positives of all rows with its text. A passage that equals the query is never a
   negative.
 """
@@ -27,7 +28,7 @@ from data.ground.errors import DataError
 from data.ground.files import sync
 from data.lines import ByteCounter
 
-QUERIES, PASSAGES, TABLES = "queries.bin", "passages.bin", "tables.npz"
+QUERIES, PASSAGES, TABLES = "queries.bin", "passages.bin", "index.npz"
 _RECORDS_PER_REPORT = 4096
 
 
@@ -41,6 +42,7 @@ class Passages:
             self._lengths: np.ndarray = tables["lengths"]  # int64 [passages], bytes
             self._mention_offsets: np.ndarray = tables["mention_offsets"]  # int64 [rows + 1]
             self._mentions: np.ndarray = tables["mentions"]  # int64: positives of a row, then its negatives
+            self._mention_bytes: np.ndarray = tables["mention_bytes"]  # int64 [mentions of rows + 1]: where each begins
             self._num_positives: np.ndarray = tables["num_positives"]  # int64 [rows]
             self._groups: np.ndarray = tables["groups"]  # int64 [rows]: rows of one query are one group
             self._known_offsets: np.ndarray = tables["known_offsets"]  # int64 [groups + 1]
@@ -72,6 +74,23 @@ class Passages:
     def positives(self, row: int) -> np.ndarray:
         start = int(self._mention_offsets[row])
         return self._mentions[start : start + int(self._num_positives[row])]
+
+    def positive_texts(self, row: int) -> list[str]:
+        """The row's positives as the input has them."""
+        start = int(self._mention_offsets[row])
+        return [self._mention(number) for number in range(start, start + int(self._num_positives[row]))]
+
+    def negative_texts(self, row: int) -> list[str]:
+        """The row's negatives as the input has them, each passage once."""
+        start = int(self._mention_offsets[row]) + int(self._num_positives[row])
+        texts: dict[int, str] = {}
+        for number in range(start, int(self._mention_offsets[row + 1])):
+            texts.setdefault(int(self._mentions[number]), self._mention(number))
+        return list(texts.values())
+
+    def _mention(self, number: int) -> str:
+        start, end = (int(each) for each in self._mention_bytes[number : number + 2])
+        return _text(os.pread(self._passages.fileno(), end - start, start))
 
     def weight(self, row: int) -> float | None:
         """The weight of the row's loss; None where the input has no weights."""
@@ -198,6 +217,7 @@ def _write_tables(
         lengths=np.diff(offsets)[first],
         mention_offsets=mention_offsets,
         mentions=in_rows,
+        mention_bytes=offsets[: len(in_rows) + 1],
         num_positives=num_positives,
         groups=groups,
         known_offsets=known_offsets,

@@ -65,7 +65,7 @@ def _add_documents(commands: SubParsers) -> argparse.ArgumentParser:
         metavar="N",
         type=int,
         default=0,
-        help="leave out the first N records of the first input, to evaluate on them (default 0)",
+        help="leave out the first N records, to evaluate on them (default 0)",
     )
     parser.set_defaults(
         run=prepare_shards,

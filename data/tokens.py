@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -66,6 +67,12 @@ class Vocabulary:
     mask_id: int | None
     special_ids: tuple[int, ...]
     continuation: np.ndarray  # bool [size]; True where a token continues a word
+    spelled_only: int = 0  # how many of the last ids a text has only where it spells their token out
+
+    @property
+    def rows_needed(self) -> int:
+        """The rows that a model's token table must have (`rows_needed`)."""
+        return self.size - self.spelled_only
 
     @property
     def frame_length(self) -> int:
@@ -118,7 +125,20 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
         continuation[index] = index not in added and not starts_word(token)
     continuation[list(special_ids)] = False
     continuation.setflags(write=False)
-    return Vocabulary(size, before, after, pad_id, tokenizer.mask_token_id, special_ids, continuation)
+    spelled_only = size - rows_needed(tokenizer)
+    return Vocabulary(size, before, after, pad_id, tokenizer.mask_token_id, special_ids, continuation, spelled_only)
+
+
+def rows_needed(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The rows that a model's token table must have: one for each id up to the largest that texts get.
+
+    Special tokens that stand in no text by themselves do not count, for some models have no rows for the last of them:
+    EmbeddingGemma, a model of texts, has the tokenizer of its family, with a token for images. Ids may have gaps after
+    tokens were added by hand, so the largest id counts, not the number of tokens.
+    """
+    needed = {*chain(*frame_of(tokenizer)), tokenizer.unk_token_id, tokenizer.mask_token_id, _padding(tokenizer)}
+    special = {index for index, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return max(set(tokenizer.get_vocab().values()) - (special - needed), default=-1) + 1
 
 
 def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -25,6 +25,7 @@ def int8_ranges(vectors: np.ndarray) -> np.ndarray:
 def to_int8(vectors: np.ndarray, ranges: np.ndarray) -> np.ndarray:
     """The codes of vectors, int8 [n, d]; values outside the ranges get the outermost codes."""
     start, step = _start_and_step(ranges)
+    step = np.where(step == 0, np.float32(1), step)  # a dimension of one value
     return (np.clip(np.floor((vectors - start) / step), 0, _STEPS) - 128).astype(np.int8)
 
 
@@ -35,8 +36,7 @@ def from_int8(codes: np.ndarray, ranges: np.ndarray) -> np.ndarray:
 
 
 def _start_and_step(ranges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    steps = (ranges[1] - ranges[0]) / _STEPS
-    return ranges[0], np.where(steps == 0, np.float32(1), steps)
+    return ranges[0], (ranges[1] - ranges[0]) / _STEPS
 
 
 def to_signs(vectors: np.ndarray) -> np.ndarray:

@@ -285,9 +285,9 @@ def _check_encoder(recipe: Recipe, encoder: Encoder, shards: ShardFolder) -> Non
     if empty := [name for name, parameter in encoder.named_parameters() if not parameter.numel()]:
         raise ConfigError(f"model.config gives {empty[0]} no elements; fix its sizes")
     rows = encoder.word_embeddings.weight.shape[0]
-    if shards.vocabulary.size > rows:
+    if (needed := shards.vocabulary.rows_needed) > rows:
         raise ConfigError(
-            f"the shards in {shards.path} hold ids up to {shards.vocabulary.size - 1}, beyond the {rows} of the model "
+            f"the shards in {shards.path} hold ids up to {needed - 1}, beyond the {rows} of the model "
             f"{recipe.model.source!r}; prepare the data with the model's own tokenizer"
         )
     width = recipe.model.output_dim or encoder.embedding_size

@@ -3,8 +3,8 @@
     python -m trainer.soup --models runs/a/model runs/b/model --output runs/soup [--weights 2 1]
 
 It is for runs that started from the same weights and differ in seed, data or schedule. Models with different shapes,
-tokenizers or settings are refused, because their mean would load and be useless. Means are taken in float64, one tensor
-at a time.
+tokenizers or settings are refused, because their mean would load and be useless. Heads (models/heads.py) are averaged
+with the weights. Means are taken in float64, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from data.ground.errors import ConfigError
 from data.ground.files import reading
 from data.ground.records import read_json
 from data.ground.whole_folder import check_place, written_whole
+from data.model_folders import MODULES_FILE, read_modules
 from data.tokens import load_tokenizer, tokenizer_fingerprint
 from models.encoder import load_encoder
+from models.heads import HEADS_FILE
 from models.loading import NOT_COMPUTED_WITH, check_finite
 from models.settings import EmbeddingSettings
 
@@ -52,13 +54,15 @@ def soup(models: Sequence[Path], output: Path, *, weights: Sequence[float] = ())
     check_place(output)
     _check_alike(models)
     shares = [weight / sum(weights) for weight in weights] if weights else [1 / len(models)] * len(models)
-    mean = _mean(models, shares)
+    files = [WEIGHTS_FILE, *[HEADS_FILE] * _have_heads(models)]
+    means = {file: _mean([folder / file for folder in models], shares) for file in files}
     with written_whole(output) as partial:
         # Links and folders beside a model's own files are not part of the model.
         for path in sorted(models[0].iterdir()):
             if path.is_file() and not path.is_symlink() and path.suffix in _COPIED:
                 shutil.copyfile(path, partial / path.name)
-        save_file(mean, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        for file, mean in means.items():
+            save_file(mean, partial / file, metadata={"format": "pt"})
     log.info("the mean of %d models is in %s", len(models), output)
     return output
 
@@ -69,6 +73,11 @@ def _check_alike(models: Sequence[Path]) -> None:
     for folder in models:
         if not (folder / WEIGHTS_FILE).is_file():
             raise ConfigError(f"{folder} holds no {WEIGHTS_FILE}; give the model folders of trained runs")
+        if read_modules(folder) is not None:
+            raise ConfigError(
+                f"{folder} is a folder of sentence-transformers ({MODULES_FILE}), whose other modules would be lost; "
+                "give the model folders of trained runs"
+            )
         if (other := places.setdefault((folder / WEIGHTS_FILE).resolve(), folder)) is not folder:
             raise ConfigError(f"--models names {other} and {folder}, which are one folder; weight it by --weights")
     first = models[0]
@@ -95,27 +104,38 @@ def _config(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in NOT_COMPUTED_WITH}
 
 
-def _mean(models: Sequence[Path], shares: Sequence[float]) -> dict[str, torch.Tensor]:
-    first = models[0]
+def _have_heads(models: Sequence[Path]) -> bool:
+    """Whether the models have heads; either all of them have some, or none."""
+    having = {folder: (folder / HEADS_FILE).is_file() for folder in models}
+    for folder in models[1:]:
+        if having[folder] != having[models[0]]:
+            one, other = (folder, models[0]) if having[folder] else (models[0], folder)
+            raise ConfigError(f"{one} has heads ({HEADS_FILE}) and {other} has none; mix models of one architecture")
+    return having[models[0]]
+
+
+def _mean(paths: Sequence[Path], shares: Sequence[float]) -> dict[str, torch.Tensor]:
+    """The weighted mean of each tensor over files of the same tensors."""
+    first = paths[0]
     mean: dict[str, torch.Tensor] = {}
     with contextlib.ExitStack() as stack:
         files = []
-        for folder in models:
-            with reading(folder / WEIGHTS_FILE, what="weights", hint="copy the model folder again"):
-                files.append(stack.enter_context(safe_open(folder / WEIGHTS_FILE, framework="pt")))
+        for path in paths:
+            with reading(path, what="weights", hint="copy the model folder again"):
+                files.append(stack.enter_context(safe_open(path, framework="pt")))
         names = sorted(files[0].keys())
-        for folder, file in zip(models, files):
+        for path, file in zip(paths, files):
             if sorted(file.keys()) != names:
-                raise ConfigError(f"{folder} has other tensors than {first}; mix models of one architecture")
+                raise ConfigError(f"{path} has other tensors than {first}; mix models of one architecture")
         for name in names:
             tensors = [file.get_tensor(name) for file in files]
-            for folder, tensor in zip(models, tensors):
+            for path, tensor in zip(paths, tensors):
                 if tensor.shape != tensors[0].shape:
                     raise ConfigError(
-                        f"{name} is {list(tensor.shape)} in {folder} and {list(tensors[0].shape)} in {first}; "
+                        f"{name} is {list(tensor.shape)} in {path} and {list(tensors[0].shape)} in {first}; "
                         "mix models of one architecture"
                     )
-                check_finite([(name, tensor)], f"model {str(folder)!r}")
+                check_finite([(name, tensor)], f"model {str(path.parent)!r}")
             total = sum(share * tensor.double() for share, tensor in zip(shares, tensors))
             assert isinstance(total, torch.Tensor)
             mean[name] = total.to(tensors[0].dtype)

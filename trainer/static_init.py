@@ -42,15 +42,16 @@ TOKENS_PER_PASS = 1024
 
 @torch.no_grad()
 def token_outputs(encoder: Encoder, vocabulary_size: int, frame: Frame) -> Tensor:
-    """The encoder's full-size embedding of each token as a text of its own: float32 [vocabulary_size, hidden]."""
-    full = Size(encoder.num_layers, encoder.hidden_size)
+    """The encoder's full-size embedding of each token as a text of its own: float32 [vocabulary_size, dim]."""
+    full = Size(encoder.num_layers, encoder.embedding_size)
     before, after = (torch.tensor(ids, dtype=torch.int64) for ids in frame)
     parts = []
     for start in range(0, vocabulary_size, TOKENS_PER_PASS):
         tokens = torch.arange(start, min(start + TOKENS_PER_PASS, vocabulary_size))
         framing = [ids.expand(len(tokens), -1) for ids in (before, after)]
         texts = torch.cat([framing[0], tokens[:, None], framing[1]], dim=1)
-        parts.append(encoder(texts, torch.ones_like(texts), (full,))[0].float())
+        no_prompts = torch.zeros(len(texts), dtype=torch.int64)
+        parts.append(encoder(texts, torch.ones_like(texts), (full,), prompt_lengths=no_prompts)[0].float())
     return torch.cat(parts)
 
 
@@ -88,18 +89,24 @@ def make_start(model: str, output: Path, *, source: str, dim: int, sif: float) -
         raise ConfigError(f"--output {output} is not empty; give a new folder")
     if not 0 <= sif < math.inf:
         raise ConfigError(f"--sif {sif} is below 0; give 0 for no weighting, or a number such as 1e-4")
-    encoder, tokenizer, own = load_model(model)
+    # A decoder may not say how it pools, which has no part in its token embeddings.
+    encoder, tokenizer, own = load_model(model, pooling="mean" if source == "tokens" else None)
     encoder.eval()
     if encoder.is_static:
         raise ConfigError(f"{model} is a static encoder already; name it in model.source as it is")
-    rows, frame = len(tokenizer), frame_of(tokenizer)
+    # Ids may have gaps after tokens were added by hand, so the largest id counts, not the number of tokens. The encoder
+    # may lack the last of them (data.tokens.rows_needed), whose rows are then 0.
+    rows, frame = max(tokenizer.get_vocab().values()) + 1, frame_of(tokenizer)
+    known = min(rows, encoder.word_embeddings.num_embeddings)
     if source == "tokens":
-        vectors = encoder.word_embeddings.weight.detach()[:rows].float()
+        vectors = encoder.word_embeddings.weight.detach()[:known].float()
     else:
-        vectors = token_outputs(encoder, rows, frame)
+        vectors = token_outputs(encoder, known, frame)
     special_ids = special_ids_of(tokenizer.all_special_ids, tokenizer.unk_token_id)
     special_ids = sorted({*special_ids, *frame.before, *frame.after})
-    table = table_of(vectors, dim=dim or vectors.shape[1], sif=sif, special_ids=special_ids)
+    left_out = [index for index in special_ids if index < known]
+    table = table_of(vectors, dim=dim or vectors.shape[1], sif=sif, special_ids=left_out)
+    table = torch.nn.functional.pad(table, (0, 0, 0, rows - known))
     static = StaticModel(StaticConfig(vocab_size=rows, hidden_size=table.shape[1], special_ids=special_ids))
     with torch.no_grad():
         static.embedding.weight.copy_(table)

@@ -74,8 +74,8 @@ def plan_documents(
 ) -> list[InputSplit]:
     """Cut files, globs, folders and hub data sets into input splits of documents.
 
-    The first `skip` records of the first input are left out, for example to evaluate on them, and `source.limit` counts
-    only the records after them. Files in the folder `output` are no inputs.
+    The first `skip` records are left out, for example to evaluate on them, and `source.limit` counts only the records
+    after them. Files in the folder `output` are no inputs.
     """
     if layout.text_split not in TEXT_SPLITS:
         raise DataError(f"text split {layout.text_split!r} is unknown; use one of {', '.join(TEXT_SPLITS)}")
@@ -315,18 +315,17 @@ def _hub_splits(
 
 
 def _without_first(input_splits: list[InputSplit], skip: int) -> list[InputSplit]:
-    """Leave out the first `skip` records of the first input; reads just these records once."""
+    """Leave out the first `skip` records; reads just these records once."""
     left = skip
     found = list(input_splits)
     for number, input_split in enumerate(input_splits):
-        if not left or input_split.path != input_splits[0].path:
+        if not left:
             break
         records = sum(1 for _ in itertools.islice(read_split(input_split), left))
         found[number] = replace(input_split, skip=records)
         left -= records
     if left:
-        name = without_secrets(input_splits[0].path)
-        raise DataError(f"{skip} records are to be skipped, but {name} has {skip - left}; lower --skip-first")
+        raise DataError(f"{skip} records are to be skipped, but the inputs have {skip - left}; lower --skip-first")
     return found
 
 

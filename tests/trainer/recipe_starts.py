@@ -60,7 +60,7 @@ def qwen3_embedding(root: Path, texts: Sequence[str]) -> Start:
 
 
 def embeddinggemma(root: Path, texts: Sequence[str]) -> Start:
-    """With a window in most layers, a token at both ends, and two Dense modules."""
+    """With a window in most layers, a token at both ends, one without a row in the table, and two Dense modules."""
     tokenizer = GemmaTokenizer(
         **_vocabulary(metaspace([*texts, SIMILARITY], None)),
         unk_token="<unk>",
@@ -75,6 +75,7 @@ def embeddinggemma(root: Path, texts: Sequence[str]) -> Start:
     torch.manual_seed(5)
     ids = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     model = build_decoder({"model_type": "gemma3_text", **config}, "bidirectional", **ids)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})  # its family's, which it does not embed
     folder = root / "model"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

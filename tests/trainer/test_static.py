@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from models.encoder import Encoder, build_masked_lm, load_encoder
+from data.tokens import Frame
+from models.encoder import Encoder, build_decoder, build_masked_lm, load_encoder
 from models.settings import EmbeddingSettings
-from models.sizes import Size
+from models.sizes import ModelError, Size
 from models.static_embedding import StaticConfig, StaticModel
 from tests.needs import needed, own
 from tests.ranks import run_ranks
@@ -28,9 +31,10 @@ from trainer import static_init
 from trainer.build import build_model, open_shards
 from trainer.distributed import World
 from trainer.evaluation.encoding.encode import Embedder, encode, encoder_forward
+from trainer.evaluation.subject import load_model
 from trainer.evaluation.tasks.sts import cosine_of_pairs, read_sts, score_sts
 from trainer.exporting.sizes import export_sizes
-from trainer.static_init import principal_components, sif_weights
+from trainer.static_init import principal_components, sif_weights, token_outputs
 
 LADDER = [[1, 8], [1, 16], [1, 48]]
 MODEL = {"config": {"model_type": "static", "hidden_size": 48}, "ladder": LADDER, "pooling": "mean"}
@@ -243,6 +247,50 @@ def test_a_table_made_of_an_encoder(source: str, encoder_folder: Path, tiny_toke
     assert static_init.main(arguments) == 2  # the folder is not empty any more
     assert static_init.main([*arguments[:3], str(tmp_path / "wide"), "--dim", "33"]) == 2
     assert not (tmp_path / "wide").exists()
+
+
+def test_tokens_go_through_heads_and_where_prompts_are_left_out(encoder_folder: Path) -> None:
+    """Heads may widen the embedding, and a pooling that leaves prompts out takes a token that has none."""
+    backbone, frame = load_encoder(encoder_folder).backbone, Frame((2,), (3,))
+    torch.manual_seed(4)
+    heads = nn.ModuleDict({depth: nn.Linear(32, 40) for depth in ("1", "2")})
+    found = token_outputs(Encoder(backbone, "mean", heads, pool_prompt=False).eval(), 20, frame)
+    assert found.shape == (20, 40)
+    plain = token_outputs(Encoder(backbone, "mean").eval(), 20, frame)
+    with torch.no_grad():
+        torch.testing.assert_close(found, heads["2"](plain))
+
+
+def test_a_table_has_a_row_for_the_largest_id(tiny_tokenizer, encoder_folder: Path, tmp_path: Path) -> None:
+    """Also where ids have gaps, so that there are fewer tokens than the largest id says."""
+    content = json.loads((encoder_folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    last, rows = max(vocabulary, key=vocabulary.get), len(vocabulary) + 5
+    vocabulary[last] = rows - 1
+    folder = shutil.copytree(encoder_folder, tmp_path / "gap")
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    build_masked_lm({"model_type": "bert", **shape}, vocab_size=rows, pad_token_id=0).save_pretrained(folder)
+    EmbeddingSettings("mean", ladder=((1, 8),)).save(folder)
+    start = static_init.make_start(str(folder), tmp_path / "start", source="tokens", dim=8, sif=0.0)
+    table = load_model(start)[0].word_embeddings.weight
+    assert len(table) == rows and table[rows - 1].any()
+
+
+def test_token_embeddings_need_no_pooling(tiny_tokenizer, tmp_path: Path) -> None:
+    """A plain decoder does not say how it pools. A special token that it does not embed has a row of zeros."""
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = {"model_type": "qwen3", **shape, "num_key_value_heads": 1, "head_dim": 8}
+    folder, output = tmp_path / "decoder", tmp_path / "start"
+    build_decoder(config, "causal", vocab_size=len(tiny_tokenizer), pad_token_id=0).save_pretrained(folder)
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ModelError, match="does not say how it pools"):
+        static_init.make_start(str(folder), output, source="outputs", dim=0, sif=0.0)
+    static_init.make_start(str(folder), output, source="tokens", dim=0, sif=0.0)
+    table = load_encoder(output).word_embeddings.weight
+    assert table.shape == (len(tokenizer), 16) and not table[-1].any() and table[-2].any()
 
 
 def test_components_come_strongest_first_and_frequent_tokens_weigh_least() -> None:

@@ -15,7 +15,7 @@ from transformers.utils import logging as hf_logging
 
 from data.ground.errors import ConfigError
 from data.ground.options import listed
-from data.tokens import load_tokenizer, tokenizer_fingerprint
+from data.tokens import load_tokenizer, rows_needed, tokenizer_fingerprint
 from models.backbone import longest_input
 from models.choices import Pooling
 from models.encoder import Encoder, load_encoder
@@ -56,8 +56,7 @@ def check_tokenizer(
     tokenizer: PreTrainedTokenizerFast, settings: EmbeddingSettings | None, *, rows: int, source: str | Path
 ) -> None:
     """Refuse a tokenizer that does not belong to the weights. `rows`: rows of the token embedding table."""
-    # Ids may have gaps after tokens were added by hand, so the largest id is compared, not the number of tokens.
-    if (ids := max(tokenizer.get_vocab().values(), default=-1) + 1) > rows:
+    if (ids := rows_needed(tokenizer)) > rows:
         raise ConfigError(
             f"the tokenizer of {source} has {ids} tokens and the model's table {rows}; "
             "give a folder whose tokenizer is the model's own"

@@ -13,7 +13,7 @@ from trainer.build import refuse_heads
 from trainer.config.schema import flat
 from trainer.evaluation.tasks.read import read_tasks
 from trainer.experiments.plan import Result, Run, Study
-from trainer.experiments.study_jobs import GIVEN, by_model, finished_steps, is_done, read_by
+from trainer.experiments.study_jobs import GIVEN, by_model, finished_at, is_done, read_by
 from trainer.run_folder import check_output_folder, check_same_recipe
 
 
@@ -27,7 +27,7 @@ def check_files(study: Study, runs: Sequence[Run]) -> None:
         else:
             check_output_folder(run.recipe)
         for read in read_by(run, makers) if is_done(run) else ():
-            if not (is_done(read) and finished_steps(read) <= finished_steps(run)):
+            if not (is_done(read) and finished_at(read) <= finished_at(run)):
                 raise ConfigError(
                     f"{run.folder} was made from an earlier {read.folder}, which is gone or was trained again since; "
                     "remove it to train it again, or use --report-only"

@@ -8,8 +8,8 @@ from data.ground.errors import ConfigError
 from data.ground.records import Record, read_record
 from models.sizes import Size
 from trainer.evaluation.results.comparison import Sample, average, samples_of
-from trainer.evaluation.results.raw import RAW_FILE, Key, RawResults, read_raw
-from trainer.experiments.plan import Study, results_of
+from trainer.evaluation.results.raw import RAW_FILE, Key, RawResults, RawTask, read_raw
+from trainer.experiments.plan import Result, Study, results_of
 
 AVERAGE = "average"
 LATENCY_FILE = "latency.json"
@@ -41,33 +41,46 @@ class Collected:
 
 
 def collect(study: Study) -> Collected:
-    """Read every result that exists, in the order of the study file."""
+    """Read every result that exists, in the order of the study file. Tasks that the study no longer names are left out.
+
+    Raises:
+        ConfigError: there are no results, or two of them are of one task with other items.
+
+    """
     found: dict[_Place, dict[int, tuple[RawResults, Key]]] = {}
     references: dict[_Place, dict[int, tuple[RawResults, Key]]] = {}
-    kinds: dict[str, str] = {}
+    tasks: dict[str, tuple[RawTask, Result]] = {}  # with the first result that has them
     missing = []
     for result in results_of(study):
         if not (result.folder / RAW_FILE).is_file():
             missing.append(str(result.folder.relative_to(study.output / "results")))
             continue
         raw = read_raw(result.folder / RAW_FILE)
-        kinds |= {task.name: task.kind for task in raw.tasks.values()}
+        for task in study.evaluation.task_names:
+            of_task = raw.tasks.get(task)
+            if of_task is not None and of_task != (known := tasks.setdefault(task, (of_task, result)))[0]:
+                raise ConfigError(
+                    f"{task} has other items in {result.folder} than in {known[1].folder}: its data or the study's "
+                    "[evaluation] changed in between; remove the older results, and run the study to evaluate again"
+                )
         for key in raw.values:
             task, method, *numbers = key
+            if task not in tasks:
+                continue
             where, name = (found, result.arm) if method == TRAINED else (references, method)
             of_size = where.setdefault((name, task, tuple(numbers)), {})
             if method == TRAINED or not of_size:
                 of_size[result.seed] = (raw, key)
     if not found:
         raise ConfigError(f"{study.output / 'results'} holds no result of {study.path}; run the study first")
-    order = [name for name in study.evaluation.task_names if name in kinds]
+    order = [name for name in study.evaluation.task_names if name in tasks]
     latency = study.output / "results" / LATENCY_FILE
     latency_ms = {}
     if latency.is_file():
         sizes = read_record(latency, _Latencies, hint="remove it; it is then measured again").sizes
         latency_ms = {Size.parse(name): values.milliseconds for name, values in sizes.items()}
     return Collected(
-        {task: kinds[task] for task in order},
+        {task: tasks[task][0].kind for task in order},
         _in_columns(study, found),
         _in_columns(study, references),
         missing,

@@ -44,6 +44,7 @@ def draw_figures(study: Study, collected: Collected, folder: Path) -> list[Path]
         scores = {arm: _sizes(study, collected, arm, task) for arm in study.arms}
         scores = {arm: row for arm, row in scores.items() if row}
         ladder = {arm: {s: v.mean for s, v in row.items() if s in study.ladder.sizes} for arm, row in scores.items()}
+        ladder = {arm: row for arm, row in ladder.items() if row}  # an arm's own ladder may share no size with it
         levels = {
             name: by_column["average"].mean
             for (name, of_task, metric), by_column in collected.references.items()
@@ -109,9 +110,8 @@ def _by_dimension(
         on_ladder = {size: sample for size, sample in row.items() if size in study.ladder.sizes}
         # Separate models have one size each, and their depth grows with their width.
         shared = len(deepest) > 1 or not study.grid
-        curves[arm if shared else f"{arm} (its own depths)"] = _points(
-            deepest if len(deepest) > 1 else on_ladder, lambda size: size.dim
-        )
+        if points := _points(deepest if len(deepest) > 1 else on_ladder, lambda size: size.dim):
+            curves[arm if shared else f"{arm} (its own depths)"] = points
     what = f"dimensions, at {whole.layers} layers" if study.grid else "dimensions, along the ladder"
     return plot_curves(curves, path, title=title, xlabel=what, ylabel=label, log_x=True)
 

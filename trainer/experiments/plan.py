@@ -74,6 +74,11 @@ class Method:
     settings: Mapping[str, Any]
     ladder: Ladder | None = None  # None: the study's ladder
 
+    @property
+    def has_all_sizes(self) -> bool:
+        """Whether each of its models has all sizes of the study's ladder."""
+        return not self.each_size and self.ladder is None
+
 
 @dataclass(frozen=True)
 class Ablation:
@@ -141,10 +146,7 @@ def load_study(path: str | Path) -> Study:
     settings = _settings(top, "")
     backbones = {name: _backbone(name, table, path) for name, table in top.tables("backbones")}
     methods = {name: _method(name, table, path, tuple(backbones)) for name, table in top.tables("methods")}
-    ablations = tuple(
-        Ablation(table.text("name", needed=True), table.text("with", needed=True), table.text("without", needed=True))
-        for table in top.list_of_tables("ablations")
-    )
+    ablations = tuple(map(_ablation, top.list_of_tables("ablations")))
     top.refuse_rest()
     evaluation = EvaluationPlan(
         tuple(tests.list_of("sts", str)),
@@ -201,7 +203,7 @@ def results_of(study: Study) -> list[Result]:
                 name = f"{arm}/seed_{seed}" + (f"/{size}" if size else "")
                 # The control does not depend on the method, so it is evaluated once per backbone, with a method of all
                 # sizes.
-                untrained = study.evaluation.untrained and not size and backbone not in controlled
+                untrained = study.evaluation.untrained and method.has_all_sizes and backbone not in controlled
                 if untrained:
                     controlled.add(backbone)
                 if method.recipe is None:
@@ -321,6 +323,12 @@ def _method(name: str, table: _Table, path: Path, all_backbones: tuple[str, ...]
     return Method(name, path.parent / recipe if recipe else None, backbones, each_size, settings, ladder)
 
 
+def _ablation(table: _Table) -> Ablation:
+    name, with_arm, without_arm = (table.text(key, needed=True) for key in ("name", "with", "without"))
+    table.refuse_rest()
+    return Ablation(name, with_arm, without_arm)
+
+
 def _settings(table: _Table, where: str) -> dict[str, Any]:
     settings = table.take("settings", dict, {})
     for key in settings:
@@ -360,7 +368,9 @@ def _check(study: Study) -> None:
             )
     if study.baseline not in study.arms:
         raise ConfigError(f"study.baseline = {study.baseline!r} is no arm; the arms are {', '.join(study.arms)}")
-    for ablation in study.ablations:
+    for number, ablation in enumerate(study.ablations):
+        if ablation.name in (each.name for each in study.ablations[:number]):
+            raise ConfigError(f"two ablations are called {ablation.name!r}; give each a name of its own")
         for arm in (ablation.with_arm, ablation.without_arm):
             if arm not in study.arms:
                 raise ConfigError(f"ablation {ablation.name!r} names {arm!r}; the arms are {', '.join(study.arms)}")

@@ -65,9 +65,9 @@ def jobs_of(study: Study, runs: Sequence[Run], results: Sequence[Result], work: 
         of_run = (result for result in results if result.run is not None and result.run.name == run.name)
         jobs += [_evaluation(study, result) for result in of_run if to_train or not is_evaluated(study, result)]
     latency = study.output / "results" / LATENCY_FILE
-    whole = next((result for result in results if not study.arms[result.arm].each_size), None)
+    whole = next((result for result in results if study.arms[result.arm].has_all_sizes), None)
     if whole is not None and not latency.is_file():
-        sizes = ",".join(map(str, study.arms[whole.arm].ladder or study.ladder))
+        sizes = ",".join(map(str, study.ladder))
         command = ["trainer.evaluate", "latency", "--model", whole.model, "--sizes", sizes, "--json", latency]
         texts = ["--sts", study.evaluation.sts[0]] if study.evaluation.sts else ["--beir", study.evaluation.beir[0]]
         command += [*texts, "--split", study.evaluation.split, "--queries", str(_LATENCY_QUERIES)]
@@ -80,7 +80,8 @@ def is_done(run: Run) -> bool:
     return (run.folder / "DONE").is_file()
 
 
-def finished_steps(run: Run) -> int:
+def finished_at(run: Run) -> int:
+    """When a run that is done was finished, in nanoseconds."""
     return (run.folder / "DONE").stat().st_mtime_ns
 
 

@@ -200,12 +200,12 @@ def _mine_block(
         found = chosen.ids[number] >= 0
         negatives = passages.passages(chosen.ids[number][found])
         if keep_negatives:
-            negatives = passages.passages(dict.fromkeys(passages.negatives(row).tolist())) + negatives
+            negatives = passages.negative_texts(row) + negatives
         own = passages.positives(row)
         own_scores = known_scores[first[number] + np.searchsorted(known[number], own)]
         line: dict[str, Any] = {
             "query": queries[number],
-            "positives": passages.passages(own),
+            "positives": passages.positive_texts(row),
             "negatives": negatives,
             "positive_scores": _rounded(own_scores),
             "mined_scores": _rounded(chosen.scores[number][found]),

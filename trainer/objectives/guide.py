@@ -209,10 +209,9 @@ def load_frozen(
                 left_out_length(tokenizer, prompt)
     except (DataError, ModelError) as error:
         raise ConfigError(f"{named}: {error}") from None
-    if (rows := encoder.word_embeddings.weight.shape[0]) < sources[0].vocabulary.size:
+    if (rows := encoder.word_embeddings.weight.shape[0]) < (needed := sources[0].vocabulary.rows_needed):
         raise ConfigError(
-            f"{named} has {rows} token embeddings for the {sources[0].vocabulary.size} ids of the shards' tokenizer; "
-            "choose another"
+            f"{named} has {rows} token embeddings for the {needed} ids of the shards' tokenizer; choose another"
         )
     size = settings.sizes.full if settings and settings.ladder else Size(encoder.num_layers, encoder.embedding_size)
     if not encoder.is_static:

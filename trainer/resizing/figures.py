@@ -14,11 +14,13 @@ _METHODS = {"resized": RESIZED, "closed form, no training": CLOSED_FORM, "trunca
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Two figures for each task: scores by size, and scores over the milliseconds of one query. Returns their paths."""
+    """Two figures for each task with scores: by size, and over the milliseconds of one query. Returns their paths."""
     written = []
     costs = {row.shape: row.milliseconds for row in rows}
     for task, of_task in itertools.groupby(rows, key=lambda row: row.task):
         curves, name = _curves(list(of_task)), file_name(task)
+        if not curves:
+            continue
         written.append(plot_score_by_size(curves, folder / f"{name}_by_size.png", title=task, ylabel="score"))
         written.append(_plot_by_milliseconds(curves, costs, folder / f"{name}_by_milliseconds.png", title=task))
     return written

@@ -32,15 +32,16 @@ from data.shards.format import MANIFEST
 from models.backbone import longest_input
 from models.encoder import Encoder
 from models.heads import head_key
+from models.nested_feed_forward import check_fractions
 from models.settings import EmbeddingSettings
-from models.sizes import STARBUCKS_LADDER, Ladder, Size
+from models.sizes import STARBUCKS_LADDER, Body, Ladder, Size
 from trainer.config.load import load_recipe
 from trainer.distributed import gather_objects, join
 from trainer.evaluation.encoding.across import Searched, SizePair, encoded_sizes
 from trainer.evaluation.encoding.encode import embedder_of
 from trainer.evaluation.latency import measure_costs
 from trainer.evaluation.results.output import results_content, write_json
-from trainer.evaluation.results.report import HEADLINE_METRICS, Record
+from trainer.evaluation.results.report import Record
 from trainer.evaluation.run import Outputs, evaluate_tasks
 from trainer.evaluation.subject import check_sizes, choose_device, load_model
 from trainer.evaluation.tasks.read import read_tasks
@@ -52,7 +53,7 @@ from trainer.exporting.sizes import export_sizes
 from trainer.resizing.closed_form import FITTED_TEXTS, HELD_OUT_TEXTS, depth_states, fit_heads
 from trainer.resizing.figures import draw
 from trainer.resizing.neurons import WEIGHED_TEXTS, sort_neurons
-from trainer.resizing.table import AS_IT_IS, CLOSED_FORM, RESIZED, TO_WHOLE, Row, Table, as_markdown
+from trainer.resizing.table import AS_IT_IS, CLOSED_FORM, RESIZED, TO_WHOLE, Row, Table, as_markdown, scores_of
 from trainer.run import execute
 from trainer.teacher_vectors import store_vectors
 
@@ -65,6 +66,7 @@ AGREEMENT = "agreement"  # the task that needs no labels
 # A tenth of the texts, up to this number, is held out of training and used for the task above.
 _HELD_OUT = 1_000
 _HELD_OUT_SHARE = 10
+_LEAST_HELD_OUT = 4  # two texts have one cosine, which no order of pairs can agree with
 _TIMED_TEXTS = 50
 _DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"  # absolute, so that any working directory will do
 _SHARES = (1 / 12, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 1)  # of the width, for each of six sizes
@@ -93,10 +95,11 @@ class Resize:
 
     @cached_property
     def held_out(self) -> list[str]:
-        """The first texts of the first file, at most a tenth of it unless it is tiny; training does not see them."""
+        """The first texts, at most a tenth of all unless they are very few; training does not see them."""
         most = _HELD_OUT_SHARE * _HELD_OUT
-        first = list(itertools.islice(_texts_of(self._plan()[0]), min(most, self.limit or most)))
-        return first[: max(2, len(first) // _HELD_OUT_SHARE)]
+        texts = itertools.chain.from_iterable(map(_texts_of, self._plan()))
+        first = list(itertools.islice(texts, min(most, self.limit or most)))
+        return first[: max(_LEAST_HELD_OUT, len(first) // _HELD_OUT_SHARE)]
 
     @cached_property
     def units(self) -> list[InputSplit]:
@@ -191,13 +194,18 @@ def _write_start(asked: Resize) -> None:
             f"{asked.model} is compared by dot product; its vectors' lengths, which are not taught, would be lost"
         )
     full = Size(encoder.num_layers, encoder.embedding_size)
-    ladder = _ladder(asked, full)
+    wanted = _ladder(asked, encoder)
+    # A teacher of another width decides the width of the result, of which the model as it is has only a part.
+    ladder = wanted
+    if wanted.full != full:
+        ladder = Ladder((*(size for size in wanted if size.layers < full.layers and size.dim < full.dim), full))
     check_sizes(ladder, encoder)
+    check_fractions(encoder.backbone, wanted)
     settings = dataclasses.replace(settings, ladder=tuple(size.numbers for size in ladder))
     if asked.max_length:
         settings = _cut_at(asked.max_length, encoder, tokenizer, settings)
     backbone = encoder.backbone.float()
-    if not ladder.has_whole_feed_forwards:
+    if not wanted.has_whole_feed_forwards:
         sort_neurons(encoder, tokenizer, _sampled(asked, WEIGHED_TEXTS), settings, device=_device())
     write_model_folder(folder, backbone.cpu(), tokenizer, settings, encoder.heads)
 
@@ -211,11 +219,20 @@ def _cut_at(tokens: int, encoder: Encoder, tokenizer: Any, settings: EmbeddingSe
     return dataclasses.replace(settings, query_max_length=tokens, passage_max_length=tokens)
 
 
-def _ladder(asked: Resize, full: Size) -> Ladder:
-    """The ladder that was asked for or proposed; its last size is the whole model."""
-    ladder = propose_ladder(full.layers, full.dim)
-    if asked.sizes:
-        ladder = Ladder(tuple(Size.parse(each) for each in asked.sizes.split(",")))
+def _ladder(asked: Resize, encoder: Encoder) -> Ladder:
+    """The result's ladder, as asked for or proposed: it ends with all layers, and with the width that is taught."""
+    full = Size(encoder.num_layers, encoder.embedding_size)
+    is_taught = bool(asked.teacher) and asked.heads  # which map into the teacher's space
+    if is_taught:
+        full = Size(full.layers, _settings(asked.teacher, EmbeddingSettings.load(asked.teacher)).sizes.full.dim)
+    if not asked.sizes:
+        return propose_ladder(full.layers, full.dim)
+    ladder = Ladder(tuple(Size.parse(each) for each in asked.sizes.split(",")))
+    if is_taught and ladder.full.dim != full.dim:
+        raise ConfigError(
+            f"--sizes end with {ladder.full}, and --teacher {asked.teacher} has vectors of {full.dim} dimensions; end "
+            f"them with {full}"
+        )
     ladder.check_against(num_layers=full.layers, hidden_size=full.dim)
     return ladder
 
@@ -260,7 +277,11 @@ def _write_closed_form(asked: Resize) -> None:
         raise ConfigError(f"--texts hold {len(texts)} texts beside those held out; give more")
     held_out = min(HELD_OUT_TEXTS, len(texts) // 4)
     log.info("closed form: linear maps from %s texts", f"{len(texts):,}")
-    bodies = settings.sizes.bodies
+    ladder = _ladder(asked, encoder)
+    settings = dataclasses.replace(settings, ladder=tuple(size.numbers for size in ladder))
+    bodies = ladder.bodies
+    if ladder.full.dim != encoder.embedding_size:  # all depths of a model have vectors of one width
+        bodies = tuple(dict.fromkeys((*bodies, *map(Body, range(1, encoder.num_layers + 1)))))
     states = depth_states(
         encoder,
         tokenizer,
@@ -274,9 +295,6 @@ def _write_closed_form(asked: Resize) -> None:
     if asked.teacher:
         teacher = _load(asked.teacher)
         targets = torch.from_numpy(_whole_vectors(*teacher, texts, prompt=teacher[2].passage_prompt))
-        full = Size(encoder.num_layers, targets.shape[1])
-        ladder = _ladder(asked, full)
-        settings = dataclasses.replace(settings, ladder=tuple(size.numbers for size in ladder))
     else:
         deepest = bodies[-1]
         with torch.no_grad():
@@ -353,9 +371,14 @@ def _write_recipes(asked: Resize, source: Path, *, ranks: int) -> None:
 
 def _load(folder: str | Path) -> tuple[Encoder, Any, EmbeddingSettings]:
     encoder, tokenizer, settings = load_model(folder)
+    return encoder, tokenizer, _settings(folder, settings)
+
+
+def _settings(folder: str | Path, settings: EmbeddingSettings | None) -> EmbeddingSettings:
+    """The settings of a model, which must have some."""
     if settings is None:
         raise ConfigError(f"{folder} does not say how it pools; give a folder of sentence-transformers")
-    return encoder, tokenizer, settings
+    return settings
 
 
 def _device() -> torch.device:
@@ -400,14 +423,11 @@ def _measured(asked: Resize, sts: Sequence[STSTask], beir: Sequence[RetrievalDat
     if asked.heads:
         folders[CLOSED_FORM] = asked.output / CLOSED_FORM
     sts = [agreement(*_load(asked.teacher or folders[AS_IT_IS]), asked.held_out), *sts]
-    scores: dict[tuple[str, Size, str], float] = {}
+    scores: dict[tuple[str, Size, str], float | None] = {}
     for method, folder in folders.items():
         log.info("evaluating %s", method.replace("_", " "))
         records = _evaluate(folder, sts, beir)
-        for record in records:
-            if record.metric == HEADLINE_METRICS[record.kind]:
-                column = method if record.document_layers == 0 else f"{method}{TO_WHOLE}"
-                scores[record.task, record.shape, column] = record.value
+        scores |= scores_of(method, records)
         if method == RESIZED:
             _write_results(asked, trained, records)
     exported = asked.output / EXPORT

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from data.ground.records import Record
 from models.sizes import Size
-from trainer.evaluation.results.report import markdown_table
+from trainer.evaluation.results import report
 
 # Methods; each is a column of the table.
 AS_IT_IS, CLOSED_FORM, RESIZED = "as_it_is", "closed_form", "resized"
@@ -16,7 +17,10 @@ TO_WHOLE = "_to_whole"  # suffix of a column that scores queries of the size aga
 
 
 class Row(Record):
-    """A size's scores on a task by each method, its latency, and the size of its files. None: not evaluated."""
+    """A size's scores on a task by each method, its latency, and the size of its files.
+
+    None: not evaluated, or not defined, as a correlation where all scores are equal.
+    """
 
     task: str
     layers: int
@@ -43,6 +47,17 @@ class Table(Record):
     records: tuple[Row, ...]
 
 
+def scores_of(method: str, records: Iterable[report.Record]) -> dict[tuple[str, Size, str], float | None]:
+    """(task, size, column) -> headline metric of an evaluation of all sizes, alone and against the whole model."""
+    return {
+        (each.task, each.shape, f"{method}{TO_WHOLE}" if each.document_layers else method): (
+            each.value if math.isfinite(each.value) else None
+        )
+        for each in records
+        if each.metric == report.HEADLINE_METRICS[each.kind]
+    }
+
+
 def as_markdown(rows: Sequence[Row]) -> str:
     """One table per task, in Markdown."""
     headings = {
@@ -58,5 +73,5 @@ def as_markdown(rows: Sequence[Row]) -> str:
             scores = (getattr(row, column) for column in headings.values())
             cells = ("–" if score is None else f"{score:.4f}" for score in scores)
             lines.append([str(row.shape), *cells, f"{row.milliseconds:.1f}", f"{row.megabytes:.1f}"])
-        text += f"## {task}\n\n{markdown_table(['size', *headings, 'ms a query', 'MB'], lines)}\n"
+        text += f"## {task}\n\n{report.markdown_table(['size', *headings, 'ms a query', 'MB'], lines)}\n"
     return text

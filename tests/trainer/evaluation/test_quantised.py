@@ -72,7 +72,7 @@ def test_codes_stand_for_what_they_came_from() -> None:
     ranges = int8_ranges(vectors)
     steps = (ranges[1] - ranges[0]) / 255
     error = np.abs(from_int8(to_int8(vectors, ranges), ranges) - vectors)
-    assert (np.delete(error, 5, 1) <= np.delete(steps, 5) * 0.5 + 1e-6).all()
+    assert (error <= steps * 0.5 + 1e-6).all() and error[:, 5].max() == 0
     beyond = from_int8(to_int8(vectors * 3, ranges), ranges)  # negative control: those are cut off
     assert np.abs(beyond - vectors * 3).max() > steps.max()
     signs = to_signs(vectors)

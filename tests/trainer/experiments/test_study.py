@@ -231,6 +231,21 @@ def test_jobs_of_what_is_not_trained(as_it_is: Path) -> None:
     assert words[words.index("--max-length") + 1] == "48"
 
 
+def test_a_smaller_ladder_gives_neither_the_control_nor_the_latency(as_it_is: Path) -> None:
+    """They are of the study's sizes, and the first method that has all of them makes them."""
+    path = changed(as_it_is, "evaluation", untrained=True)
+    path = changed(path, "methods", separate={"ladder": [LADDER[0], LADDER[-1]]}, as_it_is={})
+    study = load_study(path)
+    runs, results = study_jobs.chosen(study, None)
+    assert results[0].arm == "tiny/separate"
+    assert [result.arm for result in results if result.untrained] == ["tiny/srl", "small/srl"]
+    *_, latency = study_jobs.jobs_of(study, runs, results, Work(study.output))
+    words = list(map(str, latency.command()))
+    assert words[words.index("--sizes") + 1] == ",".join(map(str, SIZES))
+    runs, results = study_jobs.chosen(study, ["tiny/separate"])
+    assert "latency" not in [job.name for job in study_jobs.jobs_of(study, runs, results, Work(study.output))]
+
+
 def test_a_list_names_what_is_only_evaluated(as_it_is: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study = load_study(as_it_is)
     results = results_of(study)
@@ -371,6 +386,20 @@ def test_chosen_arms_bring_what_they_start_from(study_file: Path) -> None:
         ("methods", {"m": {"settings": {"train.steps": 3}}}, "give one, or remove settings"),
         ("methods", {"m": {"recipe": ""}}, "methods.m.recipe is missing"),
         ("methods", {"m": {"ladder": [[1, 16], [4, 64]]}}, "ladder ends with 4x64, which outgrows the backbones' 3x48"),
+        (
+            "",
+            {"ablations": [{"name": "KL", "with": "tiny/srl", "without": "tiny/no_kl", "task": "docs"}]},
+            "unknown key ablations[0].task",
+        ),
+        (
+            "",
+            {
+                "ablations": [
+                    {"name": "KL", "with": "tiny/srl", "without": arm} for arm in ("tiny/no_kl", "tiny/separate")
+                ]
+            },
+            "two ablations are called 'KL'",
+        ),
         ("evaluation", {"max_length": 3}, "evaluation.max_length = 3 must be at least 4"),
         ("evaluation", {"max_length": "48"}, "must be a whole number"),
     ],
@@ -521,6 +550,44 @@ def test_missing_results_are_listed(study_file: Path) -> None:
     shutil.rmtree(study.output / "results")
     with pytest.raises(ConfigError, match="holds no result"):
         write_report(study)
+
+
+def test_tasks_that_the_study_no_longer_names_are_left_out(study_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.experiments.report.draw_figures", lambda *args: [])  # which takes most of the time
+    _fill(study_file)
+    folder = write_report(load_study(changed(study_file, "evaluation", beir=[]))).parent
+    assert {row["task"] for row in csv.DictReader((folder / "report.csv").open())} == {"pairs"}
+    assert "docs" not in (folder / "report.md").read_text()
+
+
+def test_results_of_other_items_are_refused(study_file: Path) -> None:
+    """A test set that changed between the evaluations of two arms: their queries cannot be paired."""
+    _fill(study_file)
+    study = load_study(study_file)
+    for path in (result.folder / "raw.jsonl.gz" for result in results_of(study) if result.arm == "tiny/no_kl"):
+        raw = read_raw(path)
+        raw.tasks["docs"] = dataclasses.replace(raw.tasks["docs"], items=tuple(f"other {query}" for query in QUERIES))
+        write_raw(raw, path)
+    with pytest.raises(ConfigError, match=r"docs has other items in .*no_kl/seed_1 than in"):
+        collect(study)
+
+
+def test_an_arm_may_share_no_size_with_the_studys_ladder(study_file: Path) -> None:
+    """Its results stand in the CSV; the figures of the study's ladder leave it out."""
+    path = changed(study_file, "study", grid=False)
+    settings = {"objective.sizes": "mrl", "model.output_dim": 24}
+    reduced = {"recipe": "srl.toml", "ladder": [[1, 8], [3, 24]], "settings": settings}
+    path = changed(path, "methods", reduced=reduced)
+    study = load_study(path)
+    for result in results_of(study):
+        sizes = list((study.arms[result.arm].ladder or study.ladder) if result.sizes == "ladder" else [])
+        raw = RawResults()
+        for size in sizes or [Size.parse(result.sizes)]:
+            raw.add_sts("trained", STSTask("pairs", (("", ""),) * 4, (1.0, 2.0, 3.0, 4.0)), size, np.arange(4.0))
+        result.folder.mkdir(parents=True)
+        write_raw(raw, result.folder / "raw.jsonl.gz")
+    rows = list(csv.DictReader((write_report(study).parent / "report.csv").open()))
+    assert {row["size"] for row in rows if row["arm"] == "tiny/reduced"} == {"1x8", "3x24"}
 
 
 def test_raw_results_read_back_as_written(tmp_path: Path) -> None:

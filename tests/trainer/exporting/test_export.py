@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -15,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
 from data.ground.errors import ConfigError, OtherFormat
-from data.tokens import tokenizer_fingerprint
+from data.tokens import load_tokenizer, rows_needed, tokenizer_fingerprint, vocabulary_of
 from models.encoder import load_encoder
 from models.settings import EmbeddingSettings
 from models.sizes import ModelError, Size
 from tests.trainer.exports import LADDER, our_vectors, write_model
 from trainer import export
+from trainer.evaluation.subject import load_model
 from trainer.exporting.sizes import export_sizes
 
 sentence_transformers = pytest.importorskip("sentence_transformers", reason="needs the package sentence-transformers")
@@ -381,6 +383,26 @@ def test_another_tokenizer_is_refused(
         export_sizes(model, tmp_path / "larger", sizes=["1x8"])
 
 
+def test_a_special_token_may_have_no_row(
+    make_model: ModelFactory, tiny_tokenizer: PreTrainedTokenizerFast, docstrings: list[str], tmp_path: Path
+) -> None:
+    """If no text gets it by itself, as in EmbeddingGemma. Any other token must have one."""
+    model = make_model("bert")
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(model)
+    assert (
+        len(load_tokenizer(model)) == len(tiny_tokenizer) + 1 == 1 + load_model(model)[0].word_embeddings.num_embeddings
+    )
+    tokenizer.add_tokens(["zyzzyva"])
+    tokenizer.save_pretrained(model)
+    with pytest.raises(ConfigError, match="2002 tokens and the model's table 2000"):
+        load_model(model)
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "<padding>"})
+    assert rows_needed(tokenizer) == len(tokenizer) == vocabulary_of(tokenizer).rows_needed == 2001
+
+
 def test_a_failed_export_leaves_what_was_there(
     make_model: ModelFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,6 +429,7 @@ def test_command(make_model: ModelFactory, tmp_path: Path, capsys: pytest.Captur
 
 def test_user_errors_exit_with_2(make_model: ModelFactory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_model("bert")
+    capsys.readouterr()  # the bar of the model's files, unless an earlier test has switched bars off
 
     def error(*args: str) -> str:
         assert export.main(["--output", str(tmp_path / "out"), *args]) == 2

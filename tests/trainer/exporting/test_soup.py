@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from data.ground.errors import ConfigError
 from models.encoder import load_encoder
+from models.heads import linear_head, save_heads
 from models.settings import EmbeddingSettings
 from models.static_embedding import StaticConfig, StaticModel
 from trainer import soup
@@ -79,6 +81,28 @@ def test_refused(
     assert soup.main(["--models", *chosen, "--output", str(output), *extra]) == 2
     assert word in capsys.readouterr().err
     assert not output.exists()
+
+
+def test_heads_are_averaged_with_the_weights(folders: dict[str, Path], tmp_path: Path) -> None:
+    models = [folders["a"], folders["b"]]
+    weights = [torch.randn(8, 8) for _ in models]
+    for folder, weight in zip(models, weights):
+        save_heads(linear_head(weight, weight[0]).state_dict(prefix="1."), folder)
+    heads = load_encoder(soup.soup(models, tmp_path / "soup")).heads
+    torch.testing.assert_close(heads["1"].weight.detach(), (weights[0] + weights[1]) / 2)
+    torch.testing.assert_close(heads["1"].bias.detach(), (weights[0] + weights[1])[0] / 2)
+    (folders["b"] / "heads.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"a has heads .* and .*b has none"):
+        soup.soup(models, tmp_path / "mixed")
+
+
+def test_folders_of_sentence_transformers_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    modules = [{"path": "", "type": "sentence_transformers.models.Transformer"}]
+    for name in ("a", "b"):
+        (folders[name] / "barista.json").unlink()
+        (folders[name] / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ConfigError, match="whose other modules would be lost"):
+        soup.soup([folders["a"], folders["b"]], tmp_path / "soup")
 
 
 def test_only_a_model_s_own_files_are_copied(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -352,6 +352,21 @@ def test_weights_of_rows_are_handed_on(pairs: Path, model: Path, tmp_path: Path)
     assert [row["weight"] for row in got] == [n / 4 for n in range(30)]
 
 
+def test_rows_keep_their_own_texts(pairs: Path, model: Path, tmp_path: Path) -> None:
+    """Texts that differ in case count as one passage, and are handed on as each row has them."""
+    rows = [json.loads(line) | {"negatives": []} for line in pairs.read_text().splitlines()[100:110]]
+    loud = [row["positives"][0].upper() for row in rows[:2]]
+    own = tmp_path / "own.jsonl"
+    own.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with own.open("a") as file:
+        file.write(
+            json.dumps({"query": "aloud", "positives": loud[:1], "negatives": [loud[1], loud[1].lower()]}) + "\n"
+        )
+    got = run(own, model, tmp_path / "out", "--keep-negatives")
+    assert [row["positives"] for row in got] == [*(row["positives"] for row in rows), loud[:1]]
+    assert got[-1]["negatives"][0] == loud[1] and len(got[-1]["negatives"]) == 4
+
+
 def test_what_is_mined_trains(pairs: Path, model: Path, tiny_tokenizer_path: Path, tmp_path: Path) -> None:
     got = run(pairs, model, tmp_path / "out")
     shards = str(tmp_path / "shards")

@@ -1,12 +1,14 @@
-"""The figures of a resized model, from rows of its table."""
+"""The scores in the table of a resized model, and the figures of its rows."""
 
+import math
 from pathlib import Path
 
 import pytest
 
 from models.sizes import Size
+from trainer.evaluation.results.report import Record
 from trainer.resizing import figures
-from trainer.resizing.table import Row
+from trainer.resizing.table import Row, scores_of
 
 
 def row(task: str, layers: int, closed_form: float | None) -> Row:
@@ -39,3 +41,17 @@ def test_what_is_drawn_is_each_methods_score_of_its_own_task(tmp_path: Path, mon
         "truncated as it is": {Size(1, 8): 0.1, Size(2, 16): 0.2},
     }
     assert drawn["sick_by_size.png"]["closed form, no training"] == {Size(1, 8): 0.25}  # type: ignore[index]
+
+
+def test_scores_that_are_not_defined_are_left_out(tmp_path: Path) -> None:
+    """A correlation where all scores are equal: the row has none, and a task without scores has no figures."""
+    size = Size(1, 8)
+    of_task = {"method": "trained", "size": "1x8", "layers": 1, "dim": 8, "task": "sts", "kind": "sts"}
+    records = [
+        Record(**of_task, metric=name, value=value) for name, value in (("spearman", math.nan), ("pearson", 0.5))
+    ]
+    assert scores_of("resized", records) == {("sts", size, "resized"): None}
+    to_whole = Record(**of_task, metric="spearman", value=0.25, document_layers=3)
+    assert scores_of("resized", [to_whole]) == {("sts", size, "resized_to_whole"): 0.25}
+    empty = row("sts", 1, None).model_copy(update={"as_it_is": None, "resized": None})
+    assert figures.draw([empty], tmp_path / "figures") == []

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from data.corpora.read import read_split
 from data.ground.errors import ConfigError
-from models.encoder import load_encoder
+from models.encoder import build_masked_lm, load_encoder
 from models.heads import HEADS_FILE
 from models.settings import EmbeddingSettings
 from models.sizes import STARBUCKS_LADDER, Ladder, Size
@@ -226,6 +226,26 @@ def test_preparing_ends_before_training_and_the_command_goes_on_from_there(
         resize.main(arguments)  # the same command but for the option
 
 
+def test_a_teacher_of_another_width_decides_the_width_of_the_result(
+    tmp_path: Path, model_folder: Path, texts: Path, tiny_tokenizer
+) -> None:
+    """The ladder that is asked for ends there; every depth gets a head, for one without would have another width."""
+    torch.manual_seed(6)
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    teacher, run = tmp_path / "teacher", tmp_path / "run"
+    masked_lm = build_masked_lm({"model_type": "bert", **shape}, vocab_size=len(tiny_tokenizer), pad_token_id=0)
+    masked_lm.base_model.save_pretrained(teacher)
+    tiny_tokenizer.save_pretrained(teacher)
+    EmbeddingSettings("mean", ladder=((1, 32),)).save(teacher)
+    arguments = [str(model_folder), "--texts", str(texts), "--output", str(run), "--teacher", str(teacher)]
+    resize.main([*arguments, "--sizes", "1x8,3x32", "--prepare-only"])
+    start, fitted = (load_model(run / name)[2] for name in (START, CLOSED_FORM))
+    assert (start.ladder, fitted.ladder) == (((1, 8), (3, 24)), ((1, 8), (3, 32)))
+    assert set(load_encoder(run / CLOSED_FORM).heads) == {"1", "2", "3"}
+    with pytest.raises(ConfigError, match=r"--sizes end with 3x24, and --teacher .* has vectors of 32 dimensions"):
+        resize.main([*arguments[:3], "--output", str(tmp_path / "b"), *arguments[5:], "--sizes", "1x8,3x24"])
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, model_folder: Path, texts: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(ConfigError, match="holds something else"):
@@ -239,3 +259,14 @@ def test_a_teacher_reads_the_texts_that_the_shards_hold(tmp_path: Path, texts: P
     asked = Resize("m", (str(texts),), tmp_path, limit=50)
     read = [record["text"] for unit in asked.units for _, record in read_split(unit)]
     assert asked.held_out == lines[:5] and read == lines[5:55]
+
+
+def test_the_first_texts_of_all_files_are_held_out(tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / f"{number:02d}.txt").write_text(f"text {number}\n")
+    asked = Resize("m", (str(tmp_path / "*.txt"),), tmp_path / "run")
+    read = [record["text"] for unit in asked.units for _, record in read_split(unit)]
+    assert asked.held_out == [f"text {number}" for number in range(4)]
+    assert read == [f"text {number}" for number in range(4, 40)]
+    few = Resize("m", tuple(str(tmp_path / f"{number:02d}.txt") for number in range(20)), tmp_path / "run")
+    assert len(few.held_out) == 4  # of two, every pair has the same cosine
