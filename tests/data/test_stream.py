@@ -356,10 +356,15 @@ def test_streams_equal_counting_through_the_mixture(small, large, options):
         assert all(len(each) == 2 for each in sources[:-1]), "negative control: mixed batches hold both"
 
 
+@pytest.fixture(scope="module", params=FEEDS[1:], ids=str)
+def feed_of_one_rank(request, small, large):
+    """Options of a feed, and the batches that one rank reads with them."""
+    return request.param, global_batches(30, small, large, collate=place_of, **request.param)
+
+
 @pytest.mark.parametrize(("world_size", "num_workers"), UNEVEN_TOPOLOGIES)
-@pytest.mark.parametrize("options", FEEDS[1:], ids=str)
-def test_shares_of_any_size_join_to_the_same_batches(small, large, options, world_size, num_workers):
-    expected = global_batches(30, small, large, collate=place_of, **options)
+def test_shares_of_any_size_join_to_the_same_batches(small, large, feed_of_one_rank, world_size, num_workers):
+    options, expected = feed_of_one_rank
     feed = {**options, "collate": place_of, "num_workers": num_workers, "world_size": world_size}
     assert global_batches(30, small, large, **feed) == expected
     # The same from a later place, and then the end.
@@ -452,30 +457,38 @@ def test_no_batch_holds_a_text_twice_and_every_sample_comes_once(few_queries, ma
         assert all(len({sample.source for sample in batch}) == 1 for batch in distinct)
 
 
-@pytest.mark.parametrize(("world_size", "num_workers"), UNEVEN_TOPOLOGIES)
-@pytest.mark.parametrize("batches", ["mixed", "one_dataset"])
-def test_distinct_batches_are_the_same_for_every_topology_and_seek(
-    few_queries, many_queries, pairs, batches, world_size, num_workers
-):
+@pytest.fixture(scope="module", params=["mixed", "one_dataset"])
+def distinct_feed_of_one_rank(request, few_queries, many_queries, pairs):
+    """Options of a feed without equal texts in a batch, and the batches that one rank reads with them."""
     options = {
-        "batches": batches,
+        "batches": request.param,
         "collate": place_of,
         "distinct_texts": pairs.drawn_texts,
         "total_samples": 40 * B - 5,
     }
+    expected = global_batches(40, few_queries, many_queries, **options)
+    assert expected != global_batches(40, few_queries, many_queries, **{**options, "distinct_texts": None})
+    return options, expected
+
+
+@pytest.mark.parametrize(("world_size", "num_workers"), UNEVEN_TOPOLOGIES)
+def test_distinct_batches_are_the_same_for_every_topology_and_seek(
+    few_queries, many_queries, distinct_feed_of_one_rank, world_size, num_workers
+):
+    options, expected = distinct_feed_of_one_rank
     sources = (few_queries, many_queries)
-    expected = global_batches(40, *sources, **options)
-    assert expected != global_batches(40, *sources, **{**options, "distinct_texts": None})
-    options |= {"world_size": world_size, "num_workers": num_workers}
+    begin = stream(*sources, **options).state_dict()
     for first in (0, 1, 15, 16, 37):
-        state = {
-            **stream(
-                *sources, **{k: v for k, v in options.items() if k not in ("world_size", "num_workers")}
-            ).state_dict(),
-            "samples": first * B,
-        }
         steps = min(6, 40 - first)
-        assert global_batches(steps, *sources, state=state, **options) == expected[first : first + steps]
+        found = global_batches(
+            steps,
+            *sources,
+            state={**begin, "samples": first * B},
+            world_size=world_size,
+            num_workers=num_workers,
+            **options,
+        )
+        assert found == expected[first : first + steps]
 
 
 def test_a_seek_with_distinct_texts_reads_one_window(few_queries, pairs, monkeypatch):

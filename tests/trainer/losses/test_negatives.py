@@ -28,7 +28,7 @@ TARGETS = torch.tensor([0, 1, 4, 5, 7, 8, 10])
 QUERIES, PASSAGES = len(TARGETS), len(OWNERS)
 ALL = tuple(PARTS)
 CHOICES = [ALL, PASSAGES_ALONE] + [("query_passage", name) for name in ALL[1:]]
-TILINGS = [Tiling(*each) for each in ((3, 5, True), (3, 5, False), (7, 38, True), (1, 1, False), (2, 7, True))]
+TILINGS = [Tiling(*each) for each in ((3, 5, True), (3, 5, False), (7, 38, True), (2, 7, True))]
 WEIGHTS = torch.tensor([1.0, 0.0, 2.5, 0.3, 1.0, 7.0, 0.1], dtype=torch.float64)
 
 
@@ -189,6 +189,13 @@ def test_tiled_equals_naive(
 ) -> None:
     force(monkeypatch, tiling)
     case = Case(negatives, hardness=hardness, detach=detach, filtered=filtered, weighted=weighted)
+    case.assert_equal(case.tiled())
+
+
+@pytest.mark.parametrize("negatives", CHOICES)
+def test_tiles_may_have_one_element(negatives: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, Tiling(1, 1, False))
+    case = Case(negatives, hardness=5.0, detach=False, filtered=("full", 0.1), weighted=True)
     case.assert_equal(case.tiled())
 
 
