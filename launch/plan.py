@@ -283,9 +283,11 @@ def _text(recipe: Recipe, args: argparse.Namespace, rows: Sequence[Row]) -> str:
             line += f"  {each.sent_bytes / 1e9:11.2f}   {memory.total / 2**30:7.1f}: {shown}"
             lines.append(line + ("" if each.fits else "  does not fit"))
     if whole and (best := whole[-1].recommended):
-        batch = f" --train.global_batch_size={best.global_batch_size}" if args.batch_per_gpu else ""
         lines += ["", f"For {_nodes(best.nodes)}: --engine.ds_config=ds_configs/zero{best.stage}.json"]
-        lines[-1] += f" --train.micro_batch_size={best.micro_batch_size}{batch}"
+        if costs_of(recipe).cuts:
+            lines[-1] += f" --train.micro_batch_size={best.micro_batch_size}"
+        if args.batch_per_gpu:
+            lines[-1] += f" --train.global_batch_size={best.global_batch_size}"
     lines.append("Formulas, assumptions and what was measured: docs/scaling.md")
     return "\n".join(lines)
 

@@ -484,8 +484,10 @@ def predict(
     )
 
 
-def micro_batch_sizes(samples_per_rank: int) -> list[int]:
-    """Powers of two up to the first that holds the whole share."""
+def micro_batch_sizes(recipe: Recipe, samples_per_rank: int) -> list[int]:
+    """Powers of two up to the first that holds the whole share; the share alone where a step does not cut it."""
+    if not costs_of(recipe).cuts:
+        return [samples_per_rank]
     return [2**power for power in range(max(1, samples_per_rank - 1).bit_length() + 1)]
 
 
@@ -503,7 +505,7 @@ def best_of_stage(
     samples = math.ceil(texts_of(recipe, recipe.train.global_batch_size, lengths).count / cluster.ranks)
     options = [
         predict(recipe, model, cluster, stage=stage, micro_batch_size=size, lengths=lengths, assumed=assumed)
-        for size in micro_batch_sizes(samples)
+        for size in micro_batch_sizes(recipe, samples)
     ]
     fitting = [option for option in options if option.fits]
     return min(fitting, key=lambda option: option.step_seconds) if fitting else options[0]

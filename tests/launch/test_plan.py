@@ -543,6 +543,19 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no stage fits" in capsys.readouterr().out
 
 
+def test_no_micro_batch_size_is_advised_where_none_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """The direct backward pass takes a rank's whole share at once."""
+    command = [str(ROOT / "launch/recipes/srl_nli.toml"), "--nodes", "1"]
+    said = []
+    for backward in ("grad_cache", "direct"):
+        assert plan.main([*command, f"--objective.backward={backward}"]) == 0
+        said.append("--train.micro_batch_size=" in capsys.readouterr().out)
+    assert said == [True, False]
+    stages = planned(capsys, *command, "--objective.backward=direct")["stages"]
+    texts = 128 / 8 * 3  # queries, each with a positive and a hard negative, on each of 8 GPUs
+    assert {(each["micro_batch_size"], each["micro_batches"]) for each in stages} == {(texts, 1)}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -511,7 +511,8 @@ class TrainConfig:
         default=32,
         ge=1,
         le=_TEXTS,
-        description="Texts of the longest length in a micro-batch of a rank; of shorter texts more fit.",
+        description="Texts of the longest length in a micro-batch of a rank; of shorter texts more fit. With "
+        'objective.backward = "direct", only the passes of a guide or a teacher have micro-batches.',
     )
     activation_memory_mib: float = Field(
         default=0.0,
