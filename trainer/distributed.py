@@ -89,7 +89,7 @@ def start() -> World:
                 "program; give the launcher another by --master_port (or MASTER_PORT)"
             ) from error
     if not cuda:
-        waiting = "spin" if os.environ.get("OMP_WAIT_POLICY", "").upper() == "ACTIVE" else "sleep"
+        waiting = "spin" if os.environ.get("OMP_WAIT_POLICY", "").upper() == "ACTIVE" else "soon sleep"
         log.info("%d threads a rank, which %s while they wait for each other", torch.get_num_threads(), waiting)
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     return World(dist.get_rank(), local_rank, dist.get_world_size(), device)
