@@ -61,7 +61,7 @@ from trainer.optim import learning_rate
 from trainer.replay import check_replay, replay
 from trainer.resilience.anomalies import GaveUp
 from trainer.resilience.run_lock import Locked, lock
-from trainer.resilience.stopping import STOP_FILE_VARIABLE, Stopped, StopRequests
+from trainer.resilience.stopping import STOP_FILE_VARIABLE, NotSaved, Stopped, StopRequests
 from trainer.resilience.watchdog import DIED_CODE, Watchdog
 from trainer.run_folder import check_output_folder, lost_training, no_checkpoint, prove_writable, steps_trained
 
@@ -163,7 +163,7 @@ def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: Stop
             return _train(
                 recipe, engine, parts, stream, evaluator, settings, frozen=frozen, stops=stops, watchdog=watchdog
             )
-        except (GaveUp, Refused):  # raised on all ranks
+        except (GaveUp, NotSaved, Refused):  # raised on all ranks
             raise
         except Exception as error:
             end = end_for(error)
@@ -260,11 +260,11 @@ def _train(
 def _end_early(output: Path, step: int, reason: str | None, *, saved: bool, world: World) -> None:
     """Write STOPPED for a run that was asked to end. All ranks call it.
 
-    reason: None where the recipe ends this process here. saved: whether the step has a checkpoint. Raises Refused where
-    it has none, because a job that starts again at once would lose its steps again.
+    reason: None where the recipe ends this process here. saved: whether the step has a checkpoint. Raises NotSaved where
+    it has none, which a job counts as a crash: without STOPPED it starts again only a few times.
     """
     if not saved:
-        raise Refused(
+        raise NotSaved(
             f"stopped after step {step} ({reason or 'train.stop_at_step'}), whose checkpoint could not be saved in "
             f"{output}/checkpoints; fix what the warning above says, then go on with --resume auto"
         )

@@ -15,6 +15,7 @@ from trainer import run
 from trainer.config.load import as_toml
 from trainer.distributed import Refused, World
 from trainer.resilience.run_lock import lock
+from trainer.resilience.stopping import NotSaved
 
 ALONE = World.alone()
 
@@ -48,11 +49,11 @@ def test_a_folder_that_was_filled_during_the_wait(
 
 
 def test_a_stop_without_its_checkpoint_is_an_error(tmp_path: Path) -> None:
-    """Exit code 2, on which no job starts again, and no STOPPED, which says that there is a checkpoint."""
+    """A crash for a job, which starts again a few times at most, and no STOPPED, which says that it was saved."""
     for reason, named in (("SIGTERM", "SIGTERM"), (None, r"train\.stop_at_step")):
-        with pytest.raises(Refused, match=rf"step 7 \({named}\), whose checkpoint could not be saved") as told:
+        with pytest.raises(NotSaved, match=rf"step 7 \({named}\), whose checkpoint could not be saved") as told:
             run._end_early(tmp_path, 7, reason, saved=False, world=ALONE)
-        assert told.value.exit_code == 2
+        assert told.value.exit_code == 1
     run._end_early(tmp_path, 7, None, saved=True, world=ALONE)
     assert not list(tmp_path.iterdir())
     run._end_early(tmp_path, 7, "SIGTERM", saved=True, world=ALONE)

@@ -55,6 +55,10 @@ class Stopped(CommandEnd):
     prefix = ""
 
 
+class NotSaved(CommandEnd):
+    """The run was asked to stop, and its checkpoint could not be saved; for a job, a crash. All ranks raise it."""
+
+
 class StopRequests:
     """Listens for requests while it is entered; `wanted` says whether this rank was asked to stop, and why."""
 
