@@ -260,8 +260,8 @@ def _train(
 def _end_early(output: Path, step: int, reason: str | None, *, saved: bool, world: World) -> None:
     """Write STOPPED for a run that was asked to end. All ranks call it.
 
-    reason: None where the recipe ends this process here. saved: whether the step has a checkpoint. Raises NotSaved where
-    it has none, which a job counts as a crash: without STOPPED it starts again only a few times.
+    reason: None where the recipe ends this process here. saved: whether the step has a checkpoint. Raises NotSaved
+    where it has none, which a job counts as a crash: without STOPPED it starts again only a few times.
     """
     if not saved:
         raise NotSaved(
