@@ -72,21 +72,27 @@ class Passages:
         ]
 
     def positives(self, row: int) -> np.ndarray:
-        start = int(self._mention_offsets[row])
-        return self._mentions[start : start + int(self._num_positives[row])]
+        return self._mentions[self._positive_mentions(row)]
 
     def positive_texts(self, row: int) -> list[str]:
         """The row's positives as the input has them."""
-        start = int(self._mention_offsets[row])
-        return [self._mention(number) for number in range(start, start + int(self._num_positives[row]))]
+        places = self._positive_mentions(row)
+        return [self._mention(number) for number in range(places.start, places.stop)]
 
     def negative_texts(self, row: int) -> list[str]:
         """The row's negatives as the input has them, each passage once."""
-        start = int(self._mention_offsets[row]) + int(self._num_positives[row])
+        places = self._negative_mentions(row)
         texts: dict[int, str] = {}
-        for number in range(start, int(self._mention_offsets[row + 1])):
+        for number in range(places.start, places.stop):
             texts.setdefault(int(self._mentions[number]), self._mention(number))
         return list(texts.values())
+
+    def _positive_mentions(self, row: int) -> slice:
+        start = int(self._mention_offsets[row])
+        return slice(start, start + int(self._num_positives[row]))
+
+    def _negative_mentions(self, row: int) -> slice:
+        return slice(self._positive_mentions(row).stop, int(self._mention_offsets[row + 1]))
 
     def _mention(self, number: int) -> str:
         start, end = (int(each) for each in self._mention_bytes[number : number + 2])
@@ -98,8 +104,7 @@ class Passages:
 
     def negatives(self, row: int) -> np.ndarray:
         """The row's negatives in the input."""
-        start = int(self._mention_offsets[row]) + int(self._num_positives[row])
-        return self._mentions[start : int(self._mention_offsets[row + 1])]
+        return self._mentions[self._negative_mentions(row)]
 
     def known(self, row: int) -> np.ndarray:
         """All positives of the row's query from all rows, in ascending order."""

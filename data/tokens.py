@@ -115,7 +115,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
             f"tokenizer {tokenizer.name_or_path!r} has the id {max(ids.values())}; ids beyond {LARGEST_ID} are not "
             "supported"
         )
-    # Ids may have gaps after tokens were added by hand, so the size follows from the largest id, too.
+    # Tokens that were added by hand may leave gaps between ids, so the largest id counts, too.
     size = max(len(tokenizer), max(ids.values()) + 1)
     special_ids = tuple(sorted({*map(int, tokenizer.all_special_ids), *before, *after}))
     continuation = np.zeros(size, dtype=bool)
@@ -132,9 +132,9 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
 def rows_needed(tokenizer: PreTrainedTokenizerFast) -> int:
     """The rows that a model's token table must have: one for each id up to the largest that texts get.
 
-    Special tokens that stand in no text by themselves do not count, for some models have no rows for the last of them:
-    EmbeddingGemma, a model of texts, has the tokenizer of its family, with a token for images. Ids may have gaps after
-    tokens were added by hand, so the largest id counts, not the number of tokens.
+    The largest id counts and not the number of tokens, because tokens that were added by hand may leave gaps between
+    ids. Special tokens that no text gets by itself are left out, because some models have no rows for them:
+    EmbeddingGemma embeds texts alone, and the tokenizer of its family also has a token for images.
     """
     needed = {*chain(*frame_of(tokenizer)), tokenizer.unk_token_id, tokenizer.mask_token_id, _padding(tokenizer)}
     special = {index for index, added in tokenizer.added_tokens_decoder.items() if added.special}

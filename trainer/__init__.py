@@ -1,11 +1,13 @@
 """The trainer. Before anything here imports torch, waiting threads are told to spin for a tenth of a millisecond.
 
-OpenMP's threads wait for each other after every operation. By itself, one that waits spins for long: where other
-processes use the same cores, the awaited thread may have none to run on, and a step takes up to ten times as long. A
-thread that sleeps at once must be woken for the next operation, which costs small models up to half of their time. So a
-thread spins as long as short operations need (10,000 rounds in GNU's OpenMP, which the builds of torch for Linux have)
-and then sleeps. OpenMP reads these settings when torch loads it. OMP_WAIT_POLICY in the environment decides otherwise:
-ACTIVE spins, PASSIVE sleeps.
+The threads of OpenMP wait for each other after every operation. By default, a waiting thread spins for milliseconds and
+keeps its core busy. If other processes use the same cores, the thread that is waited for may find no free core, and a
+step takes up to ten times as long. If a waiting thread sleeps at once, it must be woken for the next operation, which
+takes up to half of the step's time in small models. Here a waiting thread spins for as long as short operations take,
+and then sleeps. The number of rounds that it spins is a setting of GNU's OpenMP, which torch's builds for Linux use.
+
+OpenMP reads these settings when torch loads it. The environment variable OMP_WAIT_POLICY replaces them: with ACTIVE,
+waiting threads spin; with PASSIVE, they sleep at once.
 """
 
 import os

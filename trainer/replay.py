@@ -1,10 +1,11 @@
 """Repeats one step of a run in float32 with anomaly detection, to find where a number became NaN or infinite.
 
-The nearest checkpoint before the step gives the weights; up to the first save, they are those that the run began with.
-The batch and all random draws are those of the step. The model runs without an engine, so that one rank can find its
-fault while no other rank waits for it in a reduction. Nothing is trained, and only replay_step_<n>.json is written, in
-the run folder. The weights are those of the step only if a checkpoint was saved right before it; the report says from
-which step they are.
+The weights come from the nearest checkpoint before the step. For a step before the first save, they are those that the
+run began with. So they are the step's own weights only if a checkpoint was saved right before it; the report says from
+which step they are. The batch and all random draws are those of the step.
+
+The model runs without an engine, so that one rank can find its fault while no other rank waits for it in a reduction.
+Nothing is trained, and only replay_step_<n>.json is written, in the run folder.
 """
 
 from __future__ import annotations

@@ -66,10 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--processes", type=count(most=4096), metavar="N", help="that tokenize")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes
     args, rest = parser.parse_known_args(argv)
-    overrides = settings_among(rest)
-    for key in (each.partition("=")[0] for each in overrides):
-        if key in _OWN:
-            raise ConfigError(f"--{key} is what this command decides itself; leave it out")
+    overrides = settings_among(rest, decided=_OWN)
     if args.train == "heads" and args.no_heads:
         raise ConfigError("--train heads trains nothing else than heads; leave --no-heads out")
     log_to_stderr()

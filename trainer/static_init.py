@@ -94,8 +94,8 @@ def make_start(model: str, output: Path, *, source: str, dim: int, sif: float) -
     encoder.eval()
     if encoder.is_static:
         raise ConfigError(f"{model} is a static encoder already; name it in model.source as it is")
-    # Ids may have gaps after tokens were added by hand, so the largest id counts, not the number of tokens. The encoder
-    # may lack the last of them (data.tokens.rows_needed), whose rows are then 0.
+    # The table has a row for each id up to the largest, because tokens that were added by hand may leave gaps between
+    # ids. The encoder may have no rows for the last ids (data.tokens.rows_needed); the table then has zeros there.
     rows, frame = max(tokenizer.get_vocab().values()) + 1, frame_of(tokenizer)
     known = min(rows, encoder.word_embeddings.num_embeddings)
     if source == "tokens":

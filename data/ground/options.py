@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
 from data.ground.errors import ConfigError
@@ -62,13 +62,16 @@ def listed(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def settings_among(rest: Sequence[str]) -> list[str]:
+def settings_among(rest: Sequence[str], *, decided: Collection[str] = ()) -> list[str]:
     """The recipe's settings in the arguments that are no options of the command: --section.key=value, without dashes.
 
-    Raises ConfigError for an argument of another form. Its value is not shown: it may be a secret of a misspelt option.
+    decided: keys that the command sets itself. Raises ConfigError for one of these, and for an argument of another
+    form. Its value is not shown: it may be a secret of a misspelt option.
     """
     for text in rest:
         name, equals, _ = text.partition("=")
         if not (name.startswith("--") and equals and "." in name):
             raise ConfigError(f"{name!r} is not understood; settings are given as --section.key=value")
+        if name[2:] in decided:
+            raise ConfigError(f"{name} is what this command decides itself; leave it out")
     return [text[2:] for text in rest]

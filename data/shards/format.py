@@ -16,7 +16,7 @@ negatives, in these columns:
     q.tok, q.off   the queries
     d.tok, d.off   all passages of all queries, concatenated
     grp            uint32 [samples + 1]   each query's range of passages
-    pos            uint16 [samples]       how many of a query's passages are positives; positives come first
+    pos            uint16 [samples]       each query's number of positives, which come before its negatives
     score          float32 [samples]      of graded pairs only
     weight         float32 [samples]      only where the input gave training examples weights of their own
 

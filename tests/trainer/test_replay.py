@@ -1,4 +1,4 @@
-"""Steps that can be replayed without a checkpoint, and those that cannot; test_anomalies.py has whole replays."""
+"""Which steps can be replayed without a checkpoint, and which are refused. Whole replays are in test_anomalies.py."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def _parse(key: str, text: str, hint: Any) -> Any:
 
 
 def _holds_null(value: Any) -> bool:
-    """Whether there is a null anywhere in tables and lists that were read from JSON."""
+    """Whether a value from JSON is null, or is a table or a list with a null at any depth."""
     left = [value]
     while left:
         value = left.pop()

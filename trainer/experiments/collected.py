@@ -57,10 +57,12 @@ def collect(study: Study) -> Collected:
             continue
         raw = read_raw(result.folder / RAW_FILE)
         for task in study.evaluation.task_names:
-            of_task = raw.tasks.get(task)
-            if of_task is not None and of_task != (known := tasks.setdefault(task, (of_task, result)))[0]:
+            if (of_task := raw.tasks.get(task)) is None:
+                continue
+            known, first = tasks.setdefault(task, (of_task, result))
+            if of_task != known:
                 raise ConfigError(
-                    f"{task} has other items in {result.folder} than in {known[1].folder}: its data or the study's "
+                    f"{task} has other items in {result.folder} than in {first.folder}: its data or the study's "
                     "[evaluation] changed in between; remove the older results, and run the study to evaluate again"
                 )
         for key in raw.values:

@@ -71,10 +71,7 @@ def make_plan(args: argparse.Namespace, settings: Sequence[str]) -> Plan:
         raise ConfigError(f"--share {args.share} must lie between 0 and 1")
     if args.ranks < 1:
         raise ConfigError(f"--ranks {args.ranks} must be at least 1")
-    overrides = settings_among(settings)
-    for text in overrides:
-        if text.partition("=")[0] in _OWN:
-            raise ConfigError(f"--{text} is what this command decides itself; leave it out")
+    overrides = settings_among(settings, decided=_OWN)
     for key in ("sts", "beir"):
         if args.sts or args.beir:
             overrides.append(f"evaluation.{key}={json.dumps(getattr(args, key))}")

@@ -49,10 +49,10 @@ class Process:
 
 
 def numbering() -> str:
-    """The numbering that this process' number belongs to; numbers of another one say nothing about this one's.
+    """A name for the PID namespace of this process. Two processes can look at each other only if theirs are equal.
 
-    It differs between machines, even if these have the same name, and between containers of one machine that have a PID
-    namespace each, as with `apptainer exec --containall`.
+    Names differ between machines, even between machines with the same host name. They also differ between containers on
+    one machine if each container has a PID namespace of its own, as with `apptainer exec --containall`.
     """
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # where there is no /proc

@@ -263,7 +263,7 @@ class Watchdog:
 
 
 def neighbours_of(rank: int, known: Sequence[tuple[str, int, float]]) -> dict[int, Process]:
-    """The other ranks whose processes this rank can look at. known: numbering, number and start of each rank's."""
+    """The other ranks whose processes this rank can look at. known: `numbering()`, PID and start of each rank."""
     mine = known[rank][0]
     return {
         other: Process(pid, started)

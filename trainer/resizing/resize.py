@@ -195,7 +195,7 @@ def _write_start(asked: Resize) -> None:
         )
     full = Size(encoder.num_layers, encoder.embedding_size)
     wanted = _ladder(asked, encoder)
-    # A teacher of another width decides the width of the result, of which the model as it is has only a part.
+    # With a teacher of another width, the result is as wide as the teacher. The model as it is keeps its own width.
     ladder = wanted
     if wanted.full != full:
         ladder = Ladder((*(size for size in wanted if size.layers < full.layers and size.dim < full.dim), full))
@@ -220,7 +220,10 @@ def _cut_at(tokens: int, encoder: Encoder, tokenizer: Any, settings: EmbeddingSe
 
 
 def _ladder(asked: Resize, encoder: Encoder) -> Ladder:
-    """The result's ladder, as asked for or proposed: it ends with all layers, and with the width that is taught."""
+    """The result's ladder: that of --sizes or, without them, a proposed one.
+
+    Its last size has all layers, and as many dimensions as the vectors that are learned.
+    """
     full = Size(encoder.num_layers, encoder.embedding_size)
     is_taught = bool(asked.teacher) and asked.heads  # which map into the teacher's space
     if is_taught:
@@ -280,7 +283,8 @@ def _write_closed_form(asked: Resize) -> None:
     ladder = _ladder(asked, encoder)
     settings = dataclasses.replace(settings, ladder=tuple(size.numbers for size in ladder))
     bodies = ladder.bodies
-    if ladder.full.dim != encoder.embedding_size:  # all depths of a model have vectors of one width
+    if ladder.full.dim != encoder.embedding_size:
+        # The heads change the vectors' width. Every depth must give vectors of the same width, so each gets a head.
         bodies = tuple(dict.fromkeys((*bodies, *map(Body, range(1, encoder.num_layers + 1)))))
     states = depth_states(
         encoder,
