@@ -35,7 +35,7 @@ def random_texts(seed: int) -> list[str]:
     """Characters of all kinds, white space and controls among them."""
     rng = random.Random(seed)
     alphabet = "".join(ODD_TEXTS) + "abc ABC .,- \n\t" * 5
-    return ["".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(2000)]
+    return ["".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(1000)]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_words_give_the_ids_of_whole_texts(tiny_tokenizer, docstrings, normalize
     encode = TextEncoder(tokenizer, np.dtype("<u2"))
     assert encode.by_words
     monkeypatch.setattr(encoding, "REMEMBERED_WORDS", 3000)
-    for texts in (ODD_TEXTS, docstrings[:500], random_texts(1), docstrings[400:900], random_texts(2)):
+    for texts in (ODD_TEXTS, docstrings[:250], random_texts(1), docstrings[200:450], random_texts(2)):
         found = encode(texts)
         assert [ids.tolist() for ids in found] == whole(tokenizer, texts)
         assert {ids.dtype for ids in found} == {np.dtype("<u2")}

@@ -121,7 +121,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(copy) -> Iterator[Server]:
     with Server(copy) as one:
-        thread = threading.Thread(target=one.serve_forever)
+        thread = threading.Thread(target=one.serve_forever, args=[0.01])  # s between looks whether it is to end
         thread.start()
         yield one
         one.ended.set()

@@ -116,7 +116,7 @@ def test_products_are_those_computed(
     values = wider_values(
         tuple_shards if contrastive else document_shards,
         "contrastive" if contrastive else "masked",
-        global_batch_size=12,
+        global_batch_size=8,
         **changes,
     )
     if name == "guided":

@@ -14,6 +14,12 @@ from models.settings import EmbeddingSettings
 from models.static_embedding import StaticConfig, StaticModel
 
 
+@pytest.fixture
+def undrawn(monkeypatch) -> None:
+    """Figures are composed but left empty, for tests of numbers: to draw one takes a fifth of a second."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **options: Path(path).touch())
+
+
 def _ids(tokenizer, text: str) -> list[int]:
     tokenizer.backend_tokenizer.no_truncation()  # which an earlier test may have left on
     return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids

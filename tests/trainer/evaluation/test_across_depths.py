@@ -66,7 +66,7 @@ def sts(docstrings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture
-def command(model: Path, beir: Path, sts: Path) -> Command:
+def command(model: Path, beir: Path, sts: Path, undrawn: None) -> Command:
     def run(output: Path, *options: str) -> dict[str, Any]:
         tasks = ["--beir", str(beir), "--sts", str(sts), "--device", "cpu", "--output", str(output)]
         assert main(["sizes", "--model", str(model), *tasks, *options]) == 0

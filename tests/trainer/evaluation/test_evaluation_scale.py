@@ -41,6 +41,8 @@ from trainer.evaluation.subject import untrained_encoder
 from trainer.evaluation.tasks.retrieval import Run, TopK, as_run, load_beir, read_run, score_run, search
 from trainer.resilience.stopping import STOPPED_CODE
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 LADDER = [(1, 8), (2, 16), (3, 32)]
 CONFIG = {
     "model_type": "bert",
@@ -253,13 +255,12 @@ def test_float16_leaves_rankings_of_real_texts_as_they_are(shared_data: Path, tm
     data = load_beir(shared_data / "retrieval" / "scifact")
     words = [re.findall(r"[a-z0-9]+", text.lower()) for text in (*data.documents, *data.queries)]
     vocabulary = {word: i for i, word in enumerate(dict.fromkeys(word for text in words for word in text))}
-    counts = sparse.lil_matrix((len(words), len(vocabulary)), dtype=np.float32)
-    for row, text in enumerate(words):
-        for word, count in Counter(text).items():
-            counts[row, vocabulary[word]] = 1 + np.log(count)
+    tallies = [(row, vocabulary[word], n) for row, text in enumerate(words) for word, n in Counter(text).items()]
+    lines, columns, times = np.array(tallies).T
+    counts = sparse.csr_matrix((1 + np.log(times), (lines, columns)), dtype=np.float32)
     weights = np.log(len(words) / np.asarray((counts > 0).sum(0))[0])
     projection = np.random.default_rng(7).normal(size=(len(vocabulary), 512)) * weights[:, None]
-    whole = (counts.tocsr() @ projection).astype(np.float32)
+    whole = (counts @ projection).astype(np.float32)
     documents, queries = whole[: len(data.documents)], whole[len(data.documents) :]
     sizes = [Size(1, dim) for dim in (32, 128, 512)]
     store = open_store(tmp_path, rows=len(documents), rows_per_block=2000, sizes=sizes, fingerprints={})

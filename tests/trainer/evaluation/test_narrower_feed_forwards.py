@@ -57,6 +57,7 @@ def tasks(docstrings: list[str], tmp_path_factory: pytest.TempPathFactory) -> li
     return ["--beir", str(beir), "--sts", str(pairs), "--device", "cpu"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_each_size_has_its_own_scores(
     model: Path, tasks: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

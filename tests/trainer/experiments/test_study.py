@@ -501,6 +501,7 @@ def test_report_has_the_numbers_of_the_raw_results(study_file: Path) -> None:
     assert all(f"figures/{name}" in text for name in figures)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_one_evaluation_meets_the_mean_over_seeds(as_it_is: Path) -> None:
     """By hand, with scipy: the only run of an arm against each seed's of another, differences averaged."""
     made = _fill(as_it_is)
@@ -522,6 +523,7 @@ def test_one_evaluation_meets_the_mean_over_seeds(as_it_is: Path) -> None:
     assert "missing" not in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_study_that_fine_tunes_every_arm_says_nothing_of_it(study_file: Path) -> None:
     """Negative control."""
     _fill(study_file)
@@ -540,6 +542,7 @@ def test_chance_is_not_marked_and_holm_marks_less(study_file: Path) -> None:
     assert table["tiny/separate"][AVERAGE].test is None
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_missing_results_are_listed(study_file: Path) -> None:
     _fill(study_file)
     study = load_study(study_file)
@@ -552,8 +555,8 @@ def test_missing_results_are_listed(study_file: Path) -> None:
         write_report(study)
 
 
-def test_tasks_that_the_study_no_longer_names_are_left_out(study_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.experiments.report.draw_figures", lambda *args: [])  # which takes most of the time
+@pytest.mark.usefixtures("undrawn")
+def test_tasks_that_the_study_no_longer_names_are_left_out(study_file: Path) -> None:
     _fill(study_file)
     folder = write_report(load_study(changed(study_file, "evaluation", beir=[]))).parent
     assert {row["task"] for row in csv.DictReader((folder / "report.csv").open())} == {"pairs"}
@@ -572,6 +575,7 @@ def test_results_of_other_items_are_refused(study_file: Path) -> None:
         collect(study)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_arm_may_share_no_size_with_the_studys_ladder(study_file: Path) -> None:
     """Its results stand in the CSV; the figures of the study's ladder leave it out."""
     path = changed(study_file, "study", grid=False)
