@@ -132,11 +132,15 @@ def test_launcher(launched): ...
 @pytest.mark.launch
 def test_one_of_its_kind(launched): ...
 
+def test_fonts_are_no_processes():
+    subprocess.run([pathlib.Path(__file__).with_name("fc-list")])
+
 def test_threads_are_no_processes():
     thread = threading.Thread(target=os.getpid)
     thread.start()
     thread.join()
 """
+INNOCENT = {"test_fonts_are_no_processes", "test_threads_are_no_processes"}
 WAYS = ("run", "shell", "system", "fork", "forked", "spawned", "posix_spawn", "swallowed", "in_a_thread")
 UNDECLARED = {*(f"test_undeclared[{way}]" for way in WAYS), "test_undeclared_fixture", "test_undeclared_launcher"}
 DECLARED = {*(f"test_by_mark[{way}]" for way in WAYS), "test_by_fixture", "test_declared_fixture"}
@@ -144,10 +148,11 @@ DECLARED = {*(f"test_by_mark[{way}]" for way in WAYS), "test_by_fixture", "test_
 
 @pytest.fixture
 def folder(processes: None, tmp_path: Path) -> Path:
-    """A folder with the planted tests and with a program that has only the name of a launcher."""
+    """A folder with the planted tests, and with programs that have only the names of a launcher and a list of fonts."""
     (tmp_path / "test_planted.py").write_text(PLANTED)
-    (tmp_path / "deepspeed").write_text("#!/bin/sh\n")
-    (tmp_path / "deepspeed").chmod(0o755)
+    for name in ("deepspeed", "fc-list"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
     return tmp_path
 
 
@@ -165,11 +170,7 @@ def test_what_is_not_declared_fails(folder: Path) -> None:
     found = outcomes(folder, "-p", "tests.conftest")
     wrong = {*UNDECLARED, "test_launcher_declared_as_a_process"}
     assert {name for name, outcome in found.items() if outcome != "passed"} == wrong
-    assert found.keys() - wrong == DECLARED | {
-        "test_launcher",
-        "test_one_of_its_kind",
-        "test_threads_are_no_processes",
-    }
+    assert found.keys() - wrong == DECLARED | INNOCENT | {"test_launcher", "test_one_of_its_kind"}
     # Negative control: without our hooks, and with fixtures that do nothing, all planted tests start and pass.
     (folder / "conftest.py").write_text(
         "import pytest\n@pytest.fixture(scope='module')\ndef processes(): ...\nlauncher = processes"
@@ -181,7 +182,7 @@ def test_what_is_not_declared_fails(folder: Path) -> None:
 def test_the_planted_tests_have_their_lanes(folder: Path) -> None:
     """This also shows that `-m` sees the marks that the hook sets."""
     lanes = {
-        "fast": {*UNDECLARED, "test_threads_are_no_processes"},
+        "fast": UNDECLARED | INNOCENT,
         "launch": {*DECLARED, "test_launcher_declared_as_a_process", "test_one_of_its_kind"},
         "full": {"test_launcher"},
     }
