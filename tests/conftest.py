@@ -35,6 +35,8 @@ NUM_DOCSTRINGS = 3000
 TINY_VOCABULARY = 2000  # tokens
 # The package's own tests are no documentation.
 SKIPPED_FOLDERS = {"test", "tests", "testing"}
+# The fields of statements that hold statements.
+BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 LARGEST_SOURCE = 30_000  # bytes; longer modules take longer to parse than their docstrings are worth
 
 
@@ -170,5 +172,14 @@ def tiny_tokenizer(tiny_tokenizer_path: Path) -> PreTrainedTokenizerFast:
 
 def _docstrings_of(tree: ast.Module) -> list[str]:
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = ((ast.get_docstring(node) or "").strip() for node in ast.walk(tree) if isinstance(node, owners))
+    found = ((ast.get_docstring(node) or "").strip() for node in _statements(tree) if isinstance(node, owners))
     return [text for text in found if len(text.split()) >= 5]
+
+
+def _statements(tree: ast.Module) -> list[ast.AST]:
+    """The statements of a module in ast.walk's order. Expressions, most of a tree, hold no docstrings."""
+    found: list[ast.AST] = [tree]
+    for node in found:  # the list grows while it is read
+        for field in BLOCKS:  # in the order of ast's own fields
+            found += getattr(node, field, ())
+    return found

@@ -1,8 +1,12 @@
-"""Tiny tokenizers that frame texts as the families people train do; each is trained on the texts that it is given."""
+"""Tiny tokenizers that frame texts as the families people train do; each is trained on the texts that it is given.
+
+Families differ in frames more than in vocabularies, so a vocabulary is trained once for the families that share it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -15,6 +19,11 @@ _WORDS = r"""[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+
 
 def byte_level(texts: Sequence[str], post_processor: Any) -> PreTrainedTokenizerFast:
     """Byte-level BPE as in Qwen and Llama 3. Ids: those of _SPECIALS from 0."""
+    return _wrapped(_byte_level(tuple(texts)), post_processor)
+
+
+@lru_cache(maxsize=4)
+def _byte_level(texts: tuple[str, ...]) -> str:
     backend = Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -29,11 +38,16 @@ def byte_level(texts: Sequence[str], post_processor: Any) -> PreTrainedTokenizer
         vocab_size=700, special_tokens=_SPECIALS, initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(texts, trainer)
-    return _wrapped(backend, post_processor)
+    return backend.to_str()
 
 
 def metaspace(texts: Sequence[str], post_processor: Any, *, unigram: bool = False) -> PreTrainedTokenizerFast:
     """SentencePiece-like BPE (Llama 2, Mistral) or Unigram (T5), which mark the beginnings of words with ▁."""
+    return _wrapped(_metaspace(tuple(texts), unigram), post_processor)
+
+
+@lru_cache(maxsize=4)
+def _metaspace(texts: tuple[str, ...], unigram: bool) -> str:
     backend = Tokenizer(models.Unigram() if unigram else models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -42,10 +56,11 @@ def metaspace(texts: Sequence[str], post_processor: Any, *, unigram: bool = Fals
     if unigram:
         trainer = trainers.UnigramTrainer(unk_token="<unk>", **options)
     backend.train_from_iterator(texts, trainer)
-    return _wrapped(backend, post_processor)
+    return backend.to_str()
 
 
-def _wrapped(backend: Tokenizer, post_processor: Any) -> PreTrainedTokenizerFast:
+def _wrapped(trained: str, post_processor: Any) -> PreTrainedTokenizerFast:
+    backend = Tokenizer.from_str(trained)
     if post_processor is not None:
         backend.post_processor = post_processor
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<pad>")

@@ -392,19 +392,19 @@ def test_no_more_is_read_than_there_may_be(server, cache, monkeypatch, packed):
 
 
 @pytest.mark.parametrize(
-    ("pauses", "words"),
+    ("slowly", "words"),
     [
         ({"head": 60.0}, "nothing came for 0.3 s"),
         ({"body": 60.0}, "nothing came for 0.3 s"),
         ({"byte": 0.02}, ".* bytes in . s are too few to wait for"),
     ],
 )
-def test_a_server_that_keeps_one_waiting_is_given_up(server, cache, monkeypatch, pauses, words):
+def test_a_server_that_keeps_one_waiting_is_given_up(server, cache, monkeypatch, pauses, slowly, words):
     monkeypatch.setattr(remote, "STALL_SECONDS", 0.3)
-    server.pauses = pauses
+    server.pauses = slowly
     with pytest.raises(DataError, match=rf"manifest.json cannot be fetched \({words}\)") as caught:
         ShardFolder(server.address, cache=cache)
-    assert server.requests["manifest.json"] == 2
+    assert server.requests["manifest.json"] == 2 and pauses == [1.0]
     assert "\n" not in str(caught.value)
 
 

@@ -186,6 +186,7 @@ def test_mteb_gives_our_scores(
         load_mteb_model(model_folder, "9x9")
 
 
+@pytest.mark.launch  # importing mteb takes longer than most tests
 def test_mteb_takes_the_sizes_that_are_named(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -131,6 +131,7 @@ def test_a_form_that_holds_all_logits_is_noticed() -> None:
 # --- ranks and resume --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.launch  # it trains six times
 @pytest.mark.parametrize("task", TASKS)
 def test_another_seed_and_a_perturbed_weight_are_not_one_process(setting: Setting, shards: Path, task: str) -> None:
     def trained(seed: int) -> ranks.Trained:
