@@ -23,8 +23,8 @@ CHOSEN = $(if $(ARGS),$(ARGS) || test $$? -eq 5)
 
 setup: $(VENV)/installed
 
-# The CPU build of torch comes first: left to the resolver, a machine without a GPU would pull gigabytes of CUDA.
-# On a GPU machine, install the torch build that fits the driver into $(VENV) before `make setup`.
+# A torch that is in $(VENV) is kept. Without one, the package index decides the build: PyPI's for Linux has CUDA, several
+# gigabytes. Install the build that you want, CPU or the CUDA that fits the driver, into $(VENV) before `make setup`.
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip

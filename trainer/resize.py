@@ -3,10 +3,11 @@
     python -m trainer.resize MODEL --texts FILE... --output RUN [--sizes 1x32,2x64,...] [--section.key=value ...]
 
 MODEL is a folder of sentence-transformers, or one that this trainer wrote. It teaches itself: every depth learns the
-whole model's vectors of your texts, at every width, and the whole model is held where it is, so that vectors that are
-indexed stay valid. Then every size is evaluated beside the model cut as it is and beside the closed form (a linear map
-a depth, without training), and exported as a folder for sentence-transformers.
-With --train heads the model itself does not change by a bit: only the linear maps of its depths are trained.
+whole model's vectors of your texts, at every width. The whole model learns its own vectors, and hardly changes. Then
+every size is evaluated beside the model cut as it is and beside the closed form (a linear map a depth, without
+training), and exported as a folder for sentence-transformers.
+With --train heads the model itself does not change by a bit, so that vectors that are indexed stay valid: only the
+linear maps of its depths are trained.
 
 RUN holds start/ (the model as it is), shards/, closed_form/, training/ (a run like any other), evaluation/, export/,
 figures/, resize.json and table.md. After a kill the same command goes on. Under the deepspeed launcher all ranks train.

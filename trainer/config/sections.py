@@ -107,7 +107,7 @@ class ModelConfig:
     lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout probability before an adapter.")
     lora_targets: list[str] = Field(
         default_factory=list,
-        description='Names of the linear layers that get adapters, such as "query"; none means all of the blocks.',
+        description='Linear layers that get adapters, such as "query"; none means all linear layers of the blocks.',
     )
 
 
@@ -168,7 +168,7 @@ class DataConfig:
         default_factory=list, description="Share of the training at which each negative joins; none means at once."
     )
     num_workers: int = Field(default=1, ge=0, le=1024, description="Processes that read data, for each rank.")
-    shuffle: bool = Field(default=True, description="Whether every epoch has an order of its own.")
+    shuffle: bool = Field(default=True, description="False reads the samples in the shards' order, in every epoch.")
     cache_dir: str = Field(
         default="",
         description="Where remote shards and marks of verified ones are kept; empty means the temporary folder.",
@@ -229,18 +229,21 @@ class ObjectiveConfig:
         default="", description='For sizes = "one": LAYERSxDIMENSIONS; the encoder is cut to so many layers.'
     )
     preset: Literal["", "paper", "released-code"] = Field(
-        default="", description="Sets what the recipe does not write out as the Starbucks paper, or its code, has it."
+        default="",
+        description="Keys that the recipe does not set get the values of the Starbucks paper, or of its code.",
     )
     preset_for: Literal["", "retrieval", "sts"] = Field(
-        default="", description="Which fine-tuning the preset is of; empty for masked."
+        default="", description="The fine-tuning task whose values the preset gives; empty for masked."
     )
-    reduction: Literal["mean", "sum"] = Field(default="mean", description="How the losses of the sizes become one.")
+    reduction: Literal["mean", "sum"] = Field(
+        default="mean", description="Whether the losses of the sizes are averaged or added."
+    )
     layer_weighting: Literal["uniform", "log", "linear"] = Field(
         default="uniform",
         description="What the loss of a size of n layers below the last is multiplied by: 1, 1 / (1 + ln n) or 1 / n.",
     )
     size_weights: list[float] = Field(
-        default_factory=list, description="Weight of each size's loss besides the reduction's; none means 1 each."
+        default_factory=list, description="Factors of the sizes' losses, in the ladder's order; none means 1 each."
     )
     encoder_mask_ratio: float = Field(
         default=0.2, gt=0, lt=1, description="Share of the tokens that the encoder does not see."
@@ -262,10 +265,13 @@ class ObjectiveConfig:
         default="head",
         description="What stands at the decoder's position 0: head(CLS) as in SMAE, or CLS itself as in RetroMAE.",
     )
-    nested_masks: bool = Field(default=True, description="The encoder's masked words are among the decoder's.")
+    nested_masks: bool = Field(
+        default=True, description="Whether words that are masked for the encoder are masked for the decoder, too."
+    )
     pairs: Literal["none", "spans", "tuples"] = Field(
         default="none",
-        description="A contrastive term beside masked losses: of two spans of a document, or of a tuple's texts.",
+        description="A contrastive term beside masked losses: between two spans of a document (spans), or a query "
+        "and its passages (tuples).",
     )
     symmetric_spans: bool = Field(
         default=False, description='With pairs = "spans", each span is a query once, against all others (coCondenser).'
@@ -289,18 +295,20 @@ class ObjectiveConfig:
         description="What a size learns from the teacher: its scores, its coordinates, its margins on hard negatives "
         "(MarginMSE), or nothing.",
     )
-    kl_weight: float = Field(default=1.0, ge=0, le=_LARGEST, description="Weight of that divergence.")
+    kl_weight: float = Field(default=1.0, ge=0, le=_LARGEST, description="Weight of the loss that `kl` names.")
     kl_teacher: Literal["full", "guide"] = Field(
         default="full",
         description="Whose scores are learnt: the full size's, or the guide's, by every size, the full one too.",
     )
     kl_size_weights: list[float] = Field(
-        default_factory=list, description="Weight of each student's divergence; none means 1 each."
+        default_factory=list, description="Factors of `kl_weight`, one for each size that learns; none means 1 each."
     )
     kl_temperature: float = Field(
         default=1.0, ge=_SMALLEST_DIVISOR, le=_LARGEST, description='With kl = "coordinates", divides the coordinates.'
     )
-    detach_teacher: bool = Field(default=True, description="Whether the divergence moves the students alone.")
+    detach_teacher: bool = Field(
+        default=True, description="Whether the loss that `kl` names sends no gradient to the teacher."
+    )
     asymmetric_weight: float = Field(
         default=0.0,
         ge=0,
@@ -326,7 +334,7 @@ class ObjectiveConfig:
         default=1.0,
         ge=_SMALLEST_DIVISOR,
         le=_LARGEST,
-        description="Divides the coordinates in that distance's divergence, and multiplies the divergence.",
+        description="In the KL of ESE's distance, divides the coordinates; also multiplies the KL.",
     )
     negatives: list[NegativeBlock] = Field(
         default_factory=_passages_alone,
@@ -351,7 +359,7 @@ class ObjectiveConfig:
     false_negative_margin: float = Field(
         default=0.0,
         le=_LARGEST,
-        description="The filter's margin, in units of the similarity; below 0 spares fewer passages.",
+        description="The filter's margin, in units of the similarity; below 0, fewer passages are left out.",
     )
     backward: Literal["grad_cache", "direct"] = Field(
         default="grad_cache",
@@ -373,7 +381,7 @@ class GuideConfig:
         description="Folder of its vectors, which are read in place of its passes; written by `python -m "
         "trainer.teacher_vectors`.",
     )
-    pooling: Literal["", Pooling] = Field(default="", description="Its pooling; empty means as its barista.json says.")
+    pooling: Literal["", Pooling] = Field(default="", description="Its pooling; empty means as its folder says.")
     temperature: float = Field(
         default=0.0,
         ge=0,
@@ -486,7 +494,8 @@ class TrainConfig:
         default=0,
         ge=0,
         le=_STEPS,
-        description="Ends this process after that step, with a checkpoint, the schedule still set by steps; 0 never.",
+        description="Ends this process after that step, with a checkpoint; the schedule stays that of all steps. 0 "
+        "never.",
     )
     stop_after_minutes: float = Field(
         default=0.0,
@@ -498,7 +507,8 @@ class TrainConfig:
         default=45.0,
         ge=0,
         le=1e9,
-        description="Gives up when no rank makes progress for so long, and for three of the longest pauses; 0 never.",
+        description="Ends the job if no rank makes progress for this long, or for three times the longest pause so "
+        "far if that is more; 0 never.",
     )
     max_skipped_steps: int = Field(
         default=5,
@@ -511,14 +521,14 @@ class TrainConfig:
         default=32,
         ge=1,
         le=_TEXTS,
-        description="Texts of the longest length in a micro-batch of a rank; of shorter texts more fit. With "
+        description="Texts in a micro-batch of a rank if all have the longest length; of shorter texts more fit. With "
         'objective.backward = "direct", only the passes of a guide or a teacher have micro-batches.',
     )
     activation_memory_mib: float = Field(
         default=0.0,
         ge=0,
         le=_LARGEST,
-        description="MiB of activations that gradient caching may keep, so that it embeds fewer texts twice; 0 none.",
+        description="MiB of activations that gradient caching may keep, so that it embeds fewer texts twice.",
     )
     activation_checkpointing: bool = Field(
         default=False, description="Keeps one activation a layer and computes the others again."
@@ -556,7 +566,7 @@ class CheckpointConfig:
     every_steps: int = Field(default=1000, ge=1, le=_STEPS, description="Steps between checkpoints.")
     keep: int = Field(default=2, ge=1, le=_STEPS, description="How many of the newest are kept.")
     keep_every_steps: int = Field(
-        default=0, ge=0, le=_STEPS, description="Checkpoints of every so many steps are kept for good; 0 none."
+        default=0, ge=0, le=_STEPS, description="Checkpoints of every so many steps are kept for good; 0 keeps none."
     )
     overlap: bool = Field(
         default=True,
@@ -570,18 +580,19 @@ class LogConfig:
 
     every_steps: int = Field(default=10, ge=1, le=_STEPS, description="Steps between lines of metrics.jsonl.")
     tensorboard: bool = Field(default=True, description="Writes <run>/tensorboard.")
-    wandb: bool = Field(default=False, description="Tells Weights & Biases; needs the package wandb.")
+    wandb: bool = Field(default=False, description="Sends the metrics to Weights & Biases; needs the package wandb.")
     mlflow: bool = Field(
         default=False,
-        description="Tells MLflow; needs the package mlflow, and the server's address in MLFLOW_TRACKING_URI.",
+        description="Sends the metrics to MLflow; needs the package mlflow, and the server's address in "
+        "MLFLOW_TRACKING_URI.",
     )
     spike_deviations: float = Field(
         default=6.0,
         ge=0,
         le=1e9,
-        description="Marks a loss so many standard deviations above the running mean; 0 none.",
+        description="A loss this many standard deviations above the running mean is logged as a spike; 0 logs none.",
     )
-    samples: bool = Field(default=False, description="Writes which samples each step was of, in samples/rank_*.jsonl.")
+    samples: bool = Field(default=False, description="Writes the samples of each step to samples/rank_*.jsonl.")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -593,7 +604,7 @@ class EvaluationConfig:
     )
     sts: list[str] = Field(default_factory=list, description="STS files.")
     beir: list[str] = Field(default_factory=list, description="BEIR folders.")
-    split: str = Field(default="test", description="Which judgements of the BEIR folders.")
+    split: str = Field(default="test", description="The judgements to take: qrels/<split>.tsv of each BEIR folder.")
     max_documents: int = Field(
         default=0,
         ge=0,
@@ -613,7 +624,8 @@ class DebugConfig:
         default=0,
         ge=0,
         le=_STEPS,
-        description="Looks at this step of the run in run.output again, in float32, instead of training; 0 trains.",
+        description="Repeats this step of the run in run.output, in float32, to find a fault, instead of training; "
+        "0 trains.",
     )
 
 
