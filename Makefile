@@ -24,11 +24,12 @@ CHOSEN = $(if $(ARGS),$(ARGS) || test $$? -eq 5)
 setup: $(VENV)/installed
 
 # A torch that is in $(VENV) is kept. Without one, the package index decides the build: PyPI's for Linux has CUDA, several
-# gigabytes. Install the build that you want, CPU or the CUDA that fits the driver, into $(VENV) before `make setup`.
+# gigabytes. TORCH_INDEX=URL takes torch from another index, such as PyTorch's own for CPUs or for another CUDA.
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0 \
+		$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
