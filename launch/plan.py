@@ -19,7 +19,7 @@ from typing import Any
 
 from data.ground.command import exit_code_of
 from data.ground.errors import ConfigError
-from data.ground.options import settings_among
+from data.ground.options import Parser, settings_among
 from launch.scaling import (
     GPUS,
     INTERCONNECTS,
@@ -298,7 +298,7 @@ def _nodes(count: int) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     default = Assumptions()
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m launch.plan",
         description="Predict time, utilisation, memory and bytes sent of a recipe, and recommend how to set it up.",
         epilog="Any key of the recipe can be set as --section.key=value.",

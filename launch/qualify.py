@@ -27,6 +27,7 @@ from typing import Any
 from data.ground.command import exit_code_of, printable
 from data.ground.errors import UserError
 from data.ground.files import write_atomically
+from data.ground.options import Parser
 from data.ground.ports import free_port
 from launch import checks
 from launch.calls import call_into, ends_all_it_started
@@ -238,7 +239,7 @@ def qualify(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m launch.qualify",
         description="Run all that only a GPU can show, and write a page with a verdict a line.",
         allow_abbrev=False,

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from data.ground.command import exit_code_of, printable
 from data.ground.errors import ConfigError
-from data.ground.options import settings_among
+from data.ground.options import Parser, settings_among
 from data.ground.records import read_record
 from launch.chain import Made, check_shards, read_chain
 from launch.job import VARIABLES, Job, training_job
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _submit(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m launch.submit",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

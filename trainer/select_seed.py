@@ -15,17 +15,17 @@ with code 75; the same command goes on.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from data.ground.command import run_command
+from data.ground.options import Parser
 from trainer.experiments.jobs import Work
 from trainer.experiments.selection import carry_out, make_plan, selection_text
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m trainer.select_seed",
         description="Train several seeds a part of the way, and the best on a development set to the end. Settings of "
         "the recipe are given as --section.key=value.",

@@ -16,7 +16,6 @@ lets the runs in progress save and ends with code 75; the same command goes on.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
@@ -26,6 +25,7 @@ import torch
 
 from data.ground.command import run_command
 from data.ground.errors import ConfigError
+from data.ground.options import Parser
 from trainer.experiments.checks import check_files, check_given
 from trainer.experiments.jobs import Work
 from trainer.experiments.plan import Result, Run, load_study
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m trainer.study", description="Train, evaluate and report a study.")
+    parser = Parser(prog="python -m trainer.study", description="Train, evaluate and report a study.")
     parser.add_argument("study", metavar="STUDY.toml", help="see launch/studies and docs/evaluation.md")
     parser.add_argument(
         "--report-only", action="store_true", help="make the report from the raw results that are there"

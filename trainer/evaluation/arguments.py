@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 from data.ground.errors import ConfigError
-from data.ground.options import LARGEST_SEED, SubParsers, count
+from data.ground.options import LARGEST_SEED, Parser, SubParsers, count
 from models.choices import Pooling
 from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS
 from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
@@ -24,7 +24,7 @@ class Command(NamedTuple):
 
 def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     """The parser of all commands. `commands`: by their names, in the order in which --help shows them."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.evaluate", description="Evaluate embeddings and rankings.")
+    parser = Parser(prog="python -m trainer.evaluate", description="Evaluate embeddings and rankings.")
     added = parser.add_subparsers(required=True, metavar=f"{{{','.join(commands)}}}")
 
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
