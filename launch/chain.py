@@ -88,7 +88,7 @@ def read_chain(path: Path, given: Mapping[str, Any], *, resume: bool, waits: boo
             commands = [each for corpus in stage.get("corpora", []) for each in _commands(corpus, made, where)]
             if not commands:
                 raise ConfigError(f"{where}: nothing to prepare; add [[stages.corpora]]")
-            jobs.append(prepare_job(commands, options, folder=folder, chdir=chdir))
+            jobs.append(prepare_job(commands, options, where=where, folder=folder, chdir=chdir))
         elif task == "train":
             if "recipe" not in stage:
                 raise ConfigError(f"{where}: recipe is not given; name a recipe's file")
@@ -100,7 +100,8 @@ def read_chain(path: Path, given: Mapping[str, Any], *, resume: bool, waits: boo
                 check_shards(recipe, made, where=where)
             jobs.append(training_job(recipe, options, where=stage["recipe"], resume=resume, chdir=chdir))
         else:
-            jobs.append(evaluate_job(_evaluation(stage, made, where), options, folder=folder, chdir=chdir))
+            commands = _evaluation(stage, made, where)
+            jobs.append(evaluate_job(commands, options, where=where, folder=folder, chdir=chdir))
     return jobs
 
 

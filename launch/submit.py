@@ -62,7 +62,8 @@ def _submit(words: Sequence[str]) -> int:
     chdir, given = Path.cwd(), given_options(args)
     if args.chain is not None:
         if settings:
-            raise ConfigError(f"{rest[0]} is a recipe's setting; write it into settings of a stage of {args.chain}")
+            key = settings[0].partition("=")[0]  # without its value, which may be a secret of a misspelt option
+            raise ConfigError(f"--{key} is a recipe's setting; write it into settings of a stage of {args.chain}")
         jobs = read_chain(args.chain, given, resume=args.resume, waits=args.after is not None, chdir=chdir)
     else:
         recipe = load_recipe(args.recipe, settings)

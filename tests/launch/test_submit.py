@@ -347,6 +347,46 @@ def test_refused_chains(chain, capsys, change, words):
     assert words in refusal(capsys, chain, "--chain=c.toml", "--dry-run")
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "shown"),
+    [
+        ('"text/*.jsonl"', '"https://u:s3cr3t@h/x.tar"', "stage 1: https://***@h/x.tar holds a password"),
+        ('"text/*.jsonl"', '"https://h/x.tar?token=s3cr3t"', "stage 1: https://h/x.tar?token=*** holds a password"),
+        ('"--tokenizer"', '"--tokenizer=https://u:s3cr3t@h"', "stage 1: --tokenizer=https://***@h holds a password"),
+        ('"--beir"', '"--beir=https://u:s3cr3t@h"', "stage 3: --beir=https://***@h holds a password"),
+        ("data.shards=shards/web", "data.shards=https://u:s3cr3t@h", "https://***@h holds a password"),
+        ('"text/*.jsonl"', '"https://u:${BARISTA_P}@h/x.tar"', "stage 1 names the variable BARISTA_P; export it here"),
+    ],
+)
+def test_secrets_in_a_chain_are_refused(chain, capsys, before, after, shown):
+    """The printed script and the job's files would have them."""
+    text = CHAIN.replace("parts = 2", "parts = 1").replace(before, after)
+    assert after in text
+    (chain / "c.toml").write_text(text)
+    said = refusal(capsys, chain, "--chain=c.toml", "--dry-run")
+    assert shown in said and "s3cr3t" not in said
+
+
+@pytest.mark.processes
+def test_a_chain_names_variables_in_place_of_secrets(chain, capsys, own_path):
+    """Negative control: the value is in the one file that nobody else can read."""
+    fake_slurm(chain, "echo 4242")
+    address = "https://u:${BARISTA_P}@h/x.tar"
+    text = CHAIN.replace("parts = 2", "parts = 1").replace('"text/*.jsonl"', f'"{address}"')
+    (chain / "c.toml").write_text(text)
+    assert main(["--chain=c.toml", "--env=BARISTA_P=s3cr3t"]) == 0
+    printed = capsys.readouterr()
+    assert f"documents '{address}'" in printed.out and "s3cr3t" not in printed.out + printed.err
+    tells = {path for path in (chain / "runs").rglob("*") if path.is_file() and b"s3cr3t" in path.read_bytes()}
+    assert {path.name for path in tells} == {"variables.sh"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tells} == {0o600}
+
+
+def test_a_setting_beside_a_chain_is_named_without_its_value(chain, capsys):
+    said = refusal(capsys, chain, "--chain=c.toml", "--env.TOKEN=s3cr3t")
+    assert "--env.TOKEN is a recipe's setting" in said and "s3cr3t" not in said
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("path", sorted((ROOT / "launch/chains").glob("*.toml")), ids=lambda path: path.stem)
 def test_shipped_chains(tmp_path, monkeypatch, capsys, path):
