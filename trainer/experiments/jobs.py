@@ -30,6 +30,7 @@ from data.ground.command import USER_ERROR_CODE
 from data.ground.errors import CommandEnd, ConfigError, DataError
 from data.ground.ports import free_port
 from data.ground.records import Record, parse_record
+from data.ground.secrets import without_secrets
 from trainer.resilience.stopping import STOP_FILE_VARIABLE, STOPPED_CODE, Stopped, started_by_me
 
 log = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ class Work:
         path.parent.mkdir(parents=True, exist_ok=True)
         begin = time.monotonic()
         with path.open("ab") as file:
-            file.write(f"$ {shlex.join(words)}\n".encode())
+            file.write(f"$ {shlex.join(map(without_secrets, words))}\n".encode())
             file.flush()
             with self._lock:
                 at = self._total - len(self._todo) + len(self._processes) + 1

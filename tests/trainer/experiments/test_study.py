@@ -795,6 +795,18 @@ def test_a_failure_stops_the_others_and_is_what_is_said(tmp_path: Path) -> None:
     Work(tmp_path).carry_out([nap("short", "pass")])  # negative control
 
 
+@pytest.mark.processes
+def test_the_log_of_a_command_hides_the_secrets_in_its_addresses(tmp_path: Path) -> None:
+    """The command gets them: it writes what it was given into a file."""
+    address = "https://me:geheim@h/x?token=geheim"
+    Work(tmp_path).carry_out(
+        [nap("a", f"import pathlib; pathlib.Path({str(tmp_path / 'got')!r}).write_text({address!r})")]
+    )
+    log = (tmp_path / "logs/a.log").read_text()
+    assert "https://***@h/x?token=***" in log and "geheim" not in log
+    assert (tmp_path / "got").read_text() == address
+
+
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[str], str | None]]:
     """In place of processes: the words and the GPU that each job is started with, by its statement."""
