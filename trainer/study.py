@@ -8,10 +8,10 @@
 
 Each run is the command that a user would type, in a process of its own: `trainer.pretrain`, `trainer.distill` or
 `trainer.finetune` (under the deepspeed launcher where the study has more than one rank), then `trainer.evaluate`. A
-method without a recipe is only evaluated. Finished work (<run>/DONE, and an evaluation made by the same command) is
-skipped; a finished run whose recipe is no longer the study's is refused. Checkpoints of finished runs are removed.
-Output goes to <output>/logs. SIGTERM, SIGUSR1, Ctrl-C, the file that BARISTA_STOP_FILE names, or --stop-after-minutes
-lets the runs in progress save and ends with code 75; the same command goes on.
+method without a recipe is only evaluated. Finished work (<run>/DONE, and an evaluation of the same weights and tests by
+the same command) is skipped; a finished run whose recipe is no longer the study's is refused. Checkpoints of finished
+runs are removed. Output goes to <output>/logs. SIGTERM, SIGUSR1, Ctrl-C, the file that BARISTA_STOP_FILE names, or
+--stop-after-minutes lets the runs in progress save and ends with code 75; the same command goes on.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,7 @@ def test_jobs_of_what_is_not_trained(as_it_is: Path) -> None:
         result.folder.mkdir(parents=True)
         (result.folder / "raw.jsonl.gz").touch()
         assert not study_jobs.is_evaluated(study, result), "there is no completion marker"
+        jobs[f"evaluate {result.name}"].before()
         jobs[f"evaluate {result.name}"].after()
         assert study_jobs.is_evaluated(study, result) == (number == 0), "small is not made yet"
     runs[0].folder.mkdir(parents=True)
@@ -229,6 +231,40 @@ def test_jobs_of_what_is_not_trained(as_it_is: Path) -> None:
     assert not study_jobs.is_evaluated(shorter, results[0])
     words = study_jobs.evaluation_command(shorter, results[0])
     assert words[words.index("--max-length") + 1] == "48"
+
+
+def test_tests_that_change_are_evaluated_again(as_it_is: Path, tmp_path: Path) -> None:
+    """Each file that an evaluation reads, and no other. A change during an evaluation is seen, too."""
+    docs = write_beir(tmp_path / "docs", ["a text"], ["a query"])
+    files = {name: tmp_path / name for name in ("pairs.tsv", "subsets.tsv")}
+    files |= {name: docs / name for name in ("corpus.jsonl", "queries.jsonl", "qrels/test.tsv")}
+    for name in ("pairs.tsv", "subsets.tsv"):
+        files[name].write_text("before")
+    tests = {"sts": [str(files["pairs.tsv"])], "sts_subsets": str(files["subsets.tsv"]), "beir": [str(docs)]}
+    study = load_study(changed(as_it_is, "evaluation", **tests))
+    result = next(result for result in results_of(study) if result.run is None)
+    result.folder.mkdir(parents=True)
+    (result.folder / "raw.jsonl.gz").touch()
+
+    def job() -> Job | None:
+        jobs = study_jobs.jobs_of(study, [], [result], Work(study.output))
+        return next((job for job in jobs if job.name == f"evaluate {result.name}"), None)
+
+    for path in files.values():
+        again = job()
+        assert again is not None
+        again.before()
+        again.after()
+        assert job() is None
+        (docs / "README.md").write_text(f"not {path.name}")
+        assert job() is None, "negative control: no evaluation reads it"
+        path.write_text(f"{path.read_text()}\n")
+    again = job()
+    assert again is not None
+    again.before()
+    files["pairs.tsv"].write_text("changed during the evaluation")
+    again.after()
+    assert job() is not None
 
 
 def test_a_smaller_ladder_gives_neither_the_control_nor_the_latency(as_it_is: Path) -> None:
@@ -521,6 +557,37 @@ def test_one_evaluation_meets_the_mean_over_seeds(as_it_is: Path) -> None:
     text = report.read_text()
     assert "Nothing is fine-tuned for tiny/as_it_is, small/as_it_is: one evaluation each" in text
     assert "missing" not in text
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_control_of_every_backbone_is_reported(as_it_is: Path, alone: bool) -> None:
+    """By its backbone's name where there are several. BM25, of which there is one, has no such name."""
+    path = changed(as_it_is, "evaluation", untrained=True, bm25=True)
+    if alone:
+        path = changed(path, "methods.srl", backbones=["tiny"])
+        values = tomllib.loads(path.read_text())
+        del values["backbones"]["small"]
+        path = write_toml(path, values)
+    _fill(path)
+    study = load_study(path)
+    controls = {"tiny": 0.25, "small": 0.75}
+    for result in results_of(study):
+        raw = read_raw(result.folder / "raw.jsonl.gz")
+        if result.untrained:
+            for size in SIZES:
+                scores = {query: {"ndcg_cut_10": controls[result.arm.split("/")[0]]} for query in QUERIES}
+                raw.add_retrieval("untrained", "docs", size.numbers, RunScores({}, scores, 30), ["ndcg_cut_10"])
+        if result.bm25:
+            scores = {query: {"ndcg_cut_10": 0.5} for query in QUERIES}
+            raw.add_retrieval("BM25", "docs", (0, 0), RunScores({}, scores, 30), ["ndcg_cut_10"])
+        write_raw(raw, result.folder / "raw.jsonl.gz")
+    rows = csv.DictReader((write_report(study).parent / "report.csv").open())
+    means = {row["arm"]: float(row["mean"]) for row in rows if "/" not in row["arm"] and row["size"] == "average"}
+    expected = {"untrained": 0.25} if alone else {"untrained tiny": 0.25, "untrained small": 0.75}
+    assert means == expected | {"BM25": 0.5}
+    text = (study.output / "report/report.md").read_text()
+    assert all(f"| {name} " in text for name in means)
 
 
 @pytest.mark.usefixtures("undrawn")
