@@ -213,6 +213,9 @@ def _lengths(recipe: Recipe, args: argparse.Namespace) -> Lengths:
     longest = Lengths.longest(recipe)
     given = {"document": args.document_tokens, "query": args.query_tokens, "passage": args.passage_tokens}
     for name, value in given.items():
+        if value is not None and recipe.reads_documents != (name == "document"):
+            reads = "documents" if recipe.reads_documents else "queries and passages"
+            raise ConfigError(f"--{name}-tokens {value:g} is given, and the recipe reads {reads}; leave it out")
         most = getattr(longest, name)
         if value is not None and not 1 <= value <= most:
             raise ConfigError(f"--{name}-tokens {value} must lie between 1 and {most}, where the recipe cuts texts")
