@@ -67,7 +67,7 @@ def _submit(words: Sequence[str]) -> int:
         jobs = read_chain(args.chain, given, resume=args.resume, waits=args.after is not None, chdir=chdir)
     else:
         recipe = load_recipe(args.recipe, settings)
-        options = job_options(given, where="command line")
+        options = job_options(given, where="command line", own=given)
         if args.after is None:
             check_shards(recipe, Made(), where=args.recipe)
         jobs = [training_job(recipe, options, where=args.recipe, resume=args.resume, chdir=chdir)]

@@ -157,6 +157,17 @@ def test_fine_tuning_and_no_gpus(place, capsys):
         (("r.toml", *ON_GPUS, "--sbatch=--signal=TERM"), "leave --signal out"),
         (("r.toml", *ON_GPUS, "--sbatch=--arr=0-3"), "leave --array out"),
         (("r.toml", *ON_GPUS, "--sbatch=--exclusive --nodes=4"), "leave --nodes out"),
+        (("r.toml", *ON_GPUS, "--sbatch=--tasks-per-node=4"), "leave --tasks-per-node out"),
+        (("r.toml", *ON_GPUS, "--sbatch=--time=1"), "give it as --time"),
+        (("r.toml", *ON_GPUS, "--sbatch=--part=gpu"), "give it as --partition"),
+        (("r.toml", *ON_GPUS, "--sbatch=--gpus-per-node=2"), "give it as --gpus-per-node"),
+        (
+            ("r.toml", *ON_GPUS, "--signal-seconds=65536"),
+            "--signal-seconds 65536 is too large; it must be at most",
+        ),
+        (("r.toml", *ON_GPUS, f"--max-requeues={2**63}"), f"--max-requeues {2**63} is too large"),
+        (("r.toml", *ON_GPUS, "--array-limit=2"), "array_limit is read by stages of task 'prepare' alone"),
+        (("r.toml", *ON_GPUS, "--time=0"), "--time 0 is no time to run in"),
         (("r.toml", *ON_GPUS, "--sbatch=-N4"), "'-N4' is no long option"),
         (("r.toml", *ON_GPUS, "--sbatch=-a0-3"), "'-a0-3' is no long option"),
         (("r.toml", *ON_GPUS, "--sbatch=--exclusive -N4"), "'-N4' is no long option"),
@@ -270,6 +281,11 @@ def test_a_run_that_has_begun_or_is_done(place, capsys):
     assert "is done" in refusal(capsys, place, "r.toml", *ON_GPUS, "--resume")
 
 
+TWIN = """[[stages]]
+task = "prepare"
+corpora = [{ kind = "documents", inputs = ["text"], output = "./shards/web/" }]
+[[stages]]
+task = "train\""""
 CHAIN = """
 output = "runs/c"
 [options]
@@ -337,6 +353,12 @@ def test_a_chain(chain, capsys):
         (('recipe = "r.toml"', ""), "recipe is not given"),
         (('output = "runs/c"', ""), "needs output"),
         (('kind = "documents"', 'kind = "docs"'), "kind = 'docs' is unknown"),
+        (("cpus_per_task = 16", "nodes = 2"), "stage 1: nodes is read by stages of task 'train' alone"),
+        (('export = "export"', "options = { max_requeues = 2 }"), "stage 3: max_requeues is read by stages of task"),
+        (('"--tokenizer"', '"--out=x", "--tokenizer"'), "stage 1: arguments have --output, which output decides"),
+        (('"--tokenizer"', '"--processes", "4"'), "stage 1: arguments have --processes, which cpus_per_task"),
+        (('"--beir"', '"--model=m", "--beir"'), "stage 3: arguments have --model, which model decides"),
+        (('[[stages]]\ntask = "train"', TWIN), "output = './shards/web/' is another corpus' too"),
     ],
 )
 def test_refused_chains(chain, capsys, change, words):
@@ -403,6 +425,38 @@ def test_shipped_chains(tmp_path, monkeypatch, capsys, path):
     for script in scripts:
         check_shell("#!/bin/bash" + script)
         assert ("#SBATCH --array" in script) != ("#SBATCH --gpus-per-node" in script)
+
+
+@pytest.mark.processes
+def test_other_options_of_sbatch_and_options_for_some_stages(chain, capsys):
+    """Negative controls: sbatch's own --gpus is no abbreviation, and a chain's options are for those who read them."""
+    option = "--gpus=1 --mem-per-cpu=2G"
+    assert f"#SBATCH {option}" in scripts_of(capsys, "r.toml", *ON_GPUS, f"--sbatch={option}")
+    assert "#SBATCH --signal=USR1@65535" in scripts_of(capsys, "r.toml", *ON_GPUS, "--signal-seconds=65535")
+    script = scripts_of(capsys, "--chain=c.toml", "--array-limit=1", "--max-requeues=7")
+    prepare, train, _ = script.split("#!/bin/bash")[1:]
+    assert "#SBATCH --array=0-1%2" in prepare, "a stage's own options override the command line"
+    assert "max_requeues=7" in train
+
+
+@pytest.mark.processes
+def test_a_stage_without_a_signal_may_be_short(chain, capsys):
+    """Only training is told of its time limit before it comes."""
+    for before, after in (("cpus_per_task = 16", 'time = "5"'), ('export = "export"', 'options = { time = "5" }')):
+        (chain / "c.toml").write_text(CHAIN.replace(before, after))
+        assert "#SBATCH --time=5" in scripts_of(capsys, "--chain=c.toml")
+    (chain / "c.toml").write_text(CHAIN.replace('recipe = "r.toml"', 'recipe = "r.toml"\noptions = { time = "5" }'))
+    assert "stage 2: --time 5 leaves no time before" in refusal(capsys, chain, "--chain=c.toml", "--dry-run")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("written", "named"), [("shards/web/", "shards/web"), ("shards/web", "./shards/web/")])
+def test_a_folder_of_a_chain_by_two_spellings(chain, capsys, written, named):
+    (chain / "c.toml").write_text(
+        CHAIN.replace('output = "shards/web"', f'output = "{written}"').replace("shards=shards/web", f"shards={named}")
+    )
+    assert main(["--chain=c.toml", "--dry-run"]) == 0
+    assert "--output shards/web/part-000" in capsys.readouterr().out
 
 
 @pytest.mark.processes
