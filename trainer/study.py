@@ -25,7 +25,7 @@ import torch
 
 from data.ground.command import run_command
 from data.ground.errors import ConfigError
-from data.ground.options import Parser
+from data.ground.options import Parser, real
 from trainer.experiments.checks import check_files, check_given
 from trainer.experiments.jobs import Work
 from trainer.experiments.plan import Result, Run, load_study
@@ -43,7 +43,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--list", action="store_true", help="list the runs and whether they are done; starts nothing")
     parser.add_argument(
-        "--stop-after-minutes", type=float, default=0.0, metavar="M", help="let the run in progress save, exit with 75"
+        "--stop-after-minutes",
+        type=real(least=0),
+        metavar="M",
+        default=0.0,
+        help="let the run in progress save, exit with 75",
     )
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="runs at a time, sharing the cores or GPUs (%(default)s)"

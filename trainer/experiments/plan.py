@@ -55,13 +55,6 @@ class EvaluationPlan:
     def task_names(self) -> tuple[str, ...]:
         return (*(Path(path).name.split(".")[0] for path in self.sts), *(Path(path).name for path in self.beir))
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The files that evaluations read."""
-        of_folder = ("corpus.jsonl", "queries.jsonl", f"qrels/{self.split}.tsv")
-        subsets = (self.sts_subsets,) if self.sts_subsets else ()
-        return (*self.sts, *subsets, *(f"{folder}/{name}" for folder in self.beir for name in of_folder))
-
 
 @dataclass(frozen=True)
 class Backbone:

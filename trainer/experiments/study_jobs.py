@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import shutil
@@ -11,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from data.ground.errors import ConfigError
-from data.ground.files import looks_of, sha256_of, write_atomically
+from data.ground.files import sha256_of, write_atomically
 from data.ground.records import read_json
 from trainer.evaluation.results.raw import RAW_FILE
+from trainer.evaluation.tasks.read import digest_of_tasks
 from trainer.experiments.collected import LATENCY_FILE
 from trainer.experiments.jobs import Job, Work, training_job
 from trainer.experiments.plan import Result, Run, Study, results_of, runs_of
@@ -157,26 +157,14 @@ def marker_content(study: Study, result: Result) -> dict[str, object]:
     The weights are those in the model's folder or below it; for a hub name the digest covers none. Markers of earlier
     versions lack the tests' digest, so what they are of is evaluated again.
     """
-    weights = sorted(path for kind in _WEIGHTS for path in Path(result.model).rglob(kind))
+    tests, digest = study.evaluation, hashlib.sha256()
+    for path in sorted(path for kind in _WEIGHTS for path in Path(result.model).rglob(kind)):
+        digest.update(bytes.fromhex(sha256_of(path)))
     return {
         "command": evaluation_command(study, result),
-        "weights_sha256": _digest_of(weights),
-        "tests_sha256": _digest_of([path for path in map(Path, study.evaluation.files) if path.is_file()]),
+        "weights_sha256": digest.hexdigest(),
+        "tests_sha256": digest_of_tasks(tests.sts, tests.beir, split=tests.split, subsets=tests.sts_subsets or None),
     }
-
-
-def _digest_of(paths: Sequence[Path]) -> str:
-    """One sha256 of files' contents, in their order."""
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(bytes.fromhex(_hashed(path, looks_of(path.stat()))))
-    return digest.hexdigest()
-
-
-@functools.cache
-def _hashed(path: Path, looks: str) -> str:
-    """A file's sha256. Every evaluation of a study asks for its tests, which are hashed again only once they change."""
-    return sha256_of(path)
 
 
 def kind_of(run: Run) -> str:

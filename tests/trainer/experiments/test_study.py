@@ -958,6 +958,14 @@ def test_user_errors_of_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err.startswith("error: study absent.toml does not exist")
 
 
+@pytest.mark.parametrize("minutes", ["nan", "-1", "inf"])
+def test_minutes_that_no_clock_has(study_file: Path, capsys: pytest.CaptureFixture[str], minutes: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        command.main([str(study_file), "--list", f"--stop-after-minutes={minutes}"])
+    assert end.value.code == 2 and f"'{minutes}' is not a finite number of at least 0" in capsys.readouterr().err
+    command.main([str(study_file), "--list", "--stop-after-minutes=0.5"])  # negative control
+
+
 def test_other_recipes_in_a_used_folder_are_refused(study_file: Path, tmp_path: Path) -> None:
     """A finished run is skipped only while its recipe is the study's."""
     from trainer.config.load import as_toml
