@@ -241,9 +241,15 @@ def add_mteb(added: SubParsers, name: str) -> argparse.ArgumentParser:
 
 
 def require_tasks(args: argparse.Namespace) -> None:
-    """Refuse a command of `_task_options` that names no task."""
+    """Refuse a command of `_task_options` that names no task, or has an option that none of its tasks reads."""
     if not args.sts and not args.beir:
         raise ConfigError("there is nothing to evaluate on; give --sts FILE or --beir FOLDER")
+    needs = {"bm25": "beir", "save_runs": "beir", "vectors": "beir", "sts_subsets": "sts"}
+    for name, task in needs.items():
+        if getattr(args, name, None) and not getattr(args, task):
+            raise ConfigError(f"--{name.replace('_', '-')} is read with --{task} alone; give --{task}, or leave it out")
+    if getattr(args, "save_runs", False) and not args.output:
+        raise ConfigError("--save-runs writes to OUTPUT/runs; give --output FOLDER")
 
 
 def _task_options(parser: argparse.ArgumentParser) -> None:
