@@ -151,7 +151,8 @@ class Work:
         if job.ranks > 1:
             launcher = [str(Path(sys.executable).with_name("deepspeed")), *self._launched_on(place, job.ranks)]
             words = [*launcher, "--master_port", str(free_port()), "--module", module, *arguments]
-        path = self.output / "logs" / f"{name.replace('/', '_').replace(' ', '_')}.log"
+        # In the folders of its name: with "_" in place of "/", the logs of a/b_c and a_b/c would be one file.
+        path = self.output / "logs" / f"{name.replace(' ', '_')}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         begin = time.monotonic()
         with path.open("ab") as file:

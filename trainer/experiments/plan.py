@@ -385,6 +385,14 @@ def _check(study: Study) -> None:
     if not names:
         raise ConfigError(f"{study.path} evaluates nothing; give evaluation.sts or evaluation.beir")
     check_task_names(names)
+    for key, given, needed in (
+        ("bm25", study.evaluation.bm25, "beir"),
+        ("sts_subsets", study.evaluation.sts_subsets, "sts"),
+    ):
+        if given and not getattr(study.evaluation, needed):
+            raise ConfigError(
+                f"evaluation.{key} is read with evaluation.{needed} alone; give {needed}, or remove {key}"
+            )
     _in_starting_order(study.backbones)
 
 

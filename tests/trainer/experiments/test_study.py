@@ -436,6 +436,8 @@ def test_chosen_arms_bring_what_they_start_from(study_file: Path) -> None:
             },
             "two ablations are called 'KL'",
         ),
+        ("evaluation", {"beir": [], "bm25": True}, "evaluation.bm25 is read with evaluation.beir alone"),
+        ("evaluation", {"sts": [], "sts_subsets": "s.tsv"}, "evaluation.sts_subsets is read with evaluation.sts alone"),
         ("evaluation", {"max_length": 3}, "evaluation.max_length = 3 must be at least 4"),
         ("evaluation", {"max_length": "48"}, "must be a whole number"),
     ],
@@ -860,6 +862,18 @@ def test_a_failure_stops_the_others_and_is_what_is_said(tmp_path: Path) -> None:
         work.carry_out([nap("long", FOREVER), nap("broken", "1 / 0"), nap("never", "pass")])
     assert sorted(timings(tmp_path)) == [("broken", False), ("long", False)]
     Work(tmp_path).carry_out([nap("short", "pass")])  # negative control
+
+
+@pytest.mark.processes
+def test_every_command_has_a_log_of_its_own(tmp_path: Path) -> None:
+    """Also where only the place of a slash tells their names apart: an error is looked for in the log."""
+    Work(tmp_path).carry_out(
+        [nap("a/b_c", "print('one')"), nap("a_b/c", "print('two')"), nap("x a/b", "print('three')")]
+    )
+    logs = {name: (tmp_path / "logs" / name).read_text() for name in ("a/b_c.log", "a_b/c.log", "x_a/b.log")}
+    assert [word for text in logs.values() for word in ("one", "two", "three") if f"\n{word}\n" in text] == [
+        "one", "two", "three",
+    ]  # fmt: skip
 
 
 @pytest.mark.processes
