@@ -17,7 +17,7 @@ from data.ground.secrets import without_secrets
 LARGEST_COUNT = 2**31 - 1  # of texts, tokens, documents
 LARGEST_SEED = 2**63 - 1
 
-SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+SubParsers: TypeAlias = "argparse._SubParsersAction[Parser]"
 """What `add_subparsers` returns; argparse has no public name for it."""
 
 
