@@ -42,6 +42,15 @@ def test_the_page_has_a_verdict_a_line() -> None:
     assert [Line.of_json(each) for each in record["lines"]] == [PASSED, FAILED, SILENT]
 
 
+def test_the_json_has_no_values_that_json_lacks() -> None:
+    """Not a number fails a line, and stays on the page. Negative control: other values stay."""
+    values = {"error": Bound(float("nan"), most=1e-5), "ratio": Bound(float("inf"), most=1.0), "rest": Bound(0.5)}
+    shown = page(Line("ranks", "are they equal?", judged(values), 2.0))
+    assert "error nan, ratio inf, rest 0.5" in shown.text and shown.failed == 1
+    record = json.loads(json.dumps(shown.as_json, allow_nan=False))
+    assert record["lines"][0]["values"] == {"error": None, "ratio": None, "rest": 0.5}
+
+
 def test_every_subject_has_a_title() -> None:
     assert {*SUBJECTS, "plan"} == set(qualified.TITLES)
 
