@@ -244,6 +244,16 @@ class Work:
         return f", about {_duration(total / self.places)} left{open_end}" if total else ""
 
 
+def check_settings(settings: Sequence[str]) -> None:
+    """Refuse secrets in the settings of runs: launchers write their commands into logs, and other users see them."""
+    for setting in settings:
+        if (shown := without_secrets(setting)) != setting:
+            raise ConfigError(
+                f"{shown} holds a password, and the commands of runs are logged; name a variable in its place, as in "
+                "https://user:${BARISTA_PASSWORD}@…, and export it, or write the address into the recipe"
+            )
+
+
 def training_job(
     name: str,
     kind: str,

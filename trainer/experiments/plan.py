@@ -34,6 +34,7 @@ from trainer.config.load import load_recipe, parse_toml
 from trainer.config.schema import Recipe
 from trainer.config.sections import LEAST_LENGTH
 from trainer.evaluation.tasks.inputs import check_task_names
+from trainer.experiments.jobs import check_settings
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 # Recipe keys that the study itself decides for every run.
@@ -270,6 +271,7 @@ def _run(
     values = {**study.settings, **settings, **own, "run.output": str(folder), "run.resume": "auto"}
     overrides = tuple(f"{key}={_text(value)}" for key, value in values.items())
     try:
+        check_settings(overrides)
         resolved = load_recipe(recipe, overrides)
     except ConfigError as error:
         raise ConfigError(f"{study.path}, run {name}: {error}") from None

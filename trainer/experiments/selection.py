@@ -23,7 +23,7 @@ from data.ground.records import Record, parse_json, read_record
 from trainer.build import open_shards
 from trainer.config.load import as_toml, load_recipe
 from trainer.evaluation.tasks.read import digest_of_tasks, read_tasks
-from trainer.experiments.jobs import Job, Work, training_job
+from trainer.experiments.jobs import Job, Work, check_settings, training_job
 from trainer.monitoring.names import score_of
 from trainer.objectives.collators import total_steps
 
@@ -76,6 +76,7 @@ def make_plan(args: argparse.Namespace, settings: Sequence[str]) -> Plan:
         if args.sts or args.beir:
             overrides.append(f"evaluation.{key}={json.dumps(getattr(args, key))}")
     overrides += [f"evaluation.split={args.split}"] if args.split else []
+    check_settings(overrides)
     recipe = load_recipe(args.recipe, overrides)
     if not recipe.evaluation.sts and not recipe.evaluation.beir:
         raise ConfigError("nothing to compare seeds on; give a development set with --sts or --beir")

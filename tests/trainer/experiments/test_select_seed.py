@@ -121,6 +121,7 @@ def test_the_best_is_the_run_of_its_seed_alone(
         (["--train.nothing=4"], "1 2", "unknown key"),
         (["--sts", "absent.tsv"], "1 2", "absent.tsv"),
         (["--ranks", "0"], "1 2", "--ranks"),
+        (["--data.shards=https://me:geheim@h/a"], "1 2", "data.shards=https://***@h/a holds a password"),
     ],
 )
 def test_user_errors_leave_nothing(

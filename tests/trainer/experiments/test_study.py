@@ -436,6 +436,11 @@ def test_chosen_arms_bring_what_they_start_from(study_file: Path) -> None:
             },
             "two ablations are called 'KL'",
         ),
+        (
+            "settings",
+            {"data.shards": ["https://me:geheim@h/a"]},
+            'run runs/tiny/separate/seed_1/1x16: data.shards=["https://***@h/a"] holds a password',
+        ),
         ("evaluation", {"beir": [], "bm25": True}, "evaluation.bm25 is read with evaluation.beir alone"),
         ("evaluation", {"sts": [], "sts_subsets": "s.tsv"}, "evaluation.sts_subsets is read with evaluation.sts alone"),
         ("evaluation", {"max_length": 3}, "evaluation.max_length = 3 must be at least 4"),
@@ -446,6 +451,18 @@ def test_errors_in_the_file(study_file: Path, section: str, values: dict, messag
     with pytest.raises(ConfigError, match=re.escape(message)):
         runs_of(load_study(changed(study_file, section, **values)))
     runs_of(load_study(study_file))  # negative control
+
+
+def test_a_study_names_variables_in_place_of_secrets(study_file: Path) -> None:
+    """Or leaves them in the recipe, which is no part of a command."""
+    address = "https://me:${BARISTA_P}@h/a"
+    runs = runs_of(load_study(changed(study_file, "settings", **{"data.shards": [address]})))
+    assert {run.recipe.data.shards[0] for run in runs} == {address}
+    recipe = study_file.with_name("srl.toml")
+    recipe.write_text(recipe.read_text().replace('"shards"', '"https://me:geheim@h/a"'))
+    runs = runs_of(load_study(study_file))
+    assert {run.recipe.data.shards[0] for run in runs} == {"https://me:geheim@h/a"}
+    assert not any("geheim" in word for run in runs for word in run.overrides)
 
 
 # Reports from made-up raw results
