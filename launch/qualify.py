@@ -218,6 +218,8 @@ def qualify(args: argparse.Namespace) -> int:
     if args.hostfile and (problem := checks.hostfile(args.hostfile)).status == checks.BAD:
         raise UserError(f"--hostfile: {problem.seen}; {problem.hint}")
     output = args.output or args.folder / "qualification.md"
+    if args.json and args.json.absolute() == output.absolute():
+        raise UserError(f"--json {args.json} is the page's file, too; name another")
     args.folder.mkdir(parents=True, exist_ok=True)
     for path in filter(None, (output, args.json)):
         if path.is_dir():
@@ -225,7 +227,12 @@ def qualify(args: argparse.Namespace) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="details_", dir=args.folder)).resolve()
     this = Qualification(args, scratch, cuda=count_gpus() > 0)
-    this.run()
+    try:
+        this.run()
+    except BaseException as error:
+        if not isinstance(error, Exception):  # it was interrupted: no page names the files, and no fault needs them
+            shutil.rmtree(scratch, ignore_errors=True)
+        raise
     page = Page(
         this.lines, this.about, quick=args.quick, hostfile=bool(args.hostfile), seconds=time.monotonic() - this.begin
     )
