@@ -561,6 +561,25 @@ def test_what_slurm_refuses_leaves_nothing(chain, capsys, own_path):
 
 
 @pytest.mark.processes
+def test_what_slurm_refuses_changes_nothing_of_an_earlier_submission(chain, capsys, own_path):
+    """The files of a stage that is submitted again are those of its last submission, its variables and record among
+    them. Negative control: what Slurm takes replaces them.
+    """
+    fake_slurm(chain, f"[ -e {chain}/full ] && exit 1; echo 4242")
+    assert main(["--chain=c.toml", "--env=A=1", "--cpus-per-task=3"]) == 0
+    before = contents(chain / "runs")
+    assert b"export A=1" in before["c/01-prepare/variables.sh"]
+    (chain / "full").write_text("")
+    assert main(["--chain=c.toml", "--resume", "--mem=1G"]) == 2
+    assert contents(chain / "runs") == before
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (chain / "runs/c/01-prepare").iterdir()} == {0o600}
+    (chain / "full").unlink()
+    assert main(["--chain=c.toml", "--resume", "--mem=1G"]) == 0
+    after = contents(chain / "runs")
+    assert "c/01-prepare/variables.sh" not in after and b"--mem=1G" in after["c/01-prepare/job.sbatch"]
+
+
+@pytest.mark.processes
 def test_the_node_needs_nothing_but_python():
     """It runs outside containers, where nothing of ours is installed."""
     subprocess.run(
