@@ -121,6 +121,12 @@ def _refuse_if_queued(job: Job) -> None:
         if number is None:  # the run's own file
             continue
         listed = subprocess.run(["squeue", "--noheader", "--jobs", number], capture_output=True, text=True, check=False)
+        # Of a job that Slurm has forgotten, squeue says that its number is invalid.
+        if listed.returncode != 0 and "Invalid job id" not in listed.stderr:
+            why = listed.stderr.strip() or f"exit code {listed.returncode}"
+            raise ConfigError(
+                f"squeue does not say whether job {number} of {record.parent} is still in the queue ({why}); try again"
+            )
         if listed.returncode == 0 and listed.stdout.strip():
             raise ConfigError(
                 f"job {number} of {record.parent} is still in the queue; wait for it, or scancel {number}"

@@ -561,6 +561,35 @@ def test_what_slurm_refuses_leaves_nothing(chain, capsys, own_path):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("squeue", "words"),
+    [
+        ("echo 4242 R", "is still in the queue; wait for it, or scancel 4242"),
+        (
+            "echo slurm_load_jobs error: Unable to contact slurm controller >&2; exit 1",
+            "contact slurm controller); try",
+        ),
+        ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", ""),
+        ("", ""),
+    ],
+)
+def test_two_jobs_of_a_folder_are_never_in_the_queue(chain, capsys, own_path, squeue, words):
+    """Also if squeue cannot say. Negative controls: a job that has ended, and one that Slurm has forgotten."""
+    fake_slurm(chain, "echo 4242")
+    assert main(["--chain=c.toml"]) == 0
+    capsys.readouterr()
+    (chain / "bin/squeue").write_text(f"#!/bin/bash\n{squeue}\n")
+    if words:
+        calls = (chain / "bin/sbatch.calls").read_text()
+        assert main(["--chain=c.toml", "--resume"]) == 2
+        said = capsys.readouterr().err
+        assert words in said and "job 4242 of runs/c/01-prepare" in said
+        assert (chain / "bin/sbatch.calls").read_text() == calls
+    else:
+        assert main(["--chain=c.toml", "--resume"]) == 0
+
+
+@pytest.mark.processes
 def test_what_slurm_refuses_changes_nothing_of_an_earlier_submission(chain, capsys, own_path):
     """The files of a stage that is submitted again are those of its last submission, its variables and record among
     them. Negative control: what Slurm takes replaces them.
