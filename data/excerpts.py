@@ -26,6 +26,7 @@ from data.corpora.splits import Document
 from data.ground.command import run_command
 from data.ground.errors import DataError
 from data.ground.files import read_text, write_atomically
+from data.ground.options import Parser
 
 _END = re.compile(r"(?<=[.!?])\s+|\n+")
 _LEAST_CHARACTERS = 16  # of a sentence: shorter ones are headings, numbers or list marks
@@ -35,7 +36,7 @@ _SENTENCES = ((0.6, 1), (0.8, 2), (0.95, 4), (1.0, 8))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data.excerpts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("documents", nargs="+", metavar="FILE", help="documents, as for data.prepare documents")

@@ -28,7 +28,7 @@ from data.documentation import (
 )
 from data.ground.command import INTERRUPTED_CODE, exit_code_of, log_to_stderr
 from data.ground.errors import DataError
-from data.ground.options import SubParsers
+from data.ground.options import Parser, SubParsers
 from data.inputs import check_name
 from data.keyed_random import check_seed
 from data.lines import LONGEST_LINE
@@ -40,7 +40,7 @@ from data.tokens import LARGEST_ID
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m data.prepare", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m data.prepare", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add_command in (_add_documents, _add_tuples, _add_tokenizer, _add_installed_docs):
         command = add_command(commands)

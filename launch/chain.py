@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +59,7 @@ _KINDS_OF_VALUES = {str: "a text", list: "a list", int: "a whole number", dict: 
 
 @dataclass
 class Made:
-    """The output of the stages so far: folders of shards, by the name that recipes use, and the last model."""
+    """The output of the stages so far: folders of shards, by their normalised path, and the last model."""
 
     shards: dict[str, list[str]] = field(default_factory=dict)
     model: str = ""
@@ -82,13 +83,14 @@ def read_chain(path: Path, given: Mapping[str, Any], *, resume: bool, waits: boo
             raise ConfigError(f"{where}: task = {task!r} is unknown; choose one of {', '.join(_STAGE_KEYS)}")
         _check_keys(stage, {"task": str, "options": dict, **_STAGE_KEYS[task]}, where)
         merged = {**values.get("options", {}), **given, **stage.get("options", {})}
-        options = job_options({"gpus_per_node": 0, **merged} if task == "prepare" else merged, where=where)
+        merged = {"gpus_per_node": 0, **merged} if task == "prepare" else merged
+        options = job_options(merged, where=where, task=task, own=stage.get("options", {}))
         folder = output / f"{number:02d}-{task}"
         if task == "prepare":
             commands = [each for corpus in stage.get("corpora", []) for each in _commands(corpus, made, where)]
             if not commands:
                 raise ConfigError(f"{where}: nothing to prepare; add [[stages.corpora]]")
-            jobs.append(prepare_job(commands, options, folder=folder, chdir=chdir))
+            jobs.append(prepare_job(commands, options, where=where, folder=folder, chdir=chdir))
         elif task == "train":
             if "recipe" not in stage:
                 raise ConfigError(f"{where}: recipe is not given; name a recipe's file")
@@ -100,7 +102,8 @@ def read_chain(path: Path, given: Mapping[str, Any], *, resume: bool, waits: boo
                 check_shards(recipe, made, where=where)
             jobs.append(training_job(recipe, options, where=stage["recipe"], resume=resume, chdir=chdir))
         else:
-            jobs.append(evaluate_job(_evaluation(stage, made, where), options, folder=folder, chdir=chdir))
+            commands = _evaluation(stage, made, where)
+            jobs.append(evaluate_job(commands, options, where=where, folder=folder, chdir=chdir))
     return jobs
 
 
@@ -114,11 +117,13 @@ def _commands(corpus: Any, made: Made, where: str) -> list[list[str]]:
     inputs, output, parts = _texts(corpus, "inputs", where), corpus.get("output", ""), corpus.get("parts", 1)
     if not inputs or not output:
         raise ConfigError(f"{where}: a corpus needs inputs and output")
-    if output in made.shards:
+    folder = os.path.normpath(output)
+    if folder in made.shards:
         raise ConfigError(f"{where}: output = {output!r} is another corpus' too; give each a folder of its own")
     rest = _texts(corpus, "arguments", where)
+    _refuse_options(rest, {"--output": "output", "--processes": "cpus_per_task in options"}, where)
     if parts == 1:
-        made.shards[output] = [output]
+        made.shards[folder] = [output]
         return [[corpus["kind"], *inputs, *rest, "--output", output]]
     files = sorted({file for pattern in inputs for file in glob.glob(pattern, recursive=True)})  # noqa: PTH207
     folders = [file for file in files if Path(file).is_dir()]
@@ -126,17 +131,17 @@ def _commands(corpus: Any, made: Made, where: str) -> list[list[str]]:
         raise ConfigError(f"{where}: {folders[0]} is a folder, and parts are made of files; write {folders[0]}/*")
     if not 1 <= parts <= len(files):
         raise ConfigError(f"{where}: parts = {parts} of {len(files)} files cannot be; use 1 to {max(1, len(files))}")
-    made.shards[output] = [f"{output}/part-{part:03d}" for part in range(parts)]
+    made.shards[folder] = [f"{folder}/part-{part:03d}" for part in range(parts)]
     return [
-        [corpus["kind"], *files[part::parts], *rest, "--output", folder]
-        for part, folder in enumerate(made.shards[output])
+        [corpus["kind"], *files[number::parts], *rest, "--output", part]
+        for number, part in enumerate(made.shards[folder])
     ]
 
 
 def with_parts(recipe: Recipe, made: Made) -> Recipe:
     """The recipe with every folder that is written in parts replaced by its parts."""
     data = recipe.data
-    shards = [part for folder in data.shards for part in made.shards.get(folder, [folder])]
+    shards = [part for folder in data.shards for part in made.shards.get(os.path.normpath(folder), [folder])]
     if len(shards) == len(data.shards):
         return recipe
     for name, per_folder in (
@@ -153,9 +158,10 @@ def with_parts(recipe: Recipe, made: Made) -> Recipe:
 
 def check_shards(recipe: Recipe, made: Made, *, where: str) -> None:
     """Refuse local folders that hold no shards and that no stage will write; the job itself checks addresses."""
-    coming = {part for parts in made.shards.values() for part in parts}
+    coming = {os.path.normpath(part) for parts in made.shards.values() for part in parts}
     for folder in recipe.data.shards:
-        if "://" not in folder and folder not in coming and not (Path(folder) / "manifest.json").is_file():
+        is_here = "://" in folder or os.path.normpath(folder) in coming or (Path(folder) / "manifest.json").is_file()
+        if not is_here:
             raise ConfigError(
                 f"{where}: data.shards: {folder} holds no finished shards; "
                 "make them first by `python -m data.prepare`, or in a stage before this one"
@@ -168,12 +174,22 @@ def _evaluation(stage: Mapping[str, Any], made: Made, where: str) -> list[list[s
         raise ConfigError(f"{where}: model is not given, and no stage before it trains one; name a run's model folder")
     commands = []
     if arguments := _texts(stage, "arguments", where):
+        _refuse_options(arguments, {"--model": "model"}, where)
         commands.append(["trainer.evaluate", "sizes", "--model", model, *arguments])
     if export := stage.get("export"):
         commands.append(["trainer.export", "--model", model, "--output", export])
     if not commands:
         raise ConfigError(f"{where}: give arguments of trainer.evaluate, a folder for export, or both")
     return commands
+
+
+def _refuse_options(arguments: Sequence[str], decided: Mapping[str, str], where: str) -> None:
+    """Refuse options, also abbreviated ones, that a key of the chain decides: one of both values would be ignored."""
+    for word in arguments:
+        name = word.partition("=")[0]
+        for option, key in decided.items():
+            if name.startswith("--") and len(name) > 2 and option.startswith(name):
+                raise ConfigError(f"{where}: arguments have {option}, which {key} decides; leave it out there")
 
 
 def _texts(table: Mapping[str, Any], key: str, where: str) -> list[str]:

@@ -241,7 +241,7 @@ def hostfile(path: Path) -> Finding:
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line.startswith("#"):
             continue
-        match = re.fullmatch(r"(\S+)\s+slots=([0-9]{1,6})", line)
+        match = re.fullmatch(r"(\S+)\s+slots=([0-9]{1,6})(?:\s+#.*)?", line)
         if match is None:
             return Finding("hostfile", BAD, f"{path}:{number}: {line!r} is no host with its slots", hint)
         if match[1] in slots:

@@ -30,6 +30,7 @@ import numpy as np
 
 from data.ground.command import exit_code_of
 from data.ground.errors import UserError
+from data.ground.options import Parser
 from data.ground.ports import free_port
 from data.minilm import minilm_folder
 from launch.calls import call, ends_all_it_started
@@ -87,7 +88,7 @@ _BF16_GAIN = 1.2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m launch.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="the short form: less text, fewer steps")

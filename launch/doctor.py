@@ -32,6 +32,7 @@ from typing import Any
 from data.ground.command import exit_code_of, printable
 from data.ground.errors import UserError
 from data.ground.files import first_line
+from data.ground.options import Parser
 from launch import checks
 from launch.checks import BAD, OK, SEVERITY, Finding
 from launch.record import commit
@@ -321,7 +322,7 @@ def _report(told: Sequence[tuple[str, list[Finding]]], as_json: bool) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m launch.doctor",
         description="Check a node, or every rank of a job, for training; say what is wrong and how to fix it.",
         allow_abbrev=False,

@@ -36,6 +36,9 @@ TEMPLATES = Path(__file__).resolve().parent / "slurm"
 VARIABLES = "variables.sh"
 _LONGEST_NAME = 255
 _PLACE = re.compile(r"@@([A-Z_]+)@@")
+_NAME_A_VARIABLE = (
+    "name a variable in its place, as in https://user:${BARISTA_PASSWORD}@…, and give it by --env BARISTA_PASSWORD"
+)
 
 
 @dataclass(frozen=True)
@@ -100,10 +103,13 @@ def training_job(recipe: Recipe, options: JobOptions, *, where: str, resume: boo
     return Job(name=f"{task} {where}", folder=folder, script=script, files=files, options=options)
 
 
-def prepare_job(commands: Sequence[Sequence[str]], options: JobOptions, *, folder: Path, chdir: Path) -> Job:
+def prepare_job(
+    commands: Sequence[Sequence[str]], options: JobOptions, *, where: str, folder: Path, chdir: Path
+) -> Job:
     """A job array of `data.prepare` commands, one for each task, each on one node."""
     options = dataclasses.replace(options, nodes=1)
     _check_path(str(folder), "output")
+    _check_words(commands, options, where)
     cases = "\n".join(
         f"    {index}) command=({_container(options)}python -m data.prepare {shlex.join(command)}) ;;"
         for index, command in enumerate(commands)
@@ -119,10 +125,13 @@ def prepare_job(commands: Sequence[Sequence[str]], options: JobOptions, *, folde
     return Job(name=f"prepare, {len(commands)} tasks", folder=folder, script=script, options=options)
 
 
-def evaluate_job(commands: Sequence[Sequence[str]], options: JobOptions, *, folder: Path, chdir: Path) -> Job:
+def evaluate_job(
+    commands: Sequence[Sequence[str]], options: JobOptions, *, where: str, folder: Path, chdir: Path
+) -> Job:
     """`trainer.evaluate` and `trainer.export` commands, one after the other, on one node."""
     options = dataclasses.replace(options, nodes=1)
     _check_path(str(folder), "output")
+    _check_words(commands, options, where)
     script = fill(
         "evaluate.sbatch",
         DIRECTIVES=directives(options, name=folder.name, log=folder / "slurm-%j.log", chdir=chdir),
@@ -197,10 +206,21 @@ def _check_secrets(recipe: Recipe, options: JobOptions) -> None:
     """Refuse secrets in the recipe: the job reads it from a file, which may name variables instead."""
     if as_tables(recipe) != dataclasses.asdict(recipe):
         shown = next((each for each in map(without_secrets, recipe.data.shards) if HIDDEN in each), "an address")
-        raise ConfigError(
-            f"the recipe's {shown} holds a password, and a job's recipe is a file; name a variable in its place, as in "
-            "https://user:${BARISTA_PASSWORD}@…, and give it by --env BARISTA_PASSWORD"
-        )
-    for name in (name for folder in recipe.data.shards for name in variables_of(folder)):
+        raise ConfigError(f"the recipe's {shown} holds a password, and a job's recipe is a file; {_NAME_A_VARIABLE}")
+    _check_variables(recipe.data.shards, options, "data.shards")
+
+
+def _check_words(commands: Sequence[Sequence[str]], options: JobOptions, where: str) -> None:
+    """Refuse secrets in commands: the script, which is printed and stored, has them as they are."""
+    words = [word for command in commands for word in command if "://" in word]
+    for word in words:
+        if (shown := without_secrets(word)) != word:
+            raise ConfigError(f"{where}: {shown} holds a password, and a job's script is a file; {_NAME_A_VARIABLE}")
+    _check_variables(words, options, where)
+
+
+def _check_variables(addresses: Sequence[str], options: JobOptions, where: str) -> None:
+    """Refuse addresses that name variables which the job will not have."""
+    for name in (name for address in addresses for name in variables_of(address)):
         if name not in options.variables:
-            raise ConfigError(f"data.shards names the variable {name}; export it here, and give it by --env {name}")
+            raise ConfigError(f"{where} names the variable {name}; export it here, and give it by --env {name}")

@@ -97,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     os.umask(os.umask(0o077) | 0o002)  # others than owner and group must not write logs
     place = Place(int(numbers[0]), int(numbers[1]), args.ranks)
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    # A job without GPUs may inherit the variable from the shell in which it was submitted.
+    devices = "" if os.environ.get("DS_ACCELERATOR") == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if devices and len(devices.split(",")) < args.ranks:
         say(f"error: {args.ranks} ranks were asked for and Slurm gave the GPUs {devices}; set --gpus-per-node to match")
         return 2

@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,17 @@ _AT_LEAST = {
     "crash_requeues": 0,
     "array_limit": 0,
 }
+# Slurm has 16 bits for a signal's time, and 32 for other numbers; a shell could not compare a number of 65.
+_AT_MOST = {name: 2**16 - 1 if name == "signal_seconds" else 2**31 - 1 for name in _AT_LEAST}
+# The tasks of a chain's stages that read an option; all of them read the others. A recipe's job is a task "train".
+_READ_BY = {
+    "nodes": "train",
+    "ranks_per_node": "train",
+    "signal_seconds": "train",
+    "max_requeues": "train",
+    "crash_requeues": "train",
+    "array_limit": "prepare",
+}
 # minutes | minutes:seconds | hours:minutes:seconds | days-hours[:minutes[:seconds]]
 _TIME = re.compile(
     r"(?:(?P<days>\d{1,9})-(?P<dh>\d{1,9})(?::(?P<dm>\d{1,9})(?::(?P<ds>\d{1,9}))?)?)|(?P<plain>\d{1,9}(?::\d{1,9}){0,2})",
@@ -125,8 +136,11 @@ def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(namespace).items() if name in _TYPES}
 
 
-def job_options(values: Mapping[str, Any], *, where: str) -> JobOptions:
-    """Check values and make options of them. `where`: the place of the values, with which error messages begin."""
+def job_options(values: Mapping[str, Any], *, where: str, task: str = "train", own: Collection[str] = ()) -> JobOptions:
+    """Check values and make options of them. `where`: the place of the values, with which error messages begin.
+
+    own: names of values that were given for this one job, of which its task must read each.
+    """
     for name, value in values.items():
         if name not in _TYPES:
             raise ConfigError(f"{where}: unknown key {name}; the keys are {', '.join(_TYPES)}")
@@ -141,12 +155,19 @@ def job_options(values: Mapping[str, Any], *, where: str) -> JobOptions:
             kind = "a list of texts" if several else {int: "a whole number", str: "a text"}[wanted]
             shown = name if name == "env" else f"{name} = {value!r}"  # values of env may be secret
             raise ConfigError(f"{where}: {shown} must be {kind}")
+    for name in own:
+        if (reader := _READ_BY.get(name, task)) != task:
+            raise ConfigError(
+                f"{where}: {name} is read by stages of task {reader!r} alone, and this is {task!r}; leave it out"
+            )
     options = JobOptions(**values)
-    _check(options, where)
+    _check(options, where, lead=options.signal_seconds if task == "train" else 0)
     return options
 
 
-def _check(options: JobOptions, where: str) -> None:
+def _check(options: JobOptions, where: str, *, lead: int) -> None:
+    """lead: seconds before the time limit at which the job is signalled; 0: it is not."""
+
     def refuse(name: str, why: str) -> typing.NoReturn:
         raise ConfigError(f"{where}: {_shown(name, getattr(options, name))} {why}")
 
@@ -155,6 +176,9 @@ def _check(options: JobOptions, where: str) -> None:
     for name, least in _AT_LEAST.items():
         if getattr(options, name) < least:
             refuse(name, f"is too small; it must be at least {least}")
+    for name, most in _AT_MOST.items():
+        if getattr(options, name) > most:
+            refuse(name, f"is too large; it must be at most {most:,}")
     if options.gpus_per_node and options.ranks_per_node not in (0, options.gpus_per_node):
         refuse("ranks_per_node", f"is for jobs without GPUs; {options.gpus_per_node} GPUs have one rank each")
     for name in ("partition", "account", "qos", "constraint"):
@@ -166,11 +190,12 @@ def _check(options: JobOptions, where: str) -> None:
         seconds = time_limit_seconds(options.time)
         if seconds is None:
             refuse("time", "is no time limit; write minutes, HH:MM:SS, or days-HH:MM:SS")
-        if seconds <= options.signal_seconds:
+        if not seconds:
+            refuse("time", "is no time to run in; write UNLIMITED for no limit")
+        if seconds <= lead:
             refuse(
                 "time",
-                f"leaves no time before the signal {options.signal_seconds} s ahead of it; "
-                "give more time, or a smaller --signal-seconds",
+                f"leaves no time before the signal {lead} s ahead of it; give more time, or a smaller --signal-seconds",
             )
         if seconds > _MOST_SECONDS:
             refuse("time", "is more than ten years; write UNLIMITED for no limit")
@@ -214,6 +239,9 @@ def _check_sbatch(text: str, where: str) -> None:
         clash = next((name for name in _OURS if name.startswith(match["name"])), None)
         if clash:
             raise ConfigError(f"{where}: --sbatch {text!r} is set by this command itself; leave {clash} out")
+        own = next((name for name in _OWN if name.startswith(match["name"]) and match["name"] != "--gpus"), None)
+        if own:
+            raise ConfigError(f"{where}: --sbatch {text!r} is an option of this command; give it as {own}")
 
 
 def _words(text: str) -> list[str] | None:
@@ -228,6 +256,7 @@ _OURS = (
     "--nodes",
     "--ntasks",
     "--ntasks-per-node",
+    "--tasks-per-node",
     "--array",
     "--signal",
     "--requeue",
@@ -237,6 +266,17 @@ _OURS = (
     "--job-name",
     "--dependency",
     "--chdir",
+)
+# They are checked, and ranks are counted by them.
+_OWN = (
+    "--partition",
+    "--account",
+    "--qos",
+    "--constraint",
+    "--time",
+    "--mem",
+    "--gpus-per-node",
+    "--cpus-per-task",
 )
 
 

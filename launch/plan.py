@@ -19,7 +19,7 @@ from typing import Any
 
 from data.ground.command import exit_code_of
 from data.ground.errors import ConfigError
-from data.ground.options import settings_among
+from data.ground.options import Parser, settings_among
 from launch.scaling import (
     GPUS,
     INTERCONNECTS,
@@ -213,6 +213,9 @@ def _lengths(recipe: Recipe, args: argparse.Namespace) -> Lengths:
     longest = Lengths.longest(recipe)
     given = {"document": args.document_tokens, "query": args.query_tokens, "passage": args.passage_tokens}
     for name, value in given.items():
+        if value is not None and recipe.reads_documents != (name == "document"):
+            reads = "documents" if recipe.reads_documents else "queries and passages"
+            raise ConfigError(f"--{name}-tokens {value:g} is given, and the recipe reads {reads}; leave it out")
         most = getattr(longest, name)
         if value is not None and not 1 <= value <= most:
             raise ConfigError(f"--{name}-tokens {value} must lie between 1 and {most}, where the recipe cuts texts")
@@ -298,7 +301,7 @@ def _nodes(count: int) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     default = Assumptions()
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m launch.plan",
         description="Predict time, utilisation, memory and bytes sent of a recipe, and recommend how to set it up.",
         epilog="Any key of the recipe can be set as --section.key=value.",

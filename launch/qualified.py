@@ -5,6 +5,7 @@ Pure functions of lines and figures. Torch-free.
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -176,7 +177,10 @@ class Page:
     @property
     def as_json(self) -> dict[str, Any]:
         counts = {verdict.replace(" ", "_"): count for verdict, count in counted(self.lines).items()}
+        # JSON has neither NaN nor infinities, which are values of failed lines.
         lines = [line.as_json() for line in self.lines]
+        for line in lines:
+            line["values"] = {name: value if math.isfinite(value) else None for name, value in line["values"].items()}
         return {
             **counts,
             "seconds": round(self.seconds, 1),

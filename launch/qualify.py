@@ -27,6 +27,7 @@ from typing import Any
 from data.ground.command import exit_code_of, printable
 from data.ground.errors import UserError
 from data.ground.files import write_atomically
+from data.ground.options import Parser
 from data.ground.ports import free_port
 from launch import checks
 from launch.calls import call_into, ends_all_it_started
@@ -217,6 +218,8 @@ def qualify(args: argparse.Namespace) -> int:
     if args.hostfile and (problem := checks.hostfile(args.hostfile)).status == checks.BAD:
         raise UserError(f"--hostfile: {problem.seen}; {problem.hint}")
     output = args.output or args.folder / "qualification.md"
+    if args.json and args.json.absolute() == output.absolute():
+        raise UserError(f"--json {args.json} is the page's file, too; name another")
     args.folder.mkdir(parents=True, exist_ok=True)
     for path in filter(None, (output, args.json)):
         if path.is_dir():
@@ -224,7 +227,12 @@ def qualify(args: argparse.Namespace) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="details_", dir=args.folder)).resolve()
     this = Qualification(args, scratch, cuda=count_gpus() > 0)
-    this.run()
+    try:
+        this.run()
+    except BaseException as error:
+        if not isinstance(error, Exception):  # it was interrupted: no page names the files, and no fault needs them
+            shutil.rmtree(scratch, ignore_errors=True)
+        raise
     page = Page(
         this.lines, this.about, quick=args.quick, hostfile=bool(args.hostfile), seconds=time.monotonic() - this.begin
     )
@@ -238,7 +246,7 @@ def qualify(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m launch.qualify",
         description="Run all that only a GPU can show, and write a page with a verdict a line.",
         allow_abbrev=False,

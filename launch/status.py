@@ -36,6 +36,7 @@ from typing import Any
 from data.ground.command import exit_code_of, printable, tell
 from data.ground.errors import ConfigError, DataError, UserError
 from data.ground.files import describe_os_error, first_line
+from data.ground.options import Parser
 from data.ground.records import Record, read_record
 from models.sizes import Ladder
 from trainer.config.schema import Recipe
@@ -515,7 +516,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m launch.status", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")

@@ -21,12 +21,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
 from data.ground.command import exit_code_of, printable
 from data.ground.errors import ConfigError
-from data.ground.options import settings_among
+from data.ground.options import Parser, settings_among
 from data.ground.records import read_record
 from launch.chain import Made, check_shards, read_chain
 from launch.job import VARIABLES, Job, training_job
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _submit(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m launch.submit",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -62,11 +63,12 @@ def _submit(words: Sequence[str]) -> int:
     chdir, given = Path.cwd(), given_options(args)
     if args.chain is not None:
         if settings:
-            raise ConfigError(f"{rest[0]} is a recipe's setting; write it into settings of a stage of {args.chain}")
+            key = settings[0].partition("=")[0]  # without its value, which may be a secret of a misspelt option
+            raise ConfigError(f"--{key} is a recipe's setting; write it into settings of a stage of {args.chain}")
         jobs = read_chain(args.chain, given, resume=args.resume, waits=args.after is not None, chdir=chdir)
     else:
         recipe = load_recipe(args.recipe, settings)
-        options = job_options(given, where="command line")
+        options = job_options(given, where="command line", own=given)
         if args.after is None:
             check_shards(recipe, Made(), where=args.recipe)
         jobs = [training_job(recipe, options, where=args.recipe, resume=args.resume, chdir=chdir)]
@@ -119,6 +121,12 @@ def _refuse_if_queued(job: Job) -> None:
         if number is None:  # the run's own file
             continue
         listed = subprocess.run(["squeue", "--noheader", "--jobs", number], capture_output=True, text=True, check=False)
+        # Of a job that Slurm has forgotten, squeue says that its number is invalid.
+        if listed.returncode != 0 and "Invalid job id" not in listed.stderr:
+            why = listed.stderr.strip() or f"exit code {listed.returncode}"
+            raise ConfigError(
+                f"squeue does not say whether job {number} of {record.parent} is still in the queue ({why}); try again"
+            )
         if listed.returncode == 0 and listed.stdout.strip():
             raise ConfigError(
                 f"job {number} of {record.parent} is still in the queue; wait for it, or scancel {number}"
@@ -128,7 +136,7 @@ def _refuse_if_queued(job: Job) -> None:
 def submit_all(jobs: Sequence[Job], *, after: str | None, argv: Sequence[str], chdir: Path) -> list[str]:
     """Write and submit all jobs, each to start after the previous one, or none. Returns Slurm's job numbers."""
     numbers: list[str] = []
-    written: list[Path] = []
+    written: list[_Written] = []
     first_after = after
     try:
         patch = uncommitted(chdir)
@@ -140,8 +148,9 @@ def submit_all(jobs: Sequence[Job], *, after: str | None, argv: Sequence[str], c
             for path, content in files.items():
                 if content:
                     _write(path, content, written, private=path.parent == job.folder)
-                else:
-                    path.unlink(missing_ok=True)  # a chain's stage that is submitted again has its folder again
+                elif path.exists():  # a chain's stage that is submitted again has its folder again
+                    written.append(_Written(path, path.read_bytes()))
+                    path.unlink()
             after = _sbatch(job, after)
             numbers.append(after)
             record = submission(after, job.options, argv=argv, folder=chdir)
@@ -151,9 +160,9 @@ def submit_all(jobs: Sequence[Job], *, after: str | None, argv: Sequence[str], c
         # Cancel the earlier stages of a chain if Slurm refuses a later one: they would train for days in vain.
         if numbers:
             subprocess.run(["scancel", *numbers], check=False)
-        for path in reversed(written):
+        for each in reversed(written):
             with contextlib.suppress(OSError):  # Slurm may have begun a log there
-                path.rmdir() if path.is_dir() else path.unlink()
+                each.undo()
         if isinstance(error, OSError) and error.filename is not None:
             raise ConfigError(
                 f"{os.fsdecode(error.filename)} cannot be written ({error.strerror}); choose a writable folder"
@@ -167,13 +176,35 @@ def submit_all(jobs: Sequence[Job], *, after: str | None, argv: Sequence[str], c
     return numbers
 
 
-def _write(path: Path, content: bytes, written: list[Path], *, private: bool) -> None:
-    """Write a file atomically; new files and folders are added to `written`. private: only the owner may read it."""
+@dataclass(frozen=True)
+class _Written:
+    """A file or folder that was written or removed. before: a file's earlier content; None: there was nothing."""
+
+    path: Path
+    before: bytes | None = None
+    private: bool = True
+
+    def undo(self) -> None:
+        if self.before is not None:
+            _replace(self.path, self.before, private=self.private)
+        elif self.path.is_dir():
+            self.path.rmdir()
+        else:
+            self.path.unlink()
+
+
+def _write(path: Path, content: bytes, written: list[_Written], *, private: bool) -> None:
+    """Write a file atomically, and note in `written` what was there. private: only the owner may read it."""
     missing = [folder for folder in reversed(path.parents) if not folder.exists()]
     for folder in missing:
         folder.mkdir()
-        written.append(folder)
-    new = not path.exists()
+        written.append(_Written(folder))
+    before = path.read_bytes() if path.exists() else None
+    _replace(path, content, private=private)
+    written.append(_Written(path, before, private))
+
+
+def _replace(path: Path, content: bytes, *, private: bool) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)
@@ -185,8 +216,6 @@ def _write(path: Path, content: bytes, written: list[Path], *, private: bool) ->
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
-    if new:
-        written.append(path)
 
 
 def _sbatch(job: Job, after: str | None) -> str:

@@ -152,6 +152,8 @@ def _against_baseline(args: argparse.Namespace, scores: RunScores) -> dict[str, 
 def _latency(args: argparse.Namespace) -> int:
     if not args.sts and not args.beir:
         raise ConfigError("there are no queries to time; give --sts FILE or --beir FOLDER")
+    if args.sts and args.beir:
+        raise ConfigError("--sts and --beir are both given, and the queries of one are timed; leave one out")
     if args.sts:
         texts = [text for pair in read_sts(args.sts).pairs for text in pair]
     else:
@@ -354,6 +356,9 @@ def _one_side(
 
 def _compare(args: argparse.Namespace) -> int:
     folders = [args.baseline, *args.others]
+    for folder in args.others:
+        if folders.count(folder) > 1:
+            raise ConfigError(f"{folder} is given twice; name each evaluation once")
     results = {str(folder): read_raw(folder / RAW_FILE) for folder in folders}
     sys.stdout.write(compare_results(results, baseline=str(args.baseline), corrected=args.holm))
     return 0

@@ -11,7 +11,6 @@ trainer/exporting/folders.py describes the layout of the folders. Options:
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +18,13 @@ from pathlib import Path
 from transformers.utils import logging as hf_logging
 
 from data.ground.command import exit_code_of, log_to_stderr
-from data.ground.options import listed, real
+from data.ground.options import Parser, listed, real
 from trainer.exporting.folders import WEIGHTS
 from trainer.exporting.sizes import export_sizes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m trainer.export",
         description="Write one folder a size that SentenceTransformer(path) loads, and encoder/, the whole encoder.",
     )

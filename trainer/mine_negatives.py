@@ -35,7 +35,7 @@ from data.corpora.splits import InputSplit, TupleLayout
 from data.ground.command import run_command
 from data.ground.errors import ConfigError, UserError
 from data.ground.files import sha256_of
-from data.ground.options import LARGEST_SEED, count, real
+from data.ground.options import LARGEST_SEED, Parser, count, real
 from data.ground.records import read_record
 from data.ground.whole_folder import check_place
 from data.model_folders import SETTINGS_FILE
@@ -186,7 +186,7 @@ def _file_identity(path: Path) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m trainer.mine_negatives", description="Find hard negatives for pairs with a trained model."
     )
     add = parser.add_argument

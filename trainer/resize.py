@@ -25,7 +25,7 @@ from pathlib import Path
 
 from data.ground.command import log_to_stderr, run_command
 from data.ground.errors import ConfigError
-from data.ground.options import count, settings_among
+from data.ground.options import Parser, count, settings_among
 from trainer.resizing.resize import Resize, resize
 
 # Recipe keys that the command sets itself, and those that would end a training before it leaves a model.
@@ -40,7 +40,7 @@ _OWN = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m trainer.resize", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument

@@ -28,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 from data.ground.command import end_for
 from data.ground.errors import ConfigError, UserError
 from data.ground.files import describe_os_error, write_atomically
-from data.ground.options import settings_among
+from data.ground.options import Parser, settings_among
 from data.ground.secrets import without_secrets
 from data.stream import Stream
 from models.settings import EmbeddingSettings
@@ -70,7 +70,7 @@ log = logging.getLogger(__name__)
 
 def main(command: str, description: str, argv: Sequence[str] | None = None) -> None:
     """The body of `trainer.pretrain`, `trainer.finetune` and `trainer.distill`; `command` is the module's name."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"python -m trainer.{command}",
         description=description,
         epilog=help_text(),

@@ -15,17 +15,17 @@ with code 75; the same command goes on.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from data.ground.command import run_command
+from data.ground.options import Parser, real
 from trainer.experiments.jobs import Work
 from trainer.experiments.selection import carry_out, make_plan, selection_text
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m trainer.select_seed",
         description="Train several seeds a part of the way, and the best on a development set to the end. Settings of "
         "the recipe are given as --section.key=value.",
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--split", default="", help="of the BEIR folders (the recipe's)")
     add("--output", required=True, metavar="FOLDER", help="where the runs go")
     add("--ranks", type=int, default=1, help="processes a run, under the deepspeed launcher if more than 1")
-    add("--stop-after-minutes", type=float, default=0.0, metavar="M", help="let the run save, exit with 75")
+    add("--stop-after-minutes", type=real(least=0), default=0.0, metavar="M", help="let the run save, exit with 75")
     args, settings = parser.parse_known_args(argv)
     plan = make_plan(args, settings)
     with Work(plan.output, args.stop_after_minutes).listening() as work:

@@ -9,7 +9,6 @@ with the weights. Means are taken in float64, one tensor at a time.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import math
@@ -27,6 +26,7 @@ from transformers.utils import logging as hf_logging
 from data.ground.command import exit_code_of, log_to_stderr
 from data.ground.errors import ConfigError
 from data.ground.files import reading
+from data.ground.options import Parser
 from data.ground.records import read_json
 from data.ground.whole_folder import check_place, written_whole
 from data.model_folders import MODULES_FILE, read_modules
@@ -143,7 +143,7 @@ def _mean(paths: Sequence[Path], shares: Sequence[float]) -> dict[str, torch.Ten
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m trainer.soup", description="Average the weights of models.")
+    parser = Parser(prog="python -m trainer.soup", description="Average the weights of models.")
     add = parser.add_argument
     add("--models", required=True, nargs="+", type=Path, metavar="FOLDER", help="model folders of one architecture")
     add("--output", required=True, type=Path, help="a new folder")

@@ -13,7 +13,6 @@ The result is a folder for `model.source`, whose tokenizer is the encoder's own.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import sys
@@ -26,7 +25,7 @@ from transformers.utils import logging as hf_logging
 
 from data.ground.command import exit_code_of, log_to_stderr
 from data.ground.errors import ConfigError
-from data.ground.options import count, real
+from data.ground.options import Parser, count, real
 from data.ground.whole_folder import check_place, written_whole
 from data.tokens import Frame, frame_of, tokenizer_fingerprint
 from models.encoder import Encoder
@@ -122,7 +121,7 @@ def make_start(model: str, output: Path, *, source: str, dim: int, sif: float) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m trainer.static_init", description="Make a token table of a trained encoder, for model.source."
     )
     add = parser.add_argument

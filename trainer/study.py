@@ -8,15 +8,14 @@
 
 Each run is the command that a user would type, in a process of its own: `trainer.pretrain`, `trainer.distill` or
 `trainer.finetune` (under the deepspeed launcher where the study has more than one rank), then `trainer.evaluate`. A
-method without a recipe is only evaluated. Finished work (<run>/DONE, and an evaluation made by the same command) is
-skipped; a finished run whose recipe is no longer the study's is refused. Checkpoints of finished runs are removed.
-Output goes to <output>/logs. SIGTERM, SIGUSR1, Ctrl-C, the file that BARISTA_STOP_FILE names, or --stop-after-minutes
-lets the runs in progress save and ends with code 75; the same command goes on.
+method without a recipe is only evaluated. Finished work (<run>/DONE, and an evaluation of the same weights and tests by
+the same command) is skipped; a finished run whose recipe is no longer the study's is refused. Checkpoints of finished
+runs are removed. Output goes to <output>/logs. SIGTERM, SIGUSR1, Ctrl-C, the file that BARISTA_STOP_FILE names, or
+--stop-after-minutes lets the runs in progress save and ends with code 75; the same command goes on.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
@@ -26,6 +25,7 @@ import torch
 
 from data.ground.command import run_command
 from data.ground.errors import ConfigError
+from data.ground.options import Parser, real
 from trainer.experiments.checks import check_files, check_given
 from trainer.experiments.jobs import Work
 from trainer.experiments.plan import Result, Run, load_study
@@ -36,14 +36,18 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m trainer.study", description="Train, evaluate and report a study.")
+    parser = Parser(prog="python -m trainer.study", description="Train, evaluate and report a study.")
     parser.add_argument("study", metavar="STUDY.toml", help="see launch/studies and docs/evaluation.md")
     parser.add_argument(
         "--report-only", action="store_true", help="make the report from the raw results that are there"
     )
     parser.add_argument("--list", action="store_true", help="list the runs and whether they are done; starts nothing")
     parser.add_argument(
-        "--stop-after-minutes", type=float, default=0.0, metavar="M", help="let the run in progress save, exit with 75"
+        "--stop-after-minutes",
+        type=real(least=0),
+        metavar="M",
+        default=0.0,
+        help="let the run in progress save, exit with 75",
     )
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="runs at a time, sharing the cores or GPUs (%(default)s)"

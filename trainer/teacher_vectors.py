@@ -37,7 +37,7 @@ from data.encoding import TextEncoder
 from data.ground.command import log_to_stderr, run_command
 from data.ground.errors import ConfigError, DataError
 from data.ground.files import sha256_of
-from data.ground.options import settings_among
+from data.ground.options import Parser, settings_among
 from data.ground.records import digest_of
 from data.model_folders import SETTINGS_FILE
 from data.shards.reader import ShardFolder
@@ -69,7 +69,7 @@ BLOCK_TEXTS = 4_096
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m trainer.teacher_vectors",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -109,15 +109,17 @@ def tell(end: CommandEnd) -> int:
         # All ranks stop or give up together, so only the first one prints it.
         return end.exit_code
     # One write, so that the sentences of several ranks do not interleave.
-    sentence = " ".join(without_secrets(end).split())
+    sentence = " ".join(str(end).split())
     sys.stderr.write(f"{end.prefix}{printable(sentence)}\n")
     sys.stderr.flush()
     return end.exit_code
 
 
 def printable(text: str) -> str:
-    """A line with escape codes and other characters that control a terminal replaced by Python's escapes."""
-    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
+    """A line as a terminal may show it: without the secrets in its addresses, and with Python's escapes in place of
+    characters that control a terminal.
+    """
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in without_secrets(text))
 
 
 class _Discreet(logging.Formatter):

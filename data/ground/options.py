@@ -1,4 +1,4 @@
-"""What options of commands are read by: numbers with bounds, lists of names, and settings of the recipe.
+"""What options of commands are read by: a parser, numbers with bounds, lists of names, and settings of the recipe.
 
 Numbers are types of argparse, which ends a command with code 2 if a number is out of bounds.
 """
@@ -9,15 +9,23 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from data.ground.errors import ConfigError
+from data.ground.secrets import without_secrets
 
 LARGEST_COUNT = 2**31 - 1  # of texts, tokens, documents
 LARGEST_SEED = 2**63 - 1
 
-SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+SubParsers: TypeAlias = "argparse._SubParsersAction[Parser]"
 """What `add_subparsers` returns; argparse has no public name for it."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors, which repeat words of the command line, do not show the secrets in addresses."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(without_secrets(message))
 
 
 def count(*, least: int = 1, most: int = LARGEST_COUNT) -> Callable[[str], int]:

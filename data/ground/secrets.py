@@ -28,7 +28,10 @@ _KEPT = re.compile(f"(?:{_OPEN}[A-Za-z0-9_]+{_CLOSE})+")
 _KEPT_IN_A_SENTENCE = re.compile(rf"{_KEPT.pattern}[)\]}},;:.!]*")
 
 # Everything up to a space belongs to an address, except closing quotes, brackets and punctuation of a sentence or JSON.
-_ADDRESS = re.compile(r"""([A-Za-z][A-Za-z0-9+.-]*://)((?:(?!["'`<>][\s,;:)\]}]|["'`<>]$)\S)+)""")
+# Of an address that was taken for a path, pathlib leaves one slash.
+_ADDRESS = re.compile(
+    r"""([A-Za-z][A-Za-z0-9+.-]*://|\b(?:https?|s?ftp|s3|gs):/)((?:(?!["'`<>][\s,;:)\]}]|["'`<>]$)\S)+)"""
+)
 _CLOSING = re.compile(r"""["'`<>)\]},;:.!]*$""")
 # Parameters that libraries print without their address, as part of a path.
 _PARAMETER = re.compile(

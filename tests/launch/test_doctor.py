@@ -255,11 +255,13 @@ def test_user_errors_are_refused_before_anything_is_looked_at(
     ("content", "status", "said"),
     [
         (b"# ours\n\nnode1 slots=8\n  node2   slots=4  \n", OK, "2 hosts, 12 ranks"),
+        (b"node1 slots=8 # the fast one\nnode2 slots=4\t#\n", OK, "2 hosts, 12 ranks"),
         (b"", BAD, "names no host"),
         (b"# node1 slots=8\n", BAD, "names no host"),
         (b"node1 slots=two\n", BAD, ":1: 'node1 slots=two' is no host with its slots"),
         (b"node1\n", BAD, "is no host with its slots"),
         (b"node1 slots=-1\n", BAD, "is no host with its slots"),
+        (b"node1 slots=8#\n", BAD, "is no host with its slots"),
         (b"node1 slots=8 x\n", BAD, "is no host with its slots"),
         ("node1 slots=\u00b2\n".encode(), BAD, "is no host with its slots"),
         (b"node1 slots=8\nnode1 slots=8\n", BAD, ":2: node1 is there twice"),

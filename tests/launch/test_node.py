@@ -141,8 +141,19 @@ def test_ranks_over_nodes():
 
 
 @pytest.mark.processes
+def test_a_job_without_gpus_is_not_counted_by_them(tmp_path, monkeypatch, capfd):
+    """The shell of the submission may have hidden GPUs, and its variables reach the job."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    said = told(tmp_path, monkeypatch, capfd, "--ranks=4", devices="0")
+    assert "/no/such: No such file or directory" in said
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    said = told(tmp_path, monkeypatch, capfd, "--ranks=4", devices="0")
+    assert "4 ranks were asked for and Slurm gave the GPUs 0" in said
+
+
+@pytest.mark.processes
 def test_refusals(tmp_path):
-    node = start(tmp_path, WAITS, CUDA_VISIBLE_DEVICES="3")
+    node = start(tmp_path, WAITS, CUDA_VISIBLE_DEVICES="3", DS_ACCELERATOR="cuda")
     assert node.wait(timeout=60) == 2
     assert "2 ranks were asked for and Slurm gave the GPUs 3" in node.stderr.read()
     assert not (tmp_path / "logs").exists()
@@ -173,12 +184,12 @@ def test_a_missing_command_is_a_user_error(tmp_path, monkeypatch, capfd):
     assert (tmp_path / "logs/node-000.exit").read_text() == "2\n", "what the job's script decides by"
 
 
-def told(tmp_path, monkeypatch, capfd, *arguments, **changes):
+def told(tmp_path, monkeypatch, capfd, *arguments, devices="", **changes):
     """The one sentence of a node that is asked to run /no/such."""
     slurm = {"SLURM_NODEID": "0", "SLURM_NNODES": "1", "MASTER_ADDR": "here", "MASTER_PORT": "1", **changes}
     for name, value in slurm.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     assert main(["--logs=logs", *arguments, "--", "/no/such"]) == 2

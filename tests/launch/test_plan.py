@@ -564,6 +564,8 @@ def test_no_micro_batch_size_is_advised_where_none_is_read(capsys: pytest.Captur
         ((RECIPE, "--gpus-per-node", "0"), "--gpus-per-node 0"),
         ((RECIPE, "--link-share", "1.5"), "--link-share 1.5"),
         ((RECIPE, "--document-tokens", "600"), "--document-tokens 600"),
+        ((RECIPE, "--query-tokens", "10"), "--query-tokens 10 is given, and the recipe reads documents"),
+        (("launch/recipes/srl_nli.toml", "--document-tokens", "10"), "the recipe reads queries and passages"),
         ((RECIPE, "--batch-per-gpu", "-1"), "--batch-per-gpu -1"),
         ((RECIPE, "--node", "8"), "'--node' is not understood"),
         ((RECIPE, "--train.global_batch=8"), "unknown key train.global_batch"),

@@ -42,6 +42,15 @@ def test_the_page_has_a_verdict_a_line() -> None:
     assert [Line.of_json(each) for each in record["lines"]] == [PASSED, FAILED, SILENT]
 
 
+def test_the_json_has_no_values_that_json_lacks() -> None:
+    """Not a number fails a line, and stays on the page. Negative control: other values stay."""
+    values = {"error": Bound(float("nan"), most=1e-5), "ratio": Bound(float("inf"), most=1.0), "rest": Bound(0.5)}
+    shown = page(Line("ranks", "are they equal?", judged(values), 2.0))
+    assert "error nan, ratio inf, rest 0.5" in shown.text and shown.failed == 1
+    record = json.loads(json.dumps(shown.as_json, allow_nan=False))
+    assert record["lines"][0]["values"] == {"error": None, "ratio": None, "rest": 0.5}
+
+
 def test_every_subject_has_a_title() -> None:
     assert {*SUBJECTS, "plan"} == set(qualified.TITLES)
 
@@ -167,12 +176,37 @@ def test_the_exit_code_is_1_if_a_line_failed(
     assert (tmp_path / "f" / "qualification.md").is_file()
 
 
+@pytest.mark.parametrize(
+    ("error", "stays"), [(KeyboardInterrupt(), False), (SystemExit(143), False), (KeyError(), True)]
+)
+def test_what_is_interrupted_leaves_nothing(
+    error: BaseException, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: after a fault of the program, what it has written stays."""
+
+    def interrupted(log: Path, command: list[object], **_: object) -> None:
+        log.write_text("begun")
+        raise error
+
+    monkeypatch.setattr(qualify, "call_into", interrupted)
+    monkeypatch.setattr(qualify, "count_gpus", lambda: 0)
+    words = ["--quick", "--only", "attention", "--folder", str(tmp_path)]
+    if isinstance(error, KeyboardInterrupt):
+        assert main(words) == 130
+    else:
+        with pytest.raises(type(error)):
+            main(words)
+    assert bool(list(tmp_path.iterdir())) == stays
+
+
 def test_a_users_mistake_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("node1 slots=0\n")
     assert main(["--hostfile", str(hosts), "--folder", str(tmp_path)]) == 2
     assert "node1 has no slots" in capsys.readouterr().err
     assert main(["--output", str(tmp_path), "--folder", str(tmp_path)]) == 2
+    assert main(["--folder", str(tmp_path), "--json", str(tmp_path / "qualification.md")]) == 2
+    assert "qualification.md is the page's file, too; name another" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert main(["--folder", str(tmp_path / "file")]) == 2
     with pytest.raises(SystemExit) as end:

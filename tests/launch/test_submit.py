@@ -157,6 +157,17 @@ def test_fine_tuning_and_no_gpus(place, capsys):
         (("r.toml", *ON_GPUS, "--sbatch=--signal=TERM"), "leave --signal out"),
         (("r.toml", *ON_GPUS, "--sbatch=--arr=0-3"), "leave --array out"),
         (("r.toml", *ON_GPUS, "--sbatch=--exclusive --nodes=4"), "leave --nodes out"),
+        (("r.toml", *ON_GPUS, "--sbatch=--tasks-per-node=4"), "leave --tasks-per-node out"),
+        (("r.toml", *ON_GPUS, "--sbatch=--time=1"), "give it as --time"),
+        (("r.toml", *ON_GPUS, "--sbatch=--part=gpu"), "give it as --partition"),
+        (("r.toml", *ON_GPUS, "--sbatch=--gpus-per-node=2"), "give it as --gpus-per-node"),
+        (
+            ("r.toml", *ON_GPUS, "--signal-seconds=65536"),
+            "--signal-seconds 65536 is too large; it must be at most",
+        ),
+        (("r.toml", *ON_GPUS, f"--max-requeues={2**63}"), f"--max-requeues {2**63} is too large"),
+        (("r.toml", *ON_GPUS, "--array-limit=2"), "array_limit is read by stages of task 'prepare' alone"),
+        (("r.toml", *ON_GPUS, "--time=0"), "--time 0 is no time to run in"),
         (("r.toml", *ON_GPUS, "--sbatch=-N4"), "'-N4' is no long option"),
         (("r.toml", *ON_GPUS, "--sbatch=-a0-3"), "'-a0-3' is no long option"),
         (("r.toml", *ON_GPUS, "--sbatch=--exclusive -N4"), "'-N4' is no long option"),
@@ -270,6 +281,11 @@ def test_a_run_that_has_begun_or_is_done(place, capsys):
     assert "is done" in refusal(capsys, place, "r.toml", *ON_GPUS, "--resume")
 
 
+TWIN = """[[stages]]
+task = "prepare"
+corpora = [{ kind = "documents", inputs = ["text"], output = "./shards/web/" }]
+[[stages]]
+task = "train\""""
 CHAIN = """
 output = "runs/c"
 [options]
@@ -337,6 +353,12 @@ def test_a_chain(chain, capsys):
         (('recipe = "r.toml"', ""), "recipe is not given"),
         (('output = "runs/c"', ""), "needs output"),
         (('kind = "documents"', 'kind = "docs"'), "kind = 'docs' is unknown"),
+        (("cpus_per_task = 16", "nodes = 2"), "stage 1: nodes is read by stages of task 'train' alone"),
+        (('export = "export"', "options = { max_requeues = 2 }"), "stage 3: max_requeues is read by stages of task"),
+        (('"--tokenizer"', '"--out=x", "--tokenizer"'), "stage 1: arguments have --output, which output decides"),
+        (('"--tokenizer"', '"--processes", "4"'), "stage 1: arguments have --processes, which cpus_per_task"),
+        (('"--beir"', '"--model=m", "--beir"'), "stage 3: arguments have --model, which model decides"),
+        (('[[stages]]\ntask = "train"', TWIN), "output = './shards/web/' is another corpus' too"),
     ],
 )
 def test_refused_chains(chain, capsys, change, words):
@@ -345,6 +367,46 @@ def test_refused_chains(chain, capsys, change, words):
         pytest.fail("the change changes nothing")
     (chain / "c.toml").write_text(text)
     assert words in refusal(capsys, chain, "--chain=c.toml", "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "shown"),
+    [
+        ('"text/*.jsonl"', '"https://u:s3cr3t@h/x.tar"', "stage 1: https://***@h/x.tar holds a password"),
+        ('"text/*.jsonl"', '"https://h/x.tar?token=s3cr3t"', "stage 1: https://h/x.tar?token=*** holds a password"),
+        ('"--tokenizer"', '"--tokenizer=https://u:s3cr3t@h"', "stage 1: --tokenizer=https://***@h holds a password"),
+        ('"--beir"', '"--beir=https://u:s3cr3t@h"', "stage 3: --beir=https://***@h holds a password"),
+        ("data.shards=shards/web", "data.shards=https://u:s3cr3t@h", "https://***@h holds a password"),
+        ('"text/*.jsonl"', '"https://u:${BARISTA_P}@h/x.tar"', "stage 1 names the variable BARISTA_P; export it here"),
+    ],
+)
+def test_secrets_in_a_chain_are_refused(chain, capsys, before, after, shown):
+    """The printed script and the job's files would have them."""
+    text = CHAIN.replace("parts = 2", "parts = 1").replace(before, after)
+    assert after in text
+    (chain / "c.toml").write_text(text)
+    said = refusal(capsys, chain, "--chain=c.toml", "--dry-run")
+    assert shown in said and "s3cr3t" not in said
+
+
+@pytest.mark.processes
+def test_a_chain_names_variables_in_place_of_secrets(chain, capsys, own_path):
+    """Negative control: the value is in the one file that nobody else can read."""
+    fake_slurm(chain, "echo 4242")
+    address = "https://u:${BARISTA_P}@h/x.tar"
+    text = CHAIN.replace("parts = 2", "parts = 1").replace('"text/*.jsonl"', f'"{address}"')
+    (chain / "c.toml").write_text(text)
+    assert main(["--chain=c.toml", "--env=BARISTA_P=s3cr3t"]) == 0
+    printed = capsys.readouterr()
+    assert f"documents '{address}'" in printed.out and "s3cr3t" not in printed.out + printed.err
+    tells = {path for path in (chain / "runs").rglob("*") if path.is_file() and b"s3cr3t" in path.read_bytes()}
+    assert {path.name for path in tells} == {"variables.sh"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tells} == {0o600}
+
+
+def test_a_setting_beside_a_chain_is_named_without_its_value(chain, capsys):
+    said = refusal(capsys, chain, "--chain=c.toml", "--env.TOKEN=s3cr3t")
+    assert "--env.TOKEN is a recipe's setting" in said and "s3cr3t" not in said
 
 
 @pytest.mark.processes
@@ -363,6 +425,38 @@ def test_shipped_chains(tmp_path, monkeypatch, capsys, path):
     for script in scripts:
         check_shell("#!/bin/bash" + script)
         assert ("#SBATCH --array" in script) != ("#SBATCH --gpus-per-node" in script)
+
+
+@pytest.mark.processes
+def test_other_options_of_sbatch_and_options_for_some_stages(chain, capsys):
+    """Negative controls: sbatch's own --gpus is no abbreviation, and a chain's options are for those who read them."""
+    option = "--gpus=1 --mem-per-cpu=2G"
+    assert f"#SBATCH {option}" in scripts_of(capsys, "r.toml", *ON_GPUS, f"--sbatch={option}")
+    assert "#SBATCH --signal=USR1@65535" in scripts_of(capsys, "r.toml", *ON_GPUS, "--signal-seconds=65535")
+    script = scripts_of(capsys, "--chain=c.toml", "--array-limit=1", "--max-requeues=7")
+    prepare, train, _ = script.split("#!/bin/bash")[1:]
+    assert "#SBATCH --array=0-1%2" in prepare, "a stage's own options override the command line"
+    assert "max_requeues=7" in train
+
+
+@pytest.mark.processes
+def test_a_stage_without_a_signal_may_be_short(chain, capsys):
+    """Only training is told of its time limit before it comes."""
+    for before, after in (("cpus_per_task = 16", 'time = "5"'), ('export = "export"', 'options = { time = "5" }')):
+        (chain / "c.toml").write_text(CHAIN.replace(before, after))
+        assert "#SBATCH --time=5" in scripts_of(capsys, "--chain=c.toml")
+    (chain / "c.toml").write_text(CHAIN.replace('recipe = "r.toml"', 'recipe = "r.toml"\noptions = { time = "5" }'))
+    assert "stage 2: --time 5 leaves no time before" in refusal(capsys, chain, "--chain=c.toml", "--dry-run")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("written", "named"), [("shards/web/", "shards/web"), ("shards/web", "./shards/web/")])
+def test_a_folder_of_a_chain_by_two_spellings(chain, capsys, written, named):
+    (chain / "c.toml").write_text(
+        CHAIN.replace('output = "shards/web"', f'output = "{written}"').replace("shards=shards/web", f"shards={named}")
+    )
+    assert main(["--chain=c.toml", "--dry-run"]) == 0
+    assert "--output shards/web/part-000" in capsys.readouterr().out
 
 
 @pytest.mark.processes
@@ -464,6 +558,54 @@ def test_what_slurm_refuses_leaves_nothing(chain, capsys, own_path):
     assert "no such qos" in capsys.readouterr().err
     assert (chain / "bin/scancel.calls").read_text() == "1 2\n"
     assert not (chain / "runs").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("squeue", "words"),
+    [
+        ("echo 4242 R", "is still in the queue; wait for it, or scancel 4242"),
+        (
+            "echo slurm_load_jobs error: Unable to contact slurm controller >&2; exit 1",
+            "contact slurm controller); try",
+        ),
+        ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", ""),
+        ("", ""),
+    ],
+)
+def test_two_jobs_of_a_folder_are_never_in_the_queue(chain, capsys, own_path, squeue, words):
+    """Also if squeue cannot say. Negative controls: a job that has ended, and one that Slurm has forgotten."""
+    fake_slurm(chain, "echo 4242")
+    assert main(["--chain=c.toml"]) == 0
+    capsys.readouterr()
+    (chain / "bin/squeue").write_text(f"#!/bin/bash\n{squeue}\n")
+    if words:
+        calls = (chain / "bin/sbatch.calls").read_text()
+        assert main(["--chain=c.toml", "--resume"]) == 2
+        said = capsys.readouterr().err
+        assert words in said and "job 4242 of runs/c/01-prepare" in said
+        assert (chain / "bin/sbatch.calls").read_text() == calls
+    else:
+        assert main(["--chain=c.toml", "--resume"]) == 0
+
+
+@pytest.mark.processes
+def test_what_slurm_refuses_changes_nothing_of_an_earlier_submission(chain, capsys, own_path):
+    """The files of a stage that is submitted again are those of its last submission, its variables and record among
+    them. Negative control: what Slurm takes replaces them.
+    """
+    fake_slurm(chain, f"[ -e {chain}/full ] && exit 1; echo 4242")
+    assert main(["--chain=c.toml", "--env=A=1", "--cpus-per-task=3"]) == 0
+    before = contents(chain / "runs")
+    assert b"export A=1" in before["c/01-prepare/variables.sh"]
+    (chain / "full").write_text("")
+    assert main(["--chain=c.toml", "--resume", "--mem=1G"]) == 2
+    assert contents(chain / "runs") == before
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (chain / "runs/c/01-prepare").iterdir()} == {0o600}
+    (chain / "full").unlink()
+    assert main(["--chain=c.toml", "--resume", "--mem=1G"]) == 0
+    after = contents(chain / "runs")
+    assert "c/01-prepare/variables.sh" not in after and b"--mem=1G" in after["c/01-prepare/job.sbatch"]
 
 
 @pytest.mark.processes

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 from data.ground.errors import ConfigError
-from data.ground.options import LARGEST_SEED, SubParsers, count
+from data.ground.options import LARGEST_SEED, Parser, SubParsers, count
 from models.choices import Pooling
 from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS
 from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
@@ -24,7 +24,7 @@ class Command(NamedTuple):
 
 def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     """The parser of all commands. `commands`: by their names, in the order in which --help shows them."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.evaluate", description="Evaluate embeddings and rankings.")
+    parser = Parser(prog="python -m trainer.evaluate", description="Evaluate embeddings and rankings.")
     added = parser.add_subparsers(required=True, metavar=f"{{{','.join(commands)}}}")
 
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
@@ -241,9 +241,15 @@ def add_mteb(added: SubParsers, name: str) -> argparse.ArgumentParser:
 
 
 def require_tasks(args: argparse.Namespace) -> None:
-    """Refuse a command of `_task_options` that names no task."""
+    """Refuse a command of `_task_options` that names no task, or has an option that none of its tasks reads."""
     if not args.sts and not args.beir:
         raise ConfigError("there is nothing to evaluate on; give --sts FILE or --beir FOLDER")
+    needs = {"bm25": "beir", "save_runs": "beir", "vectors": "beir", "sts_subsets": "sts"}
+    for name, task in needs.items():
+        if getattr(args, name, None) and not getattr(args, task):
+            raise ConfigError(f"--{name.replace('_', '-')} is read with --{task} alone; give --{task}, or leave it out")
+    if getattr(args, "save_runs", False) and not args.output:
+        raise ConfigError("--save-runs writes to OUTPUT/runs; give --output FOLDER")
 
 
 def _task_options(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from data.ground.errors import ConfigError
 from data.ground.records import Record, read_record
 from models.sizes import Size
 from trainer.evaluation.results.comparison import Sample, average, samples_of
-from trainer.evaluation.results.raw import RAW_FILE, Key, RawResults, RawTask, read_raw
+from trainer.evaluation.results.raw import BM25, RAW_FILE, Key, RawResults, RawTask, read_raw
 from trainer.experiments.plan import Result, Study, results_of
 
 AVERAGE = "average"
@@ -35,7 +35,8 @@ class Collected:
 
     kinds: dict[str, str]  # task -> kind
     samples: dict[tuple[str, str, str], dict[Column, Sample]]
-    references: dict[tuple[str, str, str], dict[Column, Sample]]  # BM25 (in the column AVERAGE) and untrained
+    # BM25 (in the column AVERAGE), and the untrained control of each backbone
+    references: dict[tuple[str, str, str], dict[Column, Sample]]
     missing: list[str]
     latency_ms: dict[Size, float] = field(default_factory=dict)
 
@@ -69,7 +70,7 @@ def collect(study: Study) -> Collected:
             task, method, *numbers = key
             if task not in tasks:
                 continue
-            where, name = (found, result.arm) if method == TRAINED else (references, method)
+            where, name = (found, result.arm) if method == TRAINED else (references, _reference(study, result, method))
             of_size = where.setdefault((name, task, tuple(numbers)), {})
             if method == TRAINED or not of_size:
                 of_size[result.seed] = (raw, key)
@@ -88,6 +89,13 @@ def collect(study: Study) -> Collected:
         missing,
         latency_ms,
     )
+
+
+def _reference(study: Study, result: Result, method: str) -> str:
+    """The name of a reference: a control has the shape of a backbone, which is named where there are several."""
+    if method == BM25 or len(study.backbones) == 1:
+        return method
+    return f"{method} {result.arm.split('/')[0]}"
 
 
 def _in_columns(

@@ -30,6 +30,7 @@ from data.ground.command import USER_ERROR_CODE
 from data.ground.errors import CommandEnd, ConfigError, DataError
 from data.ground.ports import free_port
 from data.ground.records import Record, parse_record
+from data.ground.secrets import without_secrets
 from trainer.resilience.stopping import STOP_FILE_VARIABLE, STOPPED_CODE, Stopped, started_by_me
 
 log = logging.getLogger(__name__)
@@ -150,11 +151,12 @@ class Work:
         if job.ranks > 1:
             launcher = [str(Path(sys.executable).with_name("deepspeed")), *self._launched_on(place, job.ranks)]
             words = [*launcher, "--master_port", str(free_port()), "--module", module, *arguments]
-        path = self.output / "logs" / f"{name.replace('/', '_').replace(' ', '_')}.log"
+        # In the folders of its name: with "_" in place of "/", the logs of a/b_c and a_b/c would be one file.
+        path = self.output / "logs" / f"{name.replace(' ', '_')}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         begin = time.monotonic()
         with path.open("ab") as file:
-            file.write(f"$ {shlex.join(words)}\n".encode())
+            file.write(f"$ {shlex.join(map(without_secrets, words))}\n".encode())
             file.flush()
             with self._lock:
                 at = self._total - len(self._todo) + len(self._processes) + 1
@@ -240,6 +242,16 @@ class Work:
             unknown += not times
         open_end = f" and {unknown} of unknown length" if unknown else ""
         return f", about {_duration(total / self.places)} left{open_end}" if total else ""
+
+
+def check_settings(settings: Sequence[str]) -> None:
+    """Refuse secrets in the settings of runs: launchers write their commands into logs, and other users see them."""
+    for setting in settings:
+        if (shown := without_secrets(setting)) != setting:
+            raise ConfigError(
+                f"{shown} holds a password, and the commands of runs are logged; name a variable in its place, as in "
+                "https://user:${BARISTA_PASSWORD}@…, and export it, or write the address into the recipe"
+            )
 
 
 def training_job(

@@ -34,6 +34,7 @@ from trainer.config.load import load_recipe, parse_toml
 from trainer.config.schema import Recipe
 from trainer.config.sections import LEAST_LENGTH
 from trainer.evaluation.tasks.inputs import check_task_names
+from trainer.experiments.jobs import check_settings
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 # Recipe keys that the study itself decides for every run.
@@ -270,6 +271,7 @@ def _run(
     values = {**study.settings, **settings, **own, "run.output": str(folder), "run.resume": "auto"}
     overrides = tuple(f"{key}={_text(value)}" for key, value in values.items())
     try:
+        check_settings(overrides)
         resolved = load_recipe(recipe, overrides)
     except ConfigError as error:
         raise ConfigError(f"{study.path}, run {name}: {error}") from None
@@ -385,6 +387,14 @@ def _check(study: Study) -> None:
     if not names:
         raise ConfigError(f"{study.path} evaluates nothing; give evaluation.sts or evaluation.beir")
     check_task_names(names)
+    for key, given, needed in (
+        ("bm25", study.evaluation.bm25, "beir"),
+        ("sts_subsets", study.evaluation.sts_subsets, "sts"),
+    ):
+        if given and not getattr(study.evaluation, needed):
+            raise ConfigError(
+                f"evaluation.{key} is read with evaluation.{needed} alone; give {needed}, or remove {key}"
+            )
     _in_starting_order(study.backbones)
 
 

@@ -22,8 +22,8 @@ from data.ground.options import settings_among
 from data.ground.records import Record, parse_json, read_record
 from trainer.build import open_shards
 from trainer.config.load import as_toml, load_recipe
-from trainer.evaluation.tasks.read import read_tasks
-from trainer.experiments.jobs import Job, Work, training_job
+from trainer.evaluation.tasks.read import digest_of_tasks, read_tasks
+from trainer.experiments.jobs import Job, Work, check_settings, training_job
 from trainer.monitoring.names import score_of
 from trainer.objectives.collators import total_steps
 
@@ -76,6 +76,7 @@ def make_plan(args: argparse.Namespace, settings: Sequence[str]) -> Plan:
         if args.sts or args.beir:
             overrides.append(f"evaluation.{key}={json.dumps(getattr(args, key))}")
     overrides += [f"evaluation.split={args.split}"] if args.split else []
+    check_settings(overrides)
     recipe = load_recipe(args.recipe, overrides)
     if not recipe.evaluation.sts and not recipe.evaluation.beir:
         raise ConfigError("nothing to compare seeds on; give a development set with --sts or --beir")
@@ -88,11 +89,20 @@ def make_plan(args: argparse.Namespace, settings: Sequence[str]) -> Plan:
             "to go on with; give another share or more steps"
         )
     output = Path(args.output)
-    identity = {"recipe": as_toml(recipe), "seeds": args.seeds, "step": step, "ranks": args.ranks}
+    tests = digest_of_tasks(recipe.evaluation.sts, recipe.evaluation.beir, split=recipe.evaluation.split)
+    identity = {
+        "recipe": as_toml(recipe),
+        "seeds": args.seeds,
+        "step": step,
+        "ranks": args.ranks,
+        "tests_sha256": tests,
+    }
     saved = output / SELECTION
-    if saved.is_file() and _read(saved)["identity"] != identity:
+    # Selections of earlier versions do not say on which content of their tests they are.
+    if saved.is_file() and {"tests_sha256": tests} | _read(saved)["identity"] != identity:
         raise ConfigError(
-            f"{output} holds a selection by another recipe, other seeds or steps; choose another --output"
+            f"{output} holds a selection by another recipe, other seeds or steps, or other contents of the development "
+            "sets; choose another --output"
         )
     if not saved.is_file() and output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"--output {output} holds other files; choose a new or empty folder")

@@ -13,6 +13,7 @@ from data.ground.errors import ConfigError
 from data.ground.files import sha256_of, write_atomically
 from data.ground.records import read_json
 from trainer.evaluation.results.raw import RAW_FILE
+from trainer.evaluation.tasks.read import digest_of_tasks
 from trainer.experiments.collected import LATENCY_FILE
 from trainer.experiments.jobs import Job, Work, training_job
 from trainer.experiments.plan import Result, Run, Study, results_of, runs_of
@@ -86,7 +87,7 @@ def finished_at(run: Run) -> int:
 
 
 def is_evaluated(study: Study, result: Result) -> bool:
-    """Whether the raw results exist, and come from this model and from the command that would be run now."""
+    """Whether the raw results exist, and come from this model, these tests and the command that would be run now."""
     marker = marker_of(result)
     if result.run is not None and not is_done(result.run):
         return False
@@ -129,16 +130,19 @@ def _training(study: Study, run: Run, work: Work, *, needs: frozenset[str]) -> J
 
 
 def _evaluation(study: Study, result: Result) -> Job:
-    def write_marker() -> None:
-        write_atomically(marker_of(result), json.dumps(marker_content(study, result), indent=1) + "\n")
+    content: dict[str, object] = {}
+
+    def begin() -> None:
+        marker_of(result).unlink(missing_ok=True)
+        content.update(marker_content(study, result))  # of the files that are read, should they change meanwhile
 
     return Job(
         f"evaluate {result.name}",
         f"evaluate {'grid' if study.grid and ',' in result.sizes else 'sizes'}",
         lambda: evaluation_command(study, result),
         frozenset() if result.run is None else frozenset({result.run.name}),
-        before=lambda: marker_of(result).unlink(missing_ok=True),
-        after=write_marker,
+        before=begin,
+        after=lambda: write_atomically(marker_of(result), json.dumps(content, indent=1) + "\n"),
     )
 
 
@@ -148,14 +152,19 @@ def marker_of(result: Result) -> Path:
 
 
 def marker_content(study: Study, result: Result) -> dict[str, object]:
-    """The completion marker's content: the command, and a digest of the weights in the model's folder or below it.
+    """The completion marker's content: the command, and digests of the weights and of the tests that it reads.
 
-    For a hub name the digest covers no weights.
+    The weights are those in the model's folder or below it; for a hub name the digest covers none. Markers of earlier
+    versions lack the tests' digest, so what they are of is evaluated again.
     """
-    digest = hashlib.sha256()
+    tests, digest = study.evaluation, hashlib.sha256()
     for path in sorted(path for kind in _WEIGHTS for path in Path(result.model).rglob(kind)):
         digest.update(bytes.fromhex(sha256_of(path)))
-    return {"command": evaluation_command(study, result), "weights_sha256": digest.hexdigest()}
+    return {
+        "command": evaluation_command(study, result),
+        "weights_sha256": digest.hexdigest(),
+        "tests_sha256": digest_of_tasks(tests.sts, tests.beir, split=tests.split, subsets=tests.sts_subsets or None),
+    }
 
 
 def kind_of(run: Run) -> str:

@@ -95,7 +95,10 @@ def training_section(model_folder: Path, *, watts_per_rank: float | None = None)
     environment = read_record(told, Environment, what="file") if told.is_file() else Environment()
     rows = [
         ["objective", f"{recipe.objective.name}, sizes: {recipe.objective.sizes}"],
-        ["started from", recipe.model.source or f"random weights ({recipe.model.config.get('model_type')})"],
+        [
+            "started from",
+            without_secrets(recipe.model.source) or f"random weights ({recipe.model.config.get('model_type')})",
+        ],
         ["data", "; ".join(_data(folder) for folder in recipe.data.shards)],
         ["seed", str(recipe.run.seed)],
         ["commit", str(environment.commit or "unknown")],
@@ -206,8 +209,9 @@ def _data(folder: str) -> str:
     manifest = Path(folder) / "manifest.json"
     if "://" in folder or not manifest.is_file():
         return f"{without_secrets(folder)} (not on this machine)"
-    totals = read_json_object(manifest, "file", hint="make the shards again").get("totals", {})
-    counts = [f"{totals[key]:,} {key}" for key in ("samples", "tokens") if isinstance(totals.get(key), int)]
+    totals = read_json_object(manifest, "file", hint="make the shards again").get("totals")
+    known = totals if isinstance(totals, dict) else {}
+    counts = [f"{known[key]:,} {key}" for key in ("samples", "tokens") if isinstance(known.get(key), int)]
     return f"{folder}" + (f" ({', '.join(counts)})" if counts else "")
 
 

@@ -198,7 +198,8 @@ class WeightsAndBiases:
                 dir=str(folder),
                 id=known or secrets.token_hex(8),
                 resume="allow",
-                settings=wandb.Settings(console="off"),
+                # The metadata would hold this process' arguments as they are, with the passwords in their addresses.
+                settings=wandb.Settings(console="off", x_disable_meta=True),
             )
         except Exception as error:
             raise _unreachable("wandb", error, "log in with `wandb login`, or set WANDB_MODE=offline") from error

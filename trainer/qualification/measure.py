@@ -7,7 +7,6 @@ The first rank appends to FILE what trainer/qualification/lines.py describes.
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 
 from data.ground.command import run_command
+from data.ground.options import Parser
 from trainer.qualification import attention, cross_entropy, precision, ranks, resume, speeds, steps
 from trainer.qualification.lines import Asked, Lines, measure_all
 from trainer.qualification.settings import Setting
@@ -39,7 +39,7 @@ TOGETHER: Mapping[str, Callable[[Setting], list[Asked]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m trainer.qualification.measure", description=__doc__)
+    parser = Parser(prog="python -m trainer.qualification.measure", description=__doc__)
     parser.add_argument("subject", choices=(*ALONE, *TOGETHER))
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--lines", type=Path, required=True)

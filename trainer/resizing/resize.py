@@ -27,6 +27,7 @@ from data.corpora.splits import Document, DocumentLayout, InputSplit
 from data.ground.errors import ConfigError
 from data.ground.files import read_text, write_atomically
 from data.ground.records import read_record
+from data.ground.secrets import without_secrets
 from data.ground.whole_folder import check_place
 from data.shards.format import MANIFEST
 from models.backbone import longest_input
@@ -165,17 +166,29 @@ def resize(asked: Resize, *, prepare_only: bool = False) -> str:
 
 
 def _begin(asked: Resize) -> None:
-    """Refuse the output folder of another command; the arguments that decide the result are kept in command.json."""
+    """Refuse the output folder of another command; the arguments that decide the result are kept in command.json.
+
+    The secrets in their addresses are not kept, so a password may change.
+    """
     check_place(asked.output)
     known = {key: value for key, value in dataclasses.asdict(asked).items() if key not in ("output", "processes")}
-    text = json.dumps(known, indent=2) + "\n"
+    shown = {key: _without_secrets(value) for key, value in known.items()}
+    text, unhidden = (json.dumps(each, indent=2) + "\n" for each in (shown, known))
     path = asked.output / "command.json"
-    if path.exists() and read_text(path, hint="give a new --output") != text:
+    # Earlier versions kept the secrets; their file is written anew below.
+    if path.exists() and read_text(path, hint="give a new --output") not in (text, unhidden):
         raise ConfigError(f"{asked.output} is of another command ({path}); give a new --output, or the same arguments")
     if asked.output.is_dir() and not path.exists() and any(asked.output.iterdir()):
         raise ConfigError(f"--output {asked.output} holds something else; give a new folder")
     asked.output.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text)
+
+
+def _without_secrets(value: Any) -> Any:
+    """The value of an argument as files may show it."""
+    if isinstance(value, tuple):
+        return [without_secrets(each) for each in value]
+    return without_secrets(value) if isinstance(value, str) else value
 
 
 def _write_start(asked: Resize) -> None:

@@ -7,10 +7,11 @@ import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from data.ground.command import INTERRUPTED_CODE, exit_code_of
+from data.ground.command import INTERRUPTED_CODE, exit_code_of, printable
 from data.ground.errors import CommandEnd, ConfigError, DataError
 from trainer.resilience.anomalies import GaveUp
 from trainer.resilience.stopping import Stopped
@@ -45,12 +46,17 @@ def ending(error: BaseException):
         (MemoryError("8 TiB"), 2, "error: the memory does not suffice (8 TiB)"),
         (DataError("file \x1b[31mred"), 2, "error: file \\x1b[31mred\n"),
         (DataError("shard http://u:s3cr3t@h/a is gone"), 2, "error: shard http://***@h/a is gone\n"),
+        (DataError(f"{Path('http://u:s3cr3t@h/a')} is no folder"), 2, "error: http:/***@h/a is no folder\n"),
     ],
 )
 def test_an_end_is_one_line_and_a_code(error, code, said, capsys):
     assert exit_code_of(ending(error)) == code
     shown = capsys.readouterr().err
     assert shown.startswith(said) and shown.count("\n") == bool(said)
+
+
+def test_a_line_for_a_terminal_holds_neither_secrets_nor_control_characters():
+    assert printable("a\x1b[31m http://u:s3cr3t@h/a") == "a\\x1b[31m http://***@h/a"
 
 
 @pytest.mark.parametrize(

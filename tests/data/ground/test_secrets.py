@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from data.ground.errors import DataError
@@ -30,6 +32,8 @@ from data.ground.secrets import with_variables, without_secrets, without_variabl
         ('{"a":"http://u:s3cr3t@h?k=s3cr3t","b":1}', '{"a":"http://***@h?k=***","b":1}'),
         ("from http://h/?k=s3cr3t, http://u:s3cr3t@h.", "from http://h/?k=***, http://***@h."),
         ("https://u:it's3cr3t@h/a", "https://***@h/a"),
+        (f"{Path('https://u:s3cr3t@h/a')} is no folder", "https:/***@h/a is no folder"),
+        (f"{Path('https://h/a.tar?t=s3cr3t')}", "https:/h/a.tar?t=***"),
         ("GET /a?X-Amz-Signature=s3cr3t&b=1 failed", "GET /a?X-Amz-Signature=***&b=1 failed"),
     ],
 )
@@ -51,6 +55,7 @@ def test_secrets_of_addresses_are_hidden(text, shown):
         "git@host:a/b",
         "2 samples, tokens=4; what? key=1",
         "./a/b::c",
+        "host:/a@b/c",
     ],
 )
 def test_what_holds_no_secret_is_left(text):

@@ -672,6 +672,31 @@ def test_a_gpu_that_is_not_there(model_folder: Path, beir_folder: Path, capsys: 
     assert "no GPU" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["sizes", "--model=m", "--sts", "a.tsv", "--bm25"], "--bm25 is read with --beir alone"),
+        (["sizes", "--model=m", "--sts", "a.tsv", "--save-runs"], "--save-runs is read with --beir alone"),
+        (["sizes", "--model=m", "--sts", "a.tsv", "--vectors", "v"], "--vectors is read with --beir alone"),
+        (["sizes", "--model=m", "--beir", "a", "--save-runs"], "--save-runs writes to OUTPUT/runs; give --output"),
+        (["sizes", "--model=m", "--beir", "a", "--sts-subsets", "s"], "--sts-subsets is read with --sts alone"),
+        (["latency", "--model=m", "--sts", "a.tsv", "--beir", "a"], "--sts and --beir are both given"),
+        (["compare", "a", "b", "b"], "b is given twice"),
+        (["compare", "a", "a/"], "a is given twice"),
+        # Negative controls: the next mistake is found.
+        (["sizes", "--model=m", "--beir", "a", "--bm25", "--save-runs", "--output", "o"], "a lacks corpus.jsonl"),
+        (["latency", "--model=m", "--beir", "a"], "a lacks corpus.jsonl"),
+        (["compare", "a", "b"], "a/raw.jsonl.gz does not exist"),
+    ],
+)
+def test_options_that_nothing_would_read(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert evaluate.main([*words]) == 2
+    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 def test_user_errors_exit_with_2(
     model_folder: Path, beir_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -121,6 +121,7 @@ def test_the_best_is_the_run_of_its_seed_alone(
         (["--train.nothing=4"], "1 2", "unknown key"),
         (["--sts", "absent.tsv"], "1 2", "absent.tsv"),
         (["--ranks", "0"], "1 2", "--ranks"),
+        (["--data.shards=https://me:geheim@h/a"], "1 2", "data.shards=https://***@h/a holds a password"),
     ],
 )
 def test_user_errors_leave_nothing(
@@ -139,3 +140,33 @@ def test_a_recipe_without_a_development_set_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to compare seeds on"):
         make_plan(args, [])
     assert make_plan(args, ["--evaluation.sts=" + json.dumps([str(folder / "dev.tsv")])]).step == 2
+
+
+def test_a_development_set_that_changes_is_another_selection(folder: Path, tmp_path: Path) -> None:
+    """But not for the selection of an earlier version, which does not know the contents of its sets."""
+    dev = tmp_path / "dev.tsv"
+    dev.write_bytes((folder / "dev.tsv").read_bytes())
+
+    def identity() -> dict[str, Any]:
+        args = argparse.Namespace(
+            recipe=str(folder / "recipe.toml"),
+            seeds=[1, 2],
+            share=0.5,
+            sts=[str(dev)],
+            beir=[],
+            split="",
+            output=str(tmp_path / "out"),
+            ranks=1,
+        )
+        return dict(make_plan(args, []).identity)
+
+    (tmp_path / "out").mkdir()
+    found = identity()
+    (tmp_path / "out" / SELECTION).write_text(json.dumps({"identity": found, "scores": {}}))
+    assert identity() == found, "negative control"
+    dev.write_text(dev.read_text().replace("0\t", "5\t", 1))
+    with pytest.raises(ConfigError, match="other contents of the development sets"):
+        identity()
+    before = {key: value for key, value in found.items() if key != "tests_sha256"}
+    (tmp_path / "out" / SELECTION).write_text(json.dumps({"identity": before, "scores": {}}))
+    identity()

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,7 @@ def test_jobs_of_what_is_not_trained(as_it_is: Path) -> None:
         result.folder.mkdir(parents=True)
         (result.folder / "raw.jsonl.gz").touch()
         assert not study_jobs.is_evaluated(study, result), "there is no completion marker"
+        jobs[f"evaluate {result.name}"].before()
         jobs[f"evaluate {result.name}"].after()
         assert study_jobs.is_evaluated(study, result) == (number == 0), "small is not made yet"
     runs[0].folder.mkdir(parents=True)
@@ -229,6 +231,40 @@ def test_jobs_of_what_is_not_trained(as_it_is: Path) -> None:
     assert not study_jobs.is_evaluated(shorter, results[0])
     words = study_jobs.evaluation_command(shorter, results[0])
     assert words[words.index("--max-length") + 1] == "48"
+
+
+def test_tests_that_change_are_evaluated_again(as_it_is: Path, tmp_path: Path) -> None:
+    """Each file that an evaluation reads, and no other. A change during an evaluation is seen, too."""
+    docs = write_beir(tmp_path / "docs", ["a text"], ["a query"])
+    files = {name: tmp_path / name for name in ("pairs.tsv", "subsets.tsv")}
+    files |= {name: docs / name for name in ("corpus.jsonl", "queries.jsonl", "qrels/test.tsv")}
+    for name in ("pairs.tsv", "subsets.tsv"):
+        files[name].write_text("before")
+    tests = {"sts": [str(files["pairs.tsv"])], "sts_subsets": str(files["subsets.tsv"]), "beir": [str(docs)]}
+    study = load_study(changed(as_it_is, "evaluation", **tests))
+    result = next(result for result in results_of(study) if result.run is None)
+    result.folder.mkdir(parents=True)
+    (result.folder / "raw.jsonl.gz").touch()
+
+    def job() -> Job | None:
+        jobs = study_jobs.jobs_of(study, [], [result], Work(study.output))
+        return next((job for job in jobs if job.name == f"evaluate {result.name}"), None)
+
+    for path in files.values():
+        again = job()
+        assert again is not None
+        again.before()
+        again.after()
+        assert job() is None
+        (docs / "README.md").write_text(f"not {path.name}")
+        assert job() is None, "negative control: no evaluation reads it"
+        path.write_text(f"{path.read_text()}\n")
+    again = job()
+    assert again is not None
+    again.before()
+    files["pairs.tsv"].write_text("changed during the evaluation")
+    again.after()
+    assert job() is not None
 
 
 def test_a_smaller_ladder_gives_neither_the_control_nor_the_latency(as_it_is: Path) -> None:
@@ -400,6 +436,13 @@ def test_chosen_arms_bring_what_they_start_from(study_file: Path) -> None:
             },
             "two ablations are called 'KL'",
         ),
+        (
+            "settings",
+            {"data.shards": ["https://me:geheim@h/a"]},
+            'run runs/tiny/separate/seed_1/1x16: data.shards=["https://***@h/a"] holds a password',
+        ),
+        ("evaluation", {"beir": [], "bm25": True}, "evaluation.bm25 is read with evaluation.beir alone"),
+        ("evaluation", {"sts": [], "sts_subsets": "s.tsv"}, "evaluation.sts_subsets is read with evaluation.sts alone"),
         ("evaluation", {"max_length": 3}, "evaluation.max_length = 3 must be at least 4"),
         ("evaluation", {"max_length": "48"}, "must be a whole number"),
     ],
@@ -408,6 +451,18 @@ def test_errors_in_the_file(study_file: Path, section: str, values: dict, messag
     with pytest.raises(ConfigError, match=re.escape(message)):
         runs_of(load_study(changed(study_file, section, **values)))
     runs_of(load_study(study_file))  # negative control
+
+
+def test_a_study_names_variables_in_place_of_secrets(study_file: Path) -> None:
+    """Or leaves them in the recipe, which is no part of a command."""
+    address = "https://me:${BARISTA_P}@h/a"
+    runs = runs_of(load_study(changed(study_file, "settings", **{"data.shards": [address]})))
+    assert {run.recipe.data.shards[0] for run in runs} == {address}
+    recipe = study_file.with_name("srl.toml")
+    recipe.write_text(recipe.read_text().replace('"shards"', '"https://me:geheim@h/a"'))
+    runs = runs_of(load_study(study_file))
+    assert {run.recipe.data.shards[0] for run in runs} == {"https://me:geheim@h/a"}
+    assert not any("geheim" in word for run in runs for word in run.overrides)
 
 
 # Reports from made-up raw results
@@ -521,6 +576,37 @@ def test_one_evaluation_meets_the_mean_over_seeds(as_it_is: Path) -> None:
     text = report.read_text()
     assert "Nothing is fine-tuned for tiny/as_it_is, small/as_it_is: one evaluation each" in text
     assert "missing" not in text
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_control_of_every_backbone_is_reported(as_it_is: Path, alone: bool) -> None:
+    """By its backbone's name where there are several. BM25, of which there is one, has no such name."""
+    path = changed(as_it_is, "evaluation", untrained=True, bm25=True)
+    if alone:
+        path = changed(path, "methods.srl", backbones=["tiny"])
+        values = tomllib.loads(path.read_text())
+        del values["backbones"]["small"]
+        path = write_toml(path, values)
+    _fill(path)
+    study = load_study(path)
+    controls = {"tiny": 0.25, "small": 0.75}
+    for result in results_of(study):
+        raw = read_raw(result.folder / "raw.jsonl.gz")
+        if result.untrained:
+            for size in SIZES:
+                scores = {query: {"ndcg_cut_10": controls[result.arm.split("/")[0]]} for query in QUERIES}
+                raw.add_retrieval("untrained", "docs", size.numbers, RunScores({}, scores, 30), ["ndcg_cut_10"])
+        if result.bm25:
+            scores = {query: {"ndcg_cut_10": 0.5} for query in QUERIES}
+            raw.add_retrieval("BM25", "docs", (0, 0), RunScores({}, scores, 30), ["ndcg_cut_10"])
+        write_raw(raw, result.folder / "raw.jsonl.gz")
+    rows = csv.DictReader((write_report(study).parent / "report.csv").open())
+    means = {row["arm"]: float(row["mean"]) for row in rows if "/" not in row["arm"] and row["size"] == "average"}
+    expected = {"untrained": 0.25} if alone else {"untrained tiny": 0.25, "untrained small": 0.75}
+    assert means == expected | {"BM25": 0.5}
+    text = (study.output / "report/report.md").read_text()
+    assert all(f"| {name} " in text for name in means)
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -795,6 +881,30 @@ def test_a_failure_stops_the_others_and_is_what_is_said(tmp_path: Path) -> None:
     Work(tmp_path).carry_out([nap("short", "pass")])  # negative control
 
 
+@pytest.mark.processes
+def test_every_command_has_a_log_of_its_own(tmp_path: Path) -> None:
+    """Also where only the place of a slash tells their names apart: an error is looked for in the log."""
+    Work(tmp_path).carry_out(
+        [nap("a/b_c", "print('one')"), nap("a_b/c", "print('two')"), nap("x a/b", "print('three')")]
+    )
+    logs = {name: (tmp_path / "logs" / name).read_text() for name in ("a/b_c.log", "a_b/c.log", "x_a/b.log")}
+    assert [word for text in logs.values() for word in ("one", "two", "three") if f"\n{word}\n" in text] == [
+        "one", "two", "three",
+    ]  # fmt: skip
+
+
+@pytest.mark.processes
+def test_the_log_of_a_command_hides_the_secrets_in_its_addresses(tmp_path: Path) -> None:
+    """The command gets them: it writes what it was given into a file."""
+    address = "https://me:geheim@h/x?token=geheim"
+    Work(tmp_path).carry_out(
+        [nap("a", f"import pathlib; pathlib.Path({str(tmp_path / 'got')!r}).write_text({address!r})")]
+    )
+    log = (tmp_path / "logs/a.log").read_text()
+    assert "https://***@h/x?token=***" in log and "geheim" not in log
+    assert (tmp_path / "got").read_text() == address
+
+
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[str], str | None]]:
     """In place of processes: the words and the GPU that each job is started with, by its statement."""
@@ -877,6 +987,14 @@ def test_user_errors_of_the_command(capfd: pytest.CaptureFixture[str]) -> None:
         run_command(lambda: command.main(["absent.toml"]))
     assert end.value.code == 2
     assert capfd.readouterr().err.startswith("error: study absent.toml does not exist")
+
+
+@pytest.mark.parametrize("minutes", ["nan", "-1", "inf"])
+def test_minutes_that_no_clock_has(study_file: Path, capsys: pytest.CaptureFixture[str], minutes: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        command.main([str(study_file), "--list", f"--stop-after-minutes={minutes}"])
+    assert end.value.code == 2 and f"'{minutes}' is not a finite number of at least 0" in capsys.readouterr().err
+    command.main([str(study_file), "--list", "--stop-after-minutes=0.5"])  # negative control
 
 
 def test_other_recipes_in_a_used_folder_are_refused(study_file: Path, tmp_path: Path) -> None:

@@ -73,6 +73,20 @@ def test_addresses_are_told_without_their_secrets(run: Path, tuple_shards: Path)
     (run / "recipe.toml").write_text(recipe.replace(str(tuple_shards), "http://user:s3cr3t@host/a"))
     text = training_section(run / "model")
     assert "s3cr3t" not in text and "http://***@host/a (not on this machine)" in text
+    (run / "recipe.toml").write_text(recipe.replace('source = ""', 'source = "http://user:s3cr3t@host/m"'))
+    text = training_section(run / "model")
+    assert "s3cr3t" not in text and text.count("http://***@host/m") == 2
+
+
+@pytest.mark.parametrize("totals", [[], None, 3, {"samples": "many"}])
+def test_shards_without_totals_are_named_alone(run: Path, tuple_shards: Path, tmp_path: Path, totals: object) -> None:
+    """What is not needed to train need not be sound. Negative control: sound ones are told."""
+    assert " samples, " in training_section(run / "model").split("| seed")[0]
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards/manifest.json").write_text(json.dumps({"totals": totals}))
+    recipe = (run / "recipe.toml").read_text()
+    (run / "recipe.toml").write_text(recipe.replace(str(tuple_shards), str(tmp_path / "shards")))
+    assert f"{tmp_path / 'shards'} " in training_section(run / "model")
 
 
 def test_results_are_the_sizes_own(tmp_path: Path) -> None:

@@ -439,6 +439,7 @@ def _wandb_records(data: bytes) -> Iterator[bytes]:
             message = b""
 
 
+@pytest.mark.processes
 def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real package, offline: what it would send is read back from its files."""
     pytest.importorskip("wandb", reason="needs the package wandb")
@@ -446,7 +447,9 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    recipe = recipe_of(six_sizes("shards", tmp_path / "run") | {"log": {"tensorboard": False, "wandb": True}})
+    address = "https://me:geheim@h.example/shards"
+    monkeypatch.setattr(sys, "argv", ["trainer.finetune", f'--data.shards=["{address}"]'])
+    recipe = recipe_of(six_sizes(address, tmp_path / "run") | {"log": {"tensorboard": False, "wandb": True}})
     name = _service_run(recipe)["wandb"]
     losses: dict[int, float] = {}
     keys: set[str] = set()
@@ -460,6 +463,18 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                     losses[items["_step"]] = items["loss"]
     assert losses == {step: 10.0 / step for step in (1, 2, 3, 4)}
     assert any("nDCG@10" in key for key in keys) and any("loss/demi" in key for key in keys)
+    # Negative control: the address is there, without its password.
+    sent = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
+    assert b"https://***@h.example/shards" in sent and b"geheim" not in sent
+
+
+def test_wandb_is_not_told_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may hold passwords; `test_wandb` reads what the real package would send."""
+    chosen: dict[str, object] = {}
+    fake = SimpleNamespace(init=lambda **_: SimpleNamespace(id="x"), Settings=lambda **given: chosen.update(given))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    WeightsAndBiases(tmp_path, resumed=False)
+    assert chosen["x_disable_meta"] is True
 
 
 def test_wandb_takes_a_late_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from tests.run_folder import steps_of
 from trainer import resize
 from trainer.config.load import load_recipe
 from trainer.evaluation.subject import load_model
+from trainer.resizing import resize as resizing
 from trainer.resizing.resize import START, TRAINING, Resize, agreement, propose_ladder
 from trainer.resizing.table import AS_IT_IS, CLOSED_FORM, RESIZED
 
@@ -251,6 +252,23 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, model_folder: 
     with pytest.raises(ConfigError, match="holds something else"):
         resize.main([str(model_folder), "--texts", str(texts), "--output", str(tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_the_kept_command_hides_the_secrets_in_addresses(tmp_path: Path) -> None:
+    """And the password may change, but not the address."""
+
+    def begun(address: str) -> str:
+        resizing._begin(Resize("m", (address,), tmp_path, overrides=(f"model.source={address}",)))
+        return (tmp_path / "command.json").read_text()
+
+    text = begun("https://me:geheim@h/x.tar?token=geheim")
+    assert text.count("https://***@h/x.tar?token=***") == 2 and "geheim" not in text
+    assert begun("https://me:another@h/x.tar?token=another") == text
+    with pytest.raises(ConfigError, match="is of another command"):
+        begun("https://me:geheim@h/y.tar?token=geheim")
+    kept_before = text.replace("***@", "me:geheim@").replace("=***", "=geheim")  # by earlier versions
+    (tmp_path / "command.json").write_text(kept_before)
+    assert begun("https://me:geheim@h/x.tar?token=geheim") == text
 
 
 def test_a_teacher_reads_the_texts_that_the_shards_hold(tmp_path: Path, texts: Path) -> None:
