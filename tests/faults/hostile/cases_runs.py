@@ -264,7 +264,15 @@ OLDER_USED = (done_and_said("step_00000004", "going on at step 2 of 8"), same_re
         row("at-a-sample-below-0", forged(lambda manifest: manifest["state"]["stream"].update(samples=-5)), cause=25),
         row("with-health-of-nan", forged(lambda manifest: manifest["state"]["health"].update(loss_mean=float("nan")))),
         row("with-parameters-a-list", forged(lambda manifest: manifest.update(parameters=[]))),
-        row("of-another-shape", forged(lambda manifest: manifest["parameters"].popitem())),
+        row(
+            "of-another-model",
+            forged(lambda manifest: manifest["parameters"].popitem()),
+            expect=(
+                refused("its parameters are not this model's"),
+                kept("run/metrics.jsonl", "run/checkpoints/step_00000004/manifest.json"),
+            ),
+            cause=13,
+        ),
         row("with-the-other-s-rank-file", with_the_other_s_file),
         row("with-a-cut-rank-file", cut),
         row("with-a-pickle", a_pickle),
