@@ -510,7 +510,10 @@ def _say_what_stays(recipe: Recipe) -> None:
 
 
 def _token_counts(sources: Sequence[ShardFolder], size: int, *, samples: int = 4096) -> torch.Tensor:
-    """How often each token occurs in samples taken at even steps from a few shards a folder; float32 [size]."""
+    """How often each token occurs in samples taken at even steps from a few shards a folder; float32 [size].
+
+    Tokens from `size` on do not count: the model has no rows for them.
+    """
     counts = np.zeros(size, dtype=np.int64)
     for folder in sources:
         chosen = folder.spread(samples)
@@ -518,7 +521,7 @@ def _token_counts(sources: Sequence[ShardFolder], size: int, *, samples: int = 4
             texts = folder.documents(chosen)
         else:
             texts = [text for sample in folder.tuples(chosen) for text in (sample.query, *sample.passages)]
-        counts += np.bincount(np.concatenate(texts), minlength=size)
+        counts += np.bincount(np.concatenate(texts), minlength=size)[:size]
     return torch.from_numpy(counts).float()
 
 
