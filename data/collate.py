@@ -11,6 +11,8 @@ What is decided here:
 - A prompt stands between the opening tokens and the text and counts towards the length; each source has its own
   (`data.tokens` says when this equals tokenizing the joined text). Hashes are of the cut text, without prompt or
   special tokens.
+- A special token that a text spells out, and for which the model has no row, is replaced by the ordinary ids of its
+  spelling after that (`data.tokens.SpelledOut`), and the text is cut once more.
 - For enhanced decoding the decoder reads and predicts every token but the special ones. The batch has one key for each
   text, from which the model draws on the device what each position sees (models/visibility.py).
 - All draws are keyed by (seed, epoch, source, sample), see `data.masking`: a sample's batch entry does not depend on
@@ -208,7 +210,7 @@ class MaskedCollator:
     def __call__(self, samples: Sequence[Sample]) -> MaskedBatch:
         keys = _keys(samples, self.seed)  # [B]
         windows = self.windows([sample.payload for sample in samples], keys)
-        tokens, offsets = _framed(windows, self.vocabulary)
+        tokens, offsets = _framed(windows, self.vocabulary, self.max_length)
         return self.mask(tokens, offsets, keys=keys, sample_ids=_sample_ids(samples))
 
     def windows(self, documents: Sequence[np.ndarray], keys: np.ndarray) -> list[np.ndarray]:
@@ -279,7 +281,12 @@ class TextCollator:
         texts = [sample.payload[: room - _prompt_length(self.prompts, sample.source)] for sample in samples]
         return TextBatch(
             texts=with_prompts(
-                texts, [sample.source for sample in samples], self.prompts, self.vocabulary, self.prompt_lengths
+                texts,
+                [sample.source for sample in samples],
+                self.prompts,
+                self.vocabulary,
+                self.prompt_lengths,
+                max_length=self.max_length,
             ),
             hashes=torch.from_numpy(text_hashes(texts)),
             sample_ids=_sample_ids(samples),
@@ -340,13 +347,21 @@ class PairCollator:
         targets, target_query = self._targets(np.cumsum(passages_per_query) - passages_per_query, drawn)
         sources = [sample.source for sample in samples]
         return PairBatch(
-            queries=with_prompts(queries, sources, self.query_prompts, self.vocabulary, self.query_prompt_lengths),
+            queries=with_prompts(
+                queries,
+                sources,
+                self.query_prompts,
+                self.vocabulary,
+                self.query_prompt_lengths,
+                max_length=self.query_max_length,
+            ),
             passages=with_prompts(
                 passages,
                 [sources[n] for n in passage_query.tolist()],
                 self.passage_prompts,
                 self.vocabulary,
                 self.passage_prompt_lengths,
+                max_length=self.passage_max_length,
             ),
             targets=targets,
             target_query=target_query,
@@ -441,7 +456,7 @@ class SpanCollator:
         halves += [document[(len(document) + 1) // 2 :] for document in documents]
         text_keys = np.concatenate([_text_keys(keys, np.full(len(keys), number)) for number in range(2)])
         spans = self.masked.windows(halves, text_keys)
-        tokens, offsets = _framed(spans, self.masked.vocabulary)
+        tokens, offsets = _framed(spans, self.masked.vocabulary, self.masked.max_length)
         count, hashes = len(samples), torch.from_numpy(text_hashes(spans))
         middle = int(offsets[count])
         flat, places = torch.from_numpy(tokens), torch.from_numpy(offsets)
@@ -565,11 +580,16 @@ def with_prompts(
     prompts: Sequence[np.ndarray],
     vocabulary: Vocabulary,
     prompt_lengths: Sequence[int] = (),
+    *,
+    max_length: int | None = None,
 ) -> Texts:
-    """Add the sources' prompts and the frame to texts, which are ids and already cut to length."""
+    """Add the sources' prompts and the frame to texts, which are ids and already cut to length.
+
+    max_length: where a text ends that becomes longer because it spells tokens out; None: nowhere.
+    """
     if prompts:
         texts = [np.concatenate((prompts[source], text)) for source, text in zip(sources, texts)]
-    tokens, offsets = _framed(texts, vocabulary)
+    tokens, offsets = _framed(texts, vocabulary, max_length)
     lengths = None
     if prompt_lengths:
         # A text of few tokens may be shorter than its prompt is alone.
@@ -578,8 +598,14 @@ def with_prompts(
     return Texts(torch.from_numpy(tokens), torch.from_numpy(offsets), lengths)
 
 
-def _framed(texts: Sequence[np.ndarray], vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
+def _framed(
+    texts: Sequence[np.ndarray], vocabulary: Vocabulary, max_length: int | None
+) -> tuple[np.ndarray, np.ndarray]:
     """(int32 tokens [T] of the texts, each within the tokenizer's frame, int64 offsets [n + 1])."""
+    if vocabulary.spelled_out is not None and texts:
+        whole, ends = vocabulary.spelled_out.replace(np.concatenate(texts), _offsets([len(text) for text in texts]))
+        room = None if max_length is None else max_length - vocabulary.frame_length
+        texts = [text[:room] for text in np.split(whole, ends[1:-1])]
     offsets = _offsets([len(text) + vocabulary.frame_length for text in texts])
     tokens = np.empty(int(offsets[-1]), dtype=np.int32)
     inside = np.ones(len(tokens), dtype=bool)

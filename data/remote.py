@@ -551,9 +551,12 @@ class _Failures:
 
 
 def _will_last(error: Exception) -> bool:
-    """Whether a failure is a refusal that another attempt would meet again: a wrong password or address."""
+    """Whether a failure is a refusal that another attempt would meet again: a wrong password or address.
+
+    A status of 300 to 399 is one too many redirects, because others are followed.
+    """
     status = getattr(error, "status", None)
-    refused = isinstance(status, int) and 400 <= status < 500 and status not in _TEMPORARY_STATUSES
+    refused = isinstance(status, int) and 300 <= status < 500 and status not in _TEMPORARY_STATUSES
     return refused or isinstance(error, PermissionError | ValueError)
 
 

@@ -15,6 +15,9 @@ In training, a recipe's prompt is tokenized once and put before ids that were to
 the joined text. `prompt_ids` refuses a prompt for which the two differ. A prompt that was prepared with the texts has
 been tokenized with them, and may be any.
 
+A model may have no rows for special tokens that no text gets by itself (`rows_needed`). A text may still spell one out,
+and is then read as if the token were not special (`SpelledOut`).
+
 Torch is not needed here; transformers is imported only when a tokenizer is loaded.
 """
 
@@ -22,6 +25,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -40,6 +45,8 @@ if TYPE_CHECKING:
 BYTE_LEVEL_SPACES = ("Ġ", "Ċ", "ĉ", "č")
 # The largest token id: tables with one row per id must fit into memory.
 LARGEST_ID = 2**24
+# A place that a vocabulary keeps free for tokens to come: [unused12] in BERT's, <unused12> in Gemma's.
+_FREE_PLACE = re.compile(r"\[unused\d+\]|<unused\d+>")
 _SAVE_AGAIN = "save it again"
 _ANY_TEXT = "text"
 # Beginnings of texts with which a prompt is tested.
@@ -68,6 +75,7 @@ class Vocabulary:
     special_ids: tuple[int, ...]
     continuation: np.ndarray  # bool [size]; True where a token continues a word
     spelled_only: int = 0  # how many of the last ids a text has only where it spells their token out
+    spelled_out: SpelledOut | None = None  # how a model that has no rows for these ids reads them
 
     @property
     def rows_needed(self) -> int:
@@ -78,6 +86,68 @@ class Vocabulary:
     def frame_length(self) -> int:
         """Tokens that the frame adds to a text."""
         return len(self.before) + len(self.after)
+
+
+@dataclass(frozen=True, eq=False)
+class SpelledOut:
+    """Special tokens for which a model's token table has no rows, as the ordinary ids of their spelling.
+
+    The text around such a token is tokenized on its own, as it is around every special token, so ids that are in shards
+    can be replaced as well as those of a text.
+    """
+
+    rows: int  # of the table
+    ids: Mapping[int, np.ndarray]  # int32 [k], k ≥ 1, of each token without a row
+
+    @classmethod
+    def of(cls, tokenizer: Any, rows: int) -> SpelledOut | None:
+        """For a table that has the rows that the tokenizer needs (`rows_needed`); None if every token has a row.
+
+        The tokenizer must be a fast one.
+        """
+        missing = {index: str(added) for index, added in tokenizer.added_tokens_decoder.items() if index >= rows}
+        if not missing:
+            return None
+        from tokenizers import Tokenizer
+
+        # A copy, because the setting would change what the tokenizer does elsewhere.
+        backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
+        ids: dict[int, np.ndarray] = {}
+        for index, token in sorted(missing.items()):
+            ids[index] = np.asarray(backend.encode(token, add_special_tokens=False).ids, dtype=np.int32)
+            if not len(ids[index]) or ids[index].max() >= rows:
+                raise DataError(
+                    f"tokenizer {tokenizer.name_or_path!r} has the special token {token!r}, for which the model's "
+                    f"{rows} token embeddings have no row, and does not know its characters as ordinary text; remove "
+                    "the token from the tokenizer, or give the model a row for it"
+                )
+        return cls(rows, ids)
+
+    def replace(self, tokens: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Flat texts (ids [T], offsets int64 [n + 1]) with all ids below `rows`; they may be longer than before."""
+        places = np.flatnonzero(tokens >= self.rows)
+        if not len(places):
+            return tokens, offsets
+        spelled = [self.ids[index] for index in tokens[places].tolist()]
+        counts = np.ones(len(tokens), dtype=np.int64)  # ids that each id becomes
+        counts[places] = [len(ids) for ids in spelled]
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        replaced = np.repeat(tokens, counts)
+        for place, ids in zip(places.tolist(), spelled):
+            replaced[starts[place] : starts[place + 1]] = ids
+        return replaced, starts[offsets]
+
+    def check_prompt(self, tokenizer: Any, prompt: str) -> None:
+        """Refuse a prompt with such a token: its length would not be the one that a pooling leaves out."""
+        for index in _ids_alone(tokenizer, prompt):
+            if index in self.ids:
+                raise DataError(
+                    f"prompt {prompt!r} has the special token {tokenizer.convert_ids_to_tokens(index)!r}, for which "
+                    f"the model's {self.rows} token embeddings have no row; write the prompt without it"
+                )
 
 
 def frame_of(tokenizer: PreTrainedTokenizerFast) -> Frame:
@@ -117,7 +187,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
         )
     # Tokens that were added by hand may leave gaps between ids, so the largest id counts, too.
     size = max(len(tokenizer), max(ids.values()) + 1)
-    special_ids = tuple(sorted({*map(int, tokenizer.all_special_ids), *before, *after}))
+    special_ids = special_ids_of(tokenizer)
     continuation = np.zeros(size, dtype=bool)
     starts_word = _word_start_rule(json.loads(tokenizer.backend_tokenizer.to_str()))
     added = set(tokenizer.get_added_vocab().values())
@@ -137,8 +207,45 @@ def rows_needed(tokenizer: PreTrainedTokenizerFast) -> int:
     EmbeddingGemma embeds texts alone, and the tokenizer of its family also has a token for images.
     """
     needed = {*chain(*frame_of(tokenizer)), tokenizer.unk_token_id, tokenizer.mask_token_id, _padding(tokenizer)}
-    special = {index for index, added in tokenizer.added_tokens_decoder.items() if added.special}
-    return max(set(tokenizer.get_vocab().values()) - (special - needed), default=-1) + 1
+    return max(set(tokenizer.get_vocab().values()) - (_added_special_ids(tokenizer) - needed), default=-1) + 1
+
+
+def special_ids_of(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
+    """The ids that are no part of the language, rising: of the frame, of tokens with a role such as padding or the mask
+    (the unknown token's is one), and of every token that was added as a special one.
+
+    A tokenizer may have special tokens without a role, such as Llama 3's reserved ones.
+    """
+    roles = map(int, tokenizer.all_special_ids)
+    return tuple(sorted({*roles, *_added_special_ids(tokenizer), *chain(*frame_of(tokenizer))}))
+
+
+def ids_beside_text(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
+    """The ids that do not count in a mean of a text's tokens, rising: the special ones without the unknown token.
+
+    The unknown token stands for a part of the text, unless it has another role, too: byte-level BPE knows every text,
+    and GPT-2 gives that name to its end of text.
+    """
+    roles = [
+        *(tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.cls_token_id),
+        *(tokenizer.pad_token_id, tokenizer.mask_token_id, *chain(*frame_of(tokenizer))),
+    ]
+    unknown = tokenizer.unk_token_id
+    return tuple(index for index in special_ids_of(tokenizer) if index != unknown or index in roles)
+
+
+def used_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
+    """The ids that texts consist of, rising: neither special (the unknown token counts as text) nor unused.
+
+    Unused are ids without a token, and the places that vocabularies keep free under names such as [unused12].
+    """
+    beside = set(ids_beside_text(tokenizer))
+    ids = {index for token, index in tokenizer.get_vocab().items() if not _FREE_PLACE.fullmatch(token)}
+    return tuple(sorted(ids - beside))
+
+
+def _added_special_ids(tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    return {index for index, added in tokenizer.added_tokens_decoder.items() if added.special}
 
 
 def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -169,10 +276,9 @@ def append_token(tokenizer: PreTrainedTokenizerFast, token: str) -> None:
     """
     before, after = frame_of(tokenizer)
     index = tokenizer.get_vocab().get(token)
-    special = {each for each, added in tokenizer.added_tokens_decoder.items() if added.special}
-    special |= {*tokenizer.all_special_ids, *before, *after}
+    special = special_ids_of(tokenizer)
     if index not in special:
-        names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(special))[:9]))
+        names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(list(special))[:9]))
         what = "not in the vocabulary" if index is None else "an ordinary token, which texts hold too,"
         raise DataError(
             f"token {token!r} is {what} of tokenizer {tokenizer.name_or_path!r}; append one of its special tokens, "

@@ -278,7 +278,8 @@ def metrics_page() -> str:
                 "# Metrics",
                 made_from("trainer/monitoring/names.py")
                 + " `metrics.jsonl` of a run has one JSON object a line, and the trackers show the same numbers "
-                "(docs/monitoring.md). SIZE is a size's name on the ladder, or LAYERSxDIMENSIONS.",
+                "(docs/monitoring.md). A number that is not defined, such as the correlation of equal values, is null. "
+                "SIZE is a size's name on the ladder, or LAYERSxDIMENSIONS.",
                 "## A logged step",
                 _named(STEP, header),
                 "## Losses by size",

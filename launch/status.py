@@ -37,7 +37,7 @@ from data.ground.command import exit_code_of, printable, tell
 from data.ground.errors import ConfigError, DataError, UserError
 from data.ground.files import describe_os_error, first_line
 from data.ground.options import Parser
-from data.ground.records import Record, read_record
+from data.ground.records import Record, json_of, read_record
 from models.sizes import Ladder
 from trainer.config.schema import Recipe
 from trainer.config.sections import ModelConfig
@@ -50,7 +50,8 @@ _SCORES = {"ndcg_cut_10": "nDCG@10", "recip_rank_10": "MRR@10", "spearman": "Spe
 _HEADLINES = ("ndcg_cut_10", "spearman")
 _SLOW_FEED = 0.2
 _MUCH_PADDING = 0.5
-# Keys of a line of metrics.jsonl that must be numbers if present, beside losses by size, scores and checkpoints' costs.
+# Keys of a line of metrics.jsonl that must be numbers or null if present, beside losses by size, scores and what a
+# checkpoint cost.
 # The line of a fault has a list of samples.
 _NUMBERS = STEP.keys() - FAULTY.keys()
 _MOST = 2**53  # of a count, beyond which it is none
@@ -210,7 +211,10 @@ def _records(path: Path) -> tuple[list[Line], int]:
 
 
 def _read_line(text: str) -> tuple[Line, bool]:
-    """(the numbers and the fault of a line of metrics.jsonl, whether the line is sound)."""
+    """(the numbers and the fault of a line of metrics.jsonl, whether the line is sound).
+
+    A number may be null, which says that it is not defined, as the correlation of equal values.
+    """
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -224,7 +228,7 @@ def _read_line(text: str) -> tuple[Line, bool]:
     numbered = [
         name for name in values if name in _NUMBERS or name.startswith((EVALUATION, CHECKPOINT)) or loss_of(name)
     ]
-    return kept, all(name in kept for name in numbered)
+    return kept, all(name in kept or values[name] is None for name in numbered)
 
 
 def _is_number(value: object) -> bool:
@@ -550,15 +554,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def _json(runs: Sequence[RunStatus]) -> str:
     """The runs as JSON; NaN and infinity, which JSON lacks, become null."""
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: clean(each) for key, each in value.items()}
-        if isinstance(value, list):
-            return [clean(each) for each in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps([clean(dataclasses.asdict(run)) for run in runs], indent=2, allow_nan=False) + "\n"
+    return json_of([dataclasses.asdict(run) for run in runs], indent=2) + "\n"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from data.model_folders import transformer_folder
 from data.remote import Cache, is_remote
 from data.shards.reader import ShardFolder
 from data.stream import Stream
-from data.tokens import load_tokenizer
+from data.tokens import ids_beside_text, load_tokenizer
 from models.adapters import add_adapters, freeze_lower_layers
 from models.backbone import most_tokens, set_dropout, truncate_layers
 from models.choices import MEANS, Direction
@@ -47,7 +47,7 @@ from models.packed_attention import check_packs, fast_on, packs
 from models.sentence_transformers import read_sentence_model
 from models.settings import EmbeddingSettings
 from models.sizes import ModelError
-from models.static_embedding import MODEL_TYPE, build_static, special_ids_of
+from models.static_embedding import MODEL_TYPE, build_static
 from trainer.config.schema import Recipe
 from trainer.config.step_sizes import DRAWN, EVERY_DEPTH
 from trainer.costs.flops import Shape
@@ -227,10 +227,9 @@ def _start_of(recipe: Recipe, sources: Sequence[ShardFolder], tokenizer: Any, *,
         return _loaded(recipe, sources, weights=weights)
     vocabulary = sources[0].vocabulary
     if recipe.model.config.get("model_type") == MODEL_TYPE:
-        special_ids = special_ids_of(tokenizer.all_special_ids, tokenizer.unk_token_id)
-        special_ids = sorted({*special_ids, *vocabulary.before, *vocabulary.after})
+        ignored = ids_beside_text(tokenizer)
         with _made_of_config():
-            table = build_static(recipe.model.config, vocab_size=vocabulary.size, special_ids=special_ids)
+            table = build_static(recipe.model.config, vocab_size=vocabulary.size, special_ids=ignored)
         return _Start(Encoder(table, recipe.model.pooling))
     _check_model_config(recipe.model.config)
     ids = {"vocab_size": vocabulary.size, "pad_token_id": vocabulary.pad_id}
@@ -510,7 +509,10 @@ def _say_what_stays(recipe: Recipe) -> None:
 
 
 def _token_counts(sources: Sequence[ShardFolder], size: int, *, samples: int = 4096) -> torch.Tensor:
-    """How often each token occurs in samples taken at even steps from a few shards a folder; float32 [size]."""
+    """How often each token occurs in samples taken at even steps from a few shards a folder; float32 [size].
+
+    Tokens from `size` on do not count: the model has no rows for them.
+    """
     counts = np.zeros(size, dtype=np.int64)
     for folder in sources:
         chosen = folder.spread(samples)
@@ -518,7 +520,7 @@ def _token_counts(sources: Sequence[ShardFolder], size: int, *, samples: int = 4
             texts = folder.documents(chosen)
         else:
             texts = [text for sample in folder.tuples(chosen) for text in (sample.query, *sample.passages)]
-        counts += np.bincount(np.concatenate(texts), minlength=size)
+        counts += np.bincount(np.concatenate(texts), minlength=size)[:size]
     return torch.from_numpy(counts).float()
 
 

@@ -145,9 +145,14 @@ def load_miner(args: argparse.Namespace) -> tuple[Miner, dict[str, Any]]:
 
 
 def _files_that_decide(folder: Path) -> list[Path]:
-    """A model folder's weights, tokenizer and settings; those of sentence-transformers have some in subfolders."""
+    """A model folder's weights, tokenizer, configuration and settings.
+
+    Those of sentence-transformers have some in subfolders. The configuration decides, too: of a table which tokens
+    count, of an encoder how many heads attend.
+    """
     if (folder / SETTINGS_FILE).is_file():
-        found = [*folder.glob("*.safetensors"), folder / SETTINGS_FILE, *folder.glob("tokenizer.json")]
+        names = ("*.safetensors", SETTINGS_FILE, "tokenizer.json", "config.json")
+        found = [path for name in names for path in folder.glob(name)]
     else:
         found = [each for pattern in ("*.safetensors", "*.bin", "*.json") for each in folder.rglob(pattern)]
     return sorted(found)

@@ -261,15 +261,25 @@ def _end_early(output: Path, step: int, reason: str | None, *, saved: bool, worl
     """Write STOPPED for a run that was asked to end. All ranks call it.
 
     reason: None where the recipe ends this process here. saved: whether the step has a checkpoint. Raises NotSaved
-    where it has none, which a job counts as a crash: without STOPPED it starts again only a few times.
+    where it has none, and where STOPPED cannot be written, by which a job decides: without it, exit code 75 would say
+    that nothing is left to do. A job counts NotSaved as a crash and starts again, from this checkpoint, a few times.
     """
     if not saved:
         raise NotSaved(
             f"stopped after step {step} ({reason or 'train.stop_at_step'}), whose checkpoint could not be saved in "
             f"{output}/checkpoints; fix what the warning above says, then go on with --resume auto"
         )
+    problem = None
     if reason is not None and world.is_main:
-        write_atomically(output / "STOPPED", json.dumps({"step": step, "reason": reason}) + "\n")
+        try:
+            write_atomically(output / "STOPPED", json.dumps({"step": step, "reason": reason}) + "\n")
+        except OSError as error:
+            problem = (
+                f"stopped after step {step} ({reason}) with a checkpoint, and {output}/STOPPED cannot be written "
+                f"({error.strerror}); free some space there, and go on with --resume auto"
+            )
+    if (problem := gather_objects(problem)[0]) is not None:
+        raise NotSaved(problem)
 
 
 def _resumed(

@@ -6,8 +6,10 @@
 it as a text of its own, and the output is the token's vector. Either table is then rotated to its principal components,
 so that prefixes of its columns hold most of the variance, and weighted by Zipf's law with smooth inverse frequency
 (SIF, Arora et al. 2017): tokenizers list frequent tokens first, so a token of rank r is taken to occur with probability
-p = (1/r) / Σ 1/r', and its vector is multiplied by a / (a + p). Frequent words then weigh little in a mean. Only
-WordPiece vocabularies like BERT's are certain to have that order; `--sif 0` leaves the weighting out.
+p = (1/r) / Σ 1/r', and its vector is multiplied by a / (a + p). Frequent words then weigh little in a mean. Special
+and unused tokens have no rank and take no part in the components: 994 of the first 999 ids of BERT's vocabulary are
+places that it keeps free. Only WordPiece vocabularies like BERT's are certain to have that order; `--sif 0` leaves the
+weighting out.
 The result is a folder for `model.source`, whose tokenizer is the encoder's own.
 """
 
@@ -27,11 +29,11 @@ from data.ground.command import exit_code_of, log_to_stderr
 from data.ground.errors import ConfigError
 from data.ground.options import Parser, count, real
 from data.ground.whole_folder import check_place, written_whole
-from data.tokens import Frame, frame_of, tokenizer_fingerprint
+from data.tokens import Frame, frame_of, ids_beside_text, tokenizer_fingerprint, used_ids
 from models.encoder import Encoder
 from models.settings import EmbeddingSettings
 from models.sizes import Size
-from models.static_embedding import StaticConfig, StaticModel, special_ids_of
+from models.static_embedding import StaticConfig, StaticModel
 from trainer.evaluation.subject import load_model
 
 log = logging.getLogger(__name__)
@@ -67,14 +69,13 @@ def sif_weights(count: int, *, sif: float) -> Tensor:
     return (sif / (sif + shares / shares.sum())).float()
 
 
-def table_of(vectors: Tensor, *, dim: int, sif: float, special_ids: Sequence[int]) -> Tensor:
-    """Token vectors [V, d] as a table [V, dim]; special tokens take no part in the components, and their rows are 0."""
+def table_of(vectors: Tensor, *, dim: int, sif: float, used: Sequence[int]) -> Tensor:
+    """Token vectors [V, d] as a table [V, dim]. The components are of the ids `used`, which rise; other rows are 0."""
     if not 1 <= dim <= vectors.shape[1]:
         raise ConfigError(
             f"--dim {dim} is not among the {vectors.shape[1]} dimensions of the encoder; choose that or fewer"
         )
-    texts = torch.ones(len(vectors), dtype=torch.bool)
-    texts[list(special_ids)] = False
+    texts = torch.tensor(used, dtype=torch.int64)
     table = torch.zeros(len(vectors), dim)
     rotated = principal_components(vectors[texts], dim)
     table[texts] = rotated * sif_weights(len(rotated), sif=sif)[:, None] if sif else rotated
@@ -101,12 +102,11 @@ def make_start(model: str, output: Path, *, source: str, dim: int, sif: float) -
         vectors = encoder.word_embeddings.weight.detach()[:known].float()
     else:
         vectors = token_outputs(encoder, known, frame)
-    special_ids = special_ids_of(tokenizer.all_special_ids, tokenizer.unk_token_id)
-    special_ids = sorted({*special_ids, *frame.before, *frame.after})
-    left_out = [index for index in special_ids if index < known]
-    table = table_of(vectors, dim=dim or vectors.shape[1], sif=sif, special_ids=left_out)
+    used = [index for index in used_ids(tokenizer) if index < known]
+    table = table_of(vectors, dim=dim or vectors.shape[1], sif=sif, used=used)
     table = torch.nn.functional.pad(table, (0, 0, 0, rows - known))
-    static = StaticModel(StaticConfig(vocab_size=rows, hidden_size=table.shape[1], special_ids=special_ids))
+    ignored = ids_beside_text(tokenizer)
+    static = StaticModel(StaticConfig(vocab_size=rows, hidden_size=table.shape[1], special_ids=ignored))
     with torch.no_grad():
         static.embedding.weight.copy_(table)
     lengths = {} if own is None else {k: getattr(own, k) for k in ("query_max_length", "passage_max_length")}

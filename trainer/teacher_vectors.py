@@ -19,7 +19,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -41,7 +41,7 @@ from data.ground.options import Parser, settings_among
 from data.ground.records import digest_of
 from data.model_folders import SETTINGS_FILE
 from data.shards.reader import ShardFolder
-from data.tokens import Vocabulary, load_tokenizer, prompt_ids, prompt_length, tokenizer_fingerprint
+from data.tokens import SpelledOut, Vocabulary, load_tokenizer, prompt_ids, prompt_length, tokenizer_fingerprint
 from models.backbone import most_tokens
 from models.encoder import Encoder
 from models.settings import EmbeddingSettings
@@ -277,7 +277,8 @@ def _reader(
             log.info("the model reads texts, not the students' ids: %s", error)
         else:
             lengths = [prompt_length(model.tokenizer, prompt) for prompt in prompts]
-            vocabulary = shards[0].vocabulary
+            rows = model.encoder.word_embeddings.num_embeddings
+            vocabulary = replace(shards[0].vocabulary, spelled_out=SpelledOut.of(model.tokenizer, rows))
             guide = _guide_of(model, record, vocabulary)
             return lambda block: _vectors_of_ids(block, guide, list(zip(ids, lengths)), vocabulary, device)
     embedder = embedder_of(model.encoder, model.tokenizer, [model.full], device=device)

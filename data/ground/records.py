@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -91,6 +93,20 @@ def parse_json(content: bytes | str, *, where: str, hint: str = _REMAKE) -> Any:
         raise DataError(f"{where} is nested too deep; {hint}") from error
     except ValueError as error:
         raise DataError(f"{where} is no JSON ({first_line(error)}); {hint}") from error
+
+
+def json_of(content: Any, *, indent: int | None = None, ensure_ascii: bool = True) -> str:
+    """JSON text on one line, or indented. What is not defined (NaN) or infinite becomes null: JSON has neither."""
+    return json.dumps(defined(content), indent=indent, ensure_ascii=ensure_ascii, allow_nan=False)
+
+
+def defined(value: Any) -> Any:
+    """JSON values with None in place of every number that is not finite."""
+    if isinstance(value, Mapping):
+        return {key: defined(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [defined(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _first_problem(error: ValueError) -> str:

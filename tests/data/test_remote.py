@@ -308,6 +308,20 @@ def test_one_bad_arrival_and_a_server_in_trouble_are_no_bad_shard(server, cache,
     assert server.requests[first.name] == server.requests[second.name] == 3
 
 
+def test_redirects_in_a_circle_last(server, cache, pauses, monkeypatch):
+    """Each attempt follows them as far as the client does, and a further attempt would do the same."""
+    monkeypatch.setattr(Handler, "end_headers", redirecting_to_itself)
+    server.faults["manifest.json"] = [lambda content: 302] * 99
+    with pytest.raises(DataError, match=r"cannot be fetched .*TooManyRedirects: .*; check the address"):
+        ShardFolder(server.address, cache=cache)
+    assert pauses == [] and server.requests["manifest.json"] < 20
+
+
+def redirecting_to_itself(handler: Handler) -> None:
+    handler.send_header("Location", handler.path)
+    BaseHTTPRequestHandler.end_headers(handler)
+
+
 @pytest.mark.parametrize(("status", "attempts"), [(401, 1), (403, 1), (429, 4), (500, 4)])
 def test_a_refusal_that_will_last_ends_at_once(server, cache, status, attempts):
     server.faults["manifest.json"] = [lambda content: status] * 9

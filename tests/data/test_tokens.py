@@ -14,7 +14,16 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
 
 from data.ground.errors import DataError
-from data.tokens import load_tokenizer, pad_id_of, prompt_ids, tokenizer_fingerprint, vocabulary_of
+from data.tokens import (
+    ids_beside_text,
+    load_tokenizer,
+    pad_id_of,
+    prompt_ids,
+    special_ids_of,
+    tokenizer_fingerprint,
+    used_ids,
+    vocabulary_of,
+)
 from tests.data.frame_tokenizers import FRAMED
 
 
@@ -146,6 +155,34 @@ def test_bert_base_uncased(shared_data):
     assert int(vocabulary.continuation.sum()) == sum(token.startswith("##") for token in tokenizer.get_vocab()) - sum(
         token == "##" for token in tokenizer.get_vocab()
     )
+
+
+def test_ids_of_bert_that_texts_consist_of(shared_data):
+    """All but the special tokens and the 994 places that it keeps free; "!" is the first of them after [UNK]."""
+    tokenizer = BertTokenizerFast(vocab=str(shared_data / "vocab" / "bert-base-uncased-vocab.txt"))
+    assert special_ids_of(tokenizer) == (0, 100, 101, 102, 103) and ids_beside_text(tokenizer) == (0, 101, 102, 103)
+    used = used_ids(tokenizer)
+    assert used[:3] == (100, 999, 1000) and len(used) == 30522 - 4 - 994
+    assert tokenizer.convert_ids_to_tokens([98, 99, 104, 998, 999]) == [
+        *("[unused97]", "[unused98]", "[unused99]", "[unused993]", "!")
+    ]
+
+
+def test_ids_of_byte_level_bpe_that_texts_consist_of(docstrings):
+    """It knows every text. The name of the unknown token may be that of another one, as in GPT-2."""
+    backend = byte_level_tokenizer(docstrings[:50]).backend_tokenizer
+    roles = {"bos_token": "<s>", "eos_token": "<s>", "unk_token": "<s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
+    size = len(tokenizer)
+    # Special tokens without a role: "</s>", "<pad>" and "<mask>" have none here.
+    assert special_ids_of(tokenizer) == ids_beside_text(tokenizer) == (0, 1, 2, 3)
+    assert used_ids(tokenizer) == tuple(range(4, size))
+    tokenizer.add_tokens(["<unused0>", "[unused12]", "[unused]"])
+    assert used_ids(tokenizer) == (*range(4, size), size + 2)
+    assert vocabulary_of(tokenizer).special_ids == (0, 1, 2, 3)
+    # An unknown token with no other role stands for a part of a text.
+    named = sentencepiece_like_tokenizer(docstrings[:50])
+    assert named.unk_token_id == 2 and special_ids_of(named) == (0, 1, 2, 3) and ids_beside_text(named) == (0, 1, 3)
 
 
 @pytest.fixture(scope="module")

@@ -177,6 +177,18 @@ def test_faults(tmp_path: Path) -> None:
     assert read_status(calm, now=NOW).warnings == []
 
 
+def test_a_score_that_is_not_defined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Null is a value like another: the newest evaluation has no such score, and no earlier one takes its place."""
+    scores = {"evaluation/a/spearman/demi": 0.5, "evaluation/a/ndcg_cut_10/demi": 0.7}
+    run = plant(tmp_path / "run", [step(10), {"step": 10, **scores}])
+    assert read_status(run, now=NOW).sizes[0].scores == {"a/spearman": 0.5, "a/ndcg_cut_10": 0.7}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 20, **scores, "evaluation/a/spearman/demi": None}) + "\n")
+    status = read_status(run, now=NOW)
+    assert status.sizes[0].scores == {"a/ndcg_cut_10": 0.7} and status.warnings == []
+    assert main([str(run)]) == 0 and "damaged" not in capsys.readouterr().out
+
+
 def test_damaged_lines_and_one_being_written(tmp_path: Path) -> None:
     run = plant(tmp_path / "run", [step(10)])
     whole = (run / "metrics.jsonl").read_text()
@@ -339,7 +351,7 @@ def test_a_section_that_is_a_number(tmp_path: Path) -> None:
         '{"step": 20, "epoch": "x"}',
         '{"step": 20, "epoch": 0.1, "loss": "x"}',
         '{"step": 20, "epoch": 0.1, "seconds": [1]}',
-        '{"step": 20, "epoch": 0.1, "encoder/demi": null}',
+        '{"step": 20, "epoch": 0.1, "encoder/demi": [null]}',
         '{"step": 20, "evaluation/a/mrr/demi": {}}',
         '{"step": 20, "epoch": 0.1, "loss": 1' + "0" * 400 + "}",
         '{"step": 1' + "0" * 5000 + "}",
@@ -378,6 +390,8 @@ def test_lines_that_no_run_writes(
         '{"step": 20, "epoch": 0.5, "encoder/0x0": 1.0, "encoder/999999999999x9": 1.0}',
         '{"step": 20, "epoch": 0.5, "later": "a text of a version to come"}',
         '{"step": 20, "checkpoint/still_seconds": NaN}',
+        '{"step": 20, "epoch": 0.5, "loss": null, "encoder/demi": null}',
+        '{"step": 20, "evaluation/a/spearman/demi": null}',
         '{"step": 20, "skipped_steps": 1e400, "epoch": 0.5}',
     ],
 )

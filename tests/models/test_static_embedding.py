@@ -8,7 +8,7 @@ from torch import Tensor
 
 from models.encoder import Encoder, load_encoder
 from models.sizes import ModelError, Size
-from models.static_embedding import build_static
+from models.static_embedding import StaticConfig, StaticModel, build_static
 
 SPECIALS = (0, 2, 3)
 SIZES = (Size(1, 4), Size(1, 12))
@@ -63,6 +63,14 @@ def test_vectors_and_gradients_are_those_of_plain_means(form: str) -> None:
     assert weight.grad is not None and table.grad is not None
     torch.testing.assert_close(weight.grad, table.grad)
     assert not weight.grad[list(SPECIALS)].any()
+
+
+def test_many_specials_are_ignored_like_few() -> None:
+    """Llama 3 has 256 special tokens. Those above the vocabulary here are in no text, and change nothing."""
+    few, many = (StaticModel(StaticConfig(20, 12, special_ids=ids)) for ids in (SPECIALS, [*SPECIALS, *range(20, 60)]))
+    many.load_state_dict(few.state_dict())
+    assert torch.equal(many(*flat()), few(*flat()))
+    torch.testing.assert_close(many(*flat()), naive(few.embedding.weight))
 
 
 def test_counted_padding_and_counted_specials_are_noticed() -> None:

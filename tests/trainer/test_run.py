@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
+import unittest.mock
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from models.encoder import load_encoder
 from tests.trainer.support import recipe_of, recipe_values
 from trainer import run
+from trainer.build import build_model, open_shards
 from trainer.config.load import as_toml
 from trainer.distributed import Refused, World
+from trainer.exporting.model_folder import embedding_settings, save_model
 from trainer.resilience.run_lock import lock
 from trainer.resilience.stopping import NotSaved
 
@@ -58,6 +66,43 @@ def test_a_stop_without_its_checkpoint_is_an_error(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     run._end_early(tmp_path, 7, "SIGTERM", saved=True, world=ALONE)
     assert json.loads((tmp_path / "STOPPED").read_text()) == {"step": 7, "reason": "SIGTERM"}
+
+
+def test_a_stop_that_cannot_be_noted_is_a_crash(tmp_path: Path) -> None:
+    """Nobody made a mistake, so the code is not 2. 75 without STOPPED would tell a job that nothing is left to do."""
+    (tmp_path / "STOPPED.tmp").mkdir()  # a disk that takes no file of that name
+    said = r"step 7 \(SIGTERM\) with a checkpoint, and .*STOPPED cannot be written \(Is a directory\)"
+    with pytest.raises(NotSaved, match=said) as told:
+        run._end_early(tmp_path, 7, "SIGTERM", saved=True, world=ALONE)
+    assert told.value.exit_code == 1 and not (tmp_path / "STOPPED").exists()
+    run._end_early(tmp_path, 7, None, saved=True, world=ALONE)  # train.stop_at_step writes none
+
+
+@pytest.mark.parametrize("blocked", ["tmp-model/config.json", "DONE.tmp"])
+def test_an_end_that_cannot_be_noted_is_a_crash(
+    blocked: str, document_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for DONE and the model: the next attempt writes them from the last checkpoint."""
+    output = tmp_path / "run"
+    output.mkdir()
+    recipe = recipe_of(recipe_values(document_shards, run={"output": str(output)}, objective={"name": "masked"}))
+    sources = open_shards(recipe)
+    parts, settings = build_model(recipe, sources), embedding_settings(recipe, sources)
+    engine: Any = SimpleNamespace(world=ALONE, full_parameter=lambda parameter: parameter.detach())
+    with monkeypatch.context() as full:
+        if blocked == "DONE.tmp":
+            (output / blocked).mkdir()
+        else:
+            error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), blocked)
+            full.setattr(type(parts.saved), "save_pretrained", unittest.mock.Mock(side_effect=error))
+        said = rf"model cannot be written \(.*{blocked.removesuffix('.tmp')}.*\); training is done and its last"
+        with pytest.raises(NotSaved, match=said) as told:
+            save_model(engine, parts, recipe, settings)
+    assert told.value.exit_code == 1 and not (output / "DONE").exists()
+    if blocked == "DONE.tmp":
+        (output / blocked).rmdir()
+    save_model(engine, parts, recipe, settings)
+    assert (output / "DONE").is_file() and load_encoder(output / "model").num_layers == 3
 
 
 @pytest.mark.parametrize(("steps", "warmup", "warned"), [(1, 0.1, True), (1, 0.0, False), (2, 0.9, False)])

@@ -15,7 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from tokenizers.processors import BertProcessing
 from torch import nn
+from transformers import BertTokenizerFast
 
 from data.tokens import Frame
 from models.encoder import Encoder, build_decoder, build_masked_lm, load_encoder
@@ -275,6 +280,41 @@ def test_a_table_has_a_row_for_the_largest_id(tiny_tokenizer, encoder_folder: Pa
     start = static_init.make_start(str(folder), tmp_path / "start", source="tokens", dim=8, sif=0.0)
     table = load_model(start)[0].word_embeddings.weight
     assert len(table) == rows and table[rows - 1].any()
+
+
+def test_free_places_and_gaps_have_no_rank(tmp_path: Path) -> None:
+    """BERT's vocabulary begins with places that it keeps free; its most frequent tokens weigh least all the same."""
+    places = [f"[unused{number}]" for number in range(40)]
+    words = ["[PAD]", *places[:20], "[UNK]", "[CLS]", "[SEP]", "[MASK]", *places[20:], "the", *"abcdefghij", "[CUT]"]
+    ids = {word: index for index, word in enumerate(words)}
+    ids["rare"] = len(words) + 3  # after three ids without a token
+    folder = tmp_path / "encoder"
+    backend = Tokenizer(WordPiece(ids, unk_token="[UNK]"))
+    backend.pre_tokenizer = BertPreTokenizer()
+    backend.post_processor = BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
+    tokenizer = BertTokenizerFast(tokenizer_object=backend)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[CUT]"]})
+    tokenizer.save_pretrained(folder)
+    rows = ids["rare"] + 1
+    torch.manual_seed(2)
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    build_masked_lm({"model_type": "bert", **shape}, vocab_size=rows, pad_token_id=0).save_pretrained(folder)
+    EmbeddingSettings("mean", ladder=((1, 8),)).save(folder)
+    tables = {}
+    for sif in (0.0, 0.1):
+        start = static_init.make_start(str(folder), tmp_path / str(sif), source="tokens", dim=8, sif=sif)
+        encoder = load_model(start)[0]
+        tables[sif] = encoder.word_embeddings.weight.detach()
+    assert sorted(encoder.config.special_ids) == sorted(
+        ids[each] for each in ("[PAD]", "[CLS]", "[SEP]", "[MASK]", "[CUT]")
+    )
+    used = [ids[word] for word in ("[UNK]", "the", *"abcdefghij", "rare")]
+    others = sorted(set(range(rows)) - set(used))
+    assert not tables[0.0][others].any() and not tables[0.1][others].any()
+    weights = (tables[0.1][used] / tables[0.0][used]).mean(1)
+    torch.testing.assert_close(weights, sif_weights(len(used), sif=0.1))
+    # Components of the used rows alone: their mean is zero.
+    assert tables[0.0][used].mean(0).abs().max() < 1e-6
 
 
 def test_token_embeddings_need_no_pooling(tiny_tokenizer, tmp_path: Path) -> None:

@@ -47,7 +47,9 @@ class Evaluator:
         # One call gives all sizes, because a size is a slice of its body's output.
         sizes = list(ladder.grid if self.grid else ladder)
 
-        static = isinstance(engine.module, Encoder) and engine.module.is_static
+        encoder = engine.module if isinstance(engine.module, Encoder) else engine.module.encoder
+        assert isinstance(encoder, Encoder)
+        static = encoder.is_static
 
         def forward(input_ids: Tensor, mask_or_offsets: Tensor, prompts: Tensor | None = None) -> tuple[Tensor, ...]:
             if static:
@@ -55,7 +57,15 @@ class Evaluator:
             return engine(input_ids, mask_or_offsets, sizes=sizes, prompt_lengths=prompts)
 
         engine.train(False)
-        embedder = Embedder(forward, tokenizer, sizes, world, flat=static, pool_prompt=self.settings.pool_prompt)
+        embedder = Embedder(
+            forward,
+            tokenizer,
+            sizes,
+            world,
+            flat=static,
+            pool_prompt=self.settings.pool_prompt,
+            rows=encoder.word_embeddings.num_embeddings,
+        )
         records = evaluate_tasks(embedder, sizes, self.settings, sts=self.sts, retrieval=self.retrieval)
         engine.train(True)
         return {f"{r.task}/{r.metric}/{r.size}": r.value for r in records if r.metric in _SHOWN}

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from data.tokens import left_out_length
+from data.tokens import SpelledOut, left_out_length
 from models.backbone import truncate_layers
 from models.encoder import Encoder
 from models.heads import heads_of_narrowed, heads_up_to
@@ -25,6 +25,7 @@ from models.nested_feed_forward import narrow
 from models.settings import EmbeddingSettings
 from models.sizes import Size
 from models.static_embedding import StaticModel, cut_table
+from trainer.evaluation.encoding.encode import tokenized
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -115,13 +116,15 @@ def time_passes(
     reads_length = any(not each.encoder.pool_prompt for each in passes.values())
     length = left_out_length(tokenizer, settings.query_prompt) if reads_length else 0
     prompt_lengths = torch.tensor([length], device=device)
+    spelled_out = {
+        key: SpelledOut.of(tokenizer, each.encoder.word_embeddings.num_embeddings) for key, each in passes.items()
+    }
     for number, text in enumerate([*texts[:warm_up], *texts]):
         for key, each in passes.items():
             begin = time.perf_counter()
-            ids = tokenizer(
-                settings.query_prompt + text, truncation=True, max_length=settings.query_max_length, return_tensors="pt"
-            )
-            inputs = ids["input_ids"].to(device), ids["attention_mask"].to(device)
+            ids = tokenized(tokenizer, [settings.query_prompt + text], settings.query_max_length, spelled_out[key])
+            input_ids = torch.from_numpy(ids.tokens).long()[None].to(device)
+            inputs = input_ids, torch.ones_like(input_ids)
             vectors = each.encoder(*inputs, list(each.sizes), prompt_lengths=prompt_lengths)
             for vector in vectors:
                 vector.float().cpu()

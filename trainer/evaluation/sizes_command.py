@@ -223,6 +223,7 @@ class _Subject:
             pool_prompt=self.model.pool_prompt,
             batch_tokens=self.args.batch_tokens,
             progress=sys.stderr.isatty(),
+            rows=self.model.word_embeddings.num_embeddings,
         )
 
     def _embedder_of_blocks(self, sizes: Sequence[Size], progress: Progress) -> Embedder:
@@ -237,6 +238,7 @@ class _Subject:
             flat=flat,
             pool_prompt=self.model.pool_prompt,
             batch_tokens=self.args.batch_tokens,
+            rows=self.model.word_embeddings.num_embeddings,
         )
 
     def _blocks_of(self, data: RetrievalData) -> Iterable[Block]:

@@ -19,7 +19,7 @@ from pydantic import ConfigDict
 from data.ground.errors import ConfigError, DataError
 from data.ground.files import write_atomically
 from data.ground.options import settings_among
-from data.ground.records import Record, parse_json, read_record
+from data.ground.records import Record, json_of, parse_json, read_record
 from trainer.build import open_shards
 from trainer.config.load import as_toml, load_recipe
 from trainer.evaluation.tasks.read import digest_of_tasks, read_tasks
@@ -36,11 +36,11 @@ _OWN = ("run.seed", "run.output", "run.resume", "train.stop_at_step", "evaluatio
 class Selection(Record):
     """selection.json."""
 
-    model_config = ConfigDict(allow_inf_nan=True)  # a seed's evaluation may have given NaN
+    model_config = ConfigDict(allow_inf_nan=True)  # earlier versions wrote NaN where a score is not defined
 
     identity: dict[str, Any]
-    scores: dict[str, dict[str, float]]
-    means: dict[str, float] | None = None
+    scores: dict[str, dict[str, float | None]]  # None: not defined
+    means: dict[str, float | None] | None = None
     best: int | None = None
     why: str | None = None
     model: str | None = None
@@ -150,7 +150,10 @@ def select(scores: Mapping[str, Mapping[str, float]], step: int) -> dict[str, An
 
 
 def scores_at(run: Path, step: int) -> dict[str, float]:
-    """task/metric/size -> score of the run's evaluation at a step; empty if there was none at that step."""
+    """task/metric/size -> score of the run's evaluation at a step; empty if there was none at that step.
+
+    A score that is not defined is NaN.
+    """
     path = run / "metrics.jsonl"
     found: dict[str, float] = {}
     for line in path.read_bytes().splitlines() if path.is_file() else []:
@@ -161,7 +164,7 @@ def scores_at(run: Path, step: int) -> dict[str, float]:
             for name, value in entry.items():
                 score = score_of(name)
                 if score and score.metric in _METRICS:
-                    found["/".join(score)] = value
+                    found["/".join(score)] = math.nan if value is None else value
     return found
 
 
@@ -194,8 +197,16 @@ def _has_come_to(run: Path, step: int) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     hint = "restore it, or choose another --output"
-    return read_record(path, Selection, what="selection", hint=hint).model_dump(exclude_none=True)
+    found = read_record(path, Selection, what="selection", hint=hint).model_dump()
+    found["scores"] = {seed: _numbers(scores) for seed, scores in found["scores"].items()}
+    if found["means"] is not None:
+        found["means"] = _numbers(found["means"])
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: math.nan if value is None else value for name, value in values.items()}
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    write_atomically(path, json.dumps(content, indent=1) + "\n")
+    write_atomically(path, json_of(content, indent=1) + "\n")

@@ -23,9 +23,10 @@ from models.settings import EmbeddingSettings
 from models.sizes import Ladder
 from trainer.build import ModelParts
 from trainer.config.schema import Recipe
-from trainer.distributed import Refused, gather_objects
+from trainer.distributed import gather_objects
 from trainer.engine import Engine
 from trainer.objectives.prompts import folder_prompts
+from trainer.resilience.stopping import NotSaved
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +35,8 @@ def save_model(engine: Engine, parts: ModelParts, recipe: Recipe, settings: Embe
     """Write <run>/model, with `settings` as its barista.json, and DONE.
 
     If an adapter was trained, write <run>/adapter too and merge it into <run>/model. All ranks must call this:
-    partitioned parameters are gathered one by one. If the disk is full or cannot be written, every rank raises Refused,
-    and an earlier model is untouched.
+    partitioned parameters are gathered one by one. If the disk is full or cannot be written, every rank raises
+    NotSaved, and an earlier model is untouched unless DONE alone could not be written.
     """
     model = parts.saved
     full: dict[int, torch.Tensor] = {}
@@ -55,7 +56,7 @@ def save_model(engine: Engine, parts: ModelParts, recipe: Recipe, settings: Embe
                 "checkpoint is kept: free some space there and go on with --resume auto"
             )
     if (problem := gather_objects(problem)[0]) is not None:
-        raise Refused(problem)
+        raise NotSaved(problem)
 
 
 def _write(full: dict[int, torch.Tensor], parts: ModelParts, output: Path, settings: EmbeddingSettings) -> None:

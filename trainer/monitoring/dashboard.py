@@ -76,18 +76,23 @@ class Dashboard:
     _failed_now: set[str] = field(default_factory=set)
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Show one line of metrics.jsonl; values that are not numbers are skipped."""
+        """Show one line of metrics.jsonl; values that are not numbers are skipped.
+
+        A result that is not defined (null) takes the place of an earlier one, which is then no longer shown.
+        """
         step = record["step"]
         values = {
             name: float(value)
             for name, value in record.items()
             if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
         }
+        undefined = results_of({name: math.nan for name, value in record.items() if value is None}, self.ladder)
         self._step = step
         for name in self._failed_before - self._failed_now:
             log.warning("%s takes records again, before step %d", name, step)
         self._failed_before, self._failed_now = self._failed_now, set()
         self._each(lambda sink: sink.scalars(step, values))
+        self._newest = {name: value for name, value in self._newest.items() if name not in undefined}
         self._newest |= results_of(values, self.ladder)
         scores = {name: value for name, value in values.items() if name.startswith(EVALUATION)}
         if not scores:

@@ -1,7 +1,8 @@
 """What a person watches: metrics.jsonl, a progress bar and the dashboard, all fed with one record a logged step.
 
-`metrics.jsonl` has one JSON object a line. A record has means over the steps since the last record; evaluations,
-checkpoints and faults write lines of their own. trainer/monitoring/names.py says what each name means.
+`metrics.jsonl` has one JSON object a line, in which null is what is not defined. A record has means over the steps
+since the last record; evaluations, checkpoints and faults write lines of their own. trainer/monitoring/names.py says
+what each name means.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tqdm import tqdm
 from data.collate import samples_of
 from data.ground.errors import DataError
 from data.ground.files import write_atomically
-from data.ground.records import parse_json
+from data.ground.records import defined, json_of, parse_json
 from trainer.costs.flops import peak_flops
 from trainer.distributed import World, gather_objects, sum_over_ranks
 from trainer.monitoring.dashboard import Dashboard
@@ -228,13 +229,14 @@ class Metrics:
 
     def _write_line(self, record: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(record))
+            self._file.write(json_of(record))
 
     def _write(self, record: dict[str, Any]) -> None:
+        record = defined(record)
         self._write_line(record)
         if self._dashboard is not None:
             self._dashboard.record(record)
-        if self._bar is not None and "loss" in record:
+        if self._bar is not None and record.get("loss") is not None:
             self._bar.set_postfix(
                 loss=f"{record['loss']:.3f}", tok_s=f"{record['tokens_per_second']:.0f}", refresh=False
             )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from data.collate import MaskedCollator, MaskedPairCollator, PairCollator, SpanCollator, TextCollator
 from data.ground.errors import ConfigError, DataError
 from data.shards.reader import ShardFolder
-from data.tokens import left_out_length, load_tokenizer, prompt_ids, prompt_length
+from data.tokens import SpelledOut, Vocabulary, left_out_length, load_tokenizer, prompt_ids, prompt_length
+from models.loading import load_config
 from trainer.config.read_keys import is_read
 from trainer.config.schema import Recipe
 from trainer.objectives.prompts import folder_prompts
@@ -18,7 +20,7 @@ from trainer.objectives.prompts import folder_prompts
 def text_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> TextCollator:
     """The collator of documents without masks, each after its folder's prompt."""
     return TextCollator(
-        sources[0].vocabulary,
+        _vocabulary(recipe, sources),
         max_length=recipe.data.max_length,
         prompts=_prompt_ids("passage_prompts", recipe.prompts[1], sources),
         prompt_lengths=_prompt_lengths(recipe, folder_prompts(recipe, sources)[1], sources),
@@ -32,7 +34,7 @@ def masked_collator(
 
     Raises ConfigError where the shards' tokenizer has no mask token.
     """
-    chosen, vocabulary = recipe.objective, sources[0].vocabulary
+    chosen, vocabulary = recipe.objective, _vocabulary(recipe, sources)
     if vocabulary.mask_id is None:
         raise ConfigError("the shards' tokenizer has no mask token; prepare the data with one that has")
     masked = MaskedCollator(
@@ -54,7 +56,7 @@ def pair_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> PairCollato
     query_prompts, passage_prompts = recipe.prompts
     of_queries, of_passages = folder_prompts(recipe, sources)
     return PairCollator(
-        sources[0].vocabulary,
+        _vocabulary(recipe, sources),
         query_max_length=recipe.data.query_max_length,
         passage_max_length=recipe.data.passage_max_length,
         num_positives=recipe.data.num_positives if is_read(recipe, "data.num_positives") else 1,
@@ -87,6 +89,33 @@ def total_steps(recipe: Recipe, sources: Sequence[ShardFolder]) -> int:
 def total_samples(recipe: Recipe, sources: Sequence[ShardFolder]) -> int:
     """The samples of a run whose length is set in epochs."""
     return max(1, round(recipe.train.epochs * sum(source.num_samples for source in sources)))
+
+
+def _vocabulary(recipe: Recipe, sources: Sequence[ShardFolder]) -> Vocabulary:
+    """The shards' vocabulary, which also says how the models that read the batch's ids read those without a row.
+
+    All models read the same batch, so the smallest table decides.
+    """
+    vocabulary = sources[0].vocabulary
+    if not vocabulary.spelled_only:
+        return vocabulary
+    models = [recipe.model.source]
+    if recipe.uses_guide and not recipe.guide.store:
+        models.append(recipe.guide.model)
+    if recipe.is_taught and recipe.teacher.vectors == "live":
+        models.append(recipe.teacher.model)
+    # A model of model.config has a row for every id.
+    rows = min((int(load_config(name).vocab_size) for name in models if name), default=vocabulary.size)
+    tokenizer = load_tokenizer(sources[0].tokenizer_path)
+    if vocabulary.rows_needed > rows or (spelled_out := SpelledOut.of(tokenizer, rows)) is None:
+        return vocabulary  # a table that is too small is refused where its model is loaded
+    for side, prompts in zip(("query", "passage"), folder_prompts(recipe, sources), strict=True):
+        for prompt in dict.fromkeys(prompts):
+            try:
+                spelled_out.check_prompt(tokenizer, prompt)
+            except DataError as error:
+                raise ConfigError(f"data.{side}_prompts: {error}") from None
+    return replace(vocabulary, spelled_out=spelled_out)
 
 
 def _prompt_ids(name: str, prompts: Sequence[str], sources: Sequence[ShardFolder]) -> list[np.ndarray]:

@@ -56,7 +56,9 @@ class Stopped(CommandEnd):
 
 
 class NotSaved(CommandEnd):
-    """The run was asked to stop, and its checkpoint could not be saved; for a job, a crash. All ranks raise it."""
+    """At the end of a run its checkpoint, its model, DONE or STOPPED could not be written; for a job, a crash, which it
+    tries again a few times. All ranks raise it.
+    """
 
 
 class StopRequests:

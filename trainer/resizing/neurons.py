@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from data.tokens import SpelledOut
 from models.encoder import Encoder
 from models.layout import Layout
 from models.nested_feed_forward import NestedFeedForwards
 from models.settings import EmbeddingSettings
+from trainer.evaluation.encoding.encode import tokenized
 
 log = logging.getLogger(__name__)
 
@@ -44,16 +46,13 @@ def sort_neurons(
         return activations.flatten(0, -2)
 
     encoder.to(device).eval()
+    spelled_out = SpelledOut.of(tokenizer, encoder.word_embeddings.num_embeddings)
     with nested.weighing(of_real_tokens) as importance:
         for first in range(0, len(texts), _TEXTS_AT_ONCE):
-            rows = tokenizer(
-                [settings.passage_prompt + text for text in texts[first : first + _TEXTS_AT_ONCE]],
-                truncation=True,
-                max_length=settings.passage_max_length,
-            )["input_ids"]
-            lengths = torch.tensor([0, *map(len, rows)])
-            layout = Layout(lengths.cumsum(0).to(device))
-            tokens = torch.tensor([token for row in rows for token in row], device=device)
+            read = [settings.passage_prompt + text for text in texts[first : first + _TEXTS_AT_ONCE]]
+            ids = tokenized(tokenizer, read, settings.passage_max_length, spelled_out)
+            layout = Layout(torch.from_numpy(ids.offsets).to(device))
+            tokens = torch.from_numpy(ids.tokens).to(device)
             encoder.hidden_states(tokens, layout, [encoder.num_layers])
     nested.sort(importance)
     log.info("neurons of %d feed-forwards are numbered by importance, from %d texts", encoder.num_layers, len(texts))

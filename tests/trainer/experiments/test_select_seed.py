@@ -36,10 +36,26 @@ def test_scores_are_those_of_the_step(tmp_path: Path) -> None:
         {"step": 2, "loss": 1.0, "loss/1x16": 0.3},
         {"step": 2, "evaluation/dev/spearman/1x16": 0.1, "evaluation/d/recip_rank_10/1x16": 0.2},
         {"step": 4, "evaluation/dev/spearman/1x16": 0.3},
+        {"step": 6, "evaluation/dev/spearman/1x16": None, "evaluation/dev/spearman/2x32": 0.2},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert scores_at(tmp_path, 2) == {"dev/spearman/1x16": 0.1}
     assert scores_at(tmp_path, 3) == {}
+    undefined = scores_at(tmp_path, 6)  # it loses against every score
+    assert math.isnan(undefined["dev/spearman/1x16"]) and undefined["dev/spearman/2x32"] == 0.2
+
+
+@pytest.mark.parametrize("written", ["null", "NaN"])  # earlier versions wrote NaN, which is no JSON
+def test_a_selection_whose_scores_are_not_defined(written: str, tmp_path: Path) -> None:
+    scores = {"4": {"a": math.nan}, "7": {"a": 0.5}}
+    selection._write(tmp_path / SELECTION, {"identity": {}, "scores": scores, **select(scores, 3)})
+    text = (tmp_path / SELECTION).read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["means"] == {"4": None, "7": 0.5}
+    (tmp_path / SELECTION).write_text(text.replace("null", written))
+    found = selection._read(tmp_path / SELECTION)
+    assert math.isnan(found["scores"]["4"]["a"]) and math.isnan(found["means"]["4"]) and found["best"] == 7
+    assert select(found["scores"], 3)["best"] == 7
+    assert "seed 4: nan" in selection.selection_text({**found, "model": "m"})
 
 
 @pytest.fixture(scope="module")

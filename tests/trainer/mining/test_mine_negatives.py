@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -157,6 +158,19 @@ def model(tiny_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = EmbeddingSettings("mean", "cosine", ((1, 16), (1, 48)), query_max_length=10**5, passage_max_length=10**5)
     settings.save(folder)
     return folder
+
+
+def test_another_configuration_is_another_model(model: Path, tmp_path: Path) -> None:
+    """With the same weights: here other tokens count. A copy elsewhere is the same model."""
+
+    def identity(folder: Path) -> dict[str, Any]:
+        return command.load_miner(command._parser().parse_args(["in", "--model", str(folder), "--output", "out"]))[1]
+
+    copy = shutil.copytree(model, tmp_path / "copy")
+    assert identity(copy) == identity(model)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "special_ids": [0]}))
+    assert identity(copy) != identity(model)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import re
 import struct
 import sys
 import threading
+import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -215,6 +216,17 @@ def test_what_is_no_number_is_not_drawn(tmp_path: Path) -> None:
     board.close()
     curves = drawn(tmp_path / "run")
     assert {tag for run, tag in curves if run == "."} == {"train/loss"} and math.isnan(curves[".", "train/loss"][1])
+
+
+def test_a_result_that_is_not_defined_is_no_earlier_one() -> None:
+    sink = unittest.mock.Mock()
+    board = Dashboard([sink], STARBUCKS_LADDER)
+    small, large = "evaluation/a/spearman/demi", "evaluation/a/spearman/trenta"
+    board.record({"step": 1, "loss": 2.0, small: 0.5, large: 0.6})
+    assert len(sink.results.call_args.args[1]) == 3
+    board.record({"step": 2, "loss": 1.0, small: None, large: 0.7})
+    assert sink.scalars.call_args.args == (2, {"loss": 1.0, large: 0.7})
+    assert sorted(sink.results.call_args.args[1].values()) == [0.7, 1.0]
 
 
 @pytest.mark.parametrize(

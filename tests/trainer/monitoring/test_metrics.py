@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
+import math
 import os
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trainer.distributed import World
 from trainer.monitoring import metrics
-from trainer.monitoring.metrics import Lines, forget_after
+from trainer.monitoring.metrics import Lines, Metrics, forget_after
 
 
 class Disk:
@@ -137,3 +141,20 @@ def test_cutting_its_end_needs_no_room(tmp_path: Path, monkeypatch: pytest.Monke
     path.write_bytes(KEPT + b'{"step": 7}\n{"st')
     forget_after(path, 3)
     assert path.read_bytes() == KEPT
+
+
+def test_lines_are_json(tmp_path: Path) -> None:
+    """Python's own writer has a word for NaN that JSON lacks. Null is what is not defined, also where it is drawn."""
+    board = unittest.mock.Mock()
+    options: dict[str, Any] = {"every_steps": 1, "total_steps": 9, "start_step": 0}
+    lines = Metrics(tmp_path, World.alone(), dashboard=board, **options)
+    scores = {"a/spearman/1x16": math.nan, "b/spearman/1x16": 0.5}
+    lines.evaluation(3, scores)
+    lines.checkpoint(4, seconds=math.inf, still_seconds=0.0, mib=1.0)
+    lines.close()
+    evaluation, saved = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    found = json.loads(evaluation, parse_constant=pytest.fail)
+    assert found == {"step": 3, "evaluation/a/spearman/1x16": None, "evaluation/b/spearman/1x16": 0.5}
+    assert json.loads(saved, parse_constant=pytest.fail)["checkpoint/seconds"] is None
+    assert board.record.call_args_list[0].args == (found,)
+    assert "NaN" in json.dumps(scores)

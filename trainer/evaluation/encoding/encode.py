@@ -14,17 +14,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from data.encoding import TextEncoder
 from data.ground.errors import ConfigError, DataError
-from data.tokens import left_out_length, pad_id_of
+from data.tokens import SpelledOut, frame_of, left_out_length, pad_id_of
 from models.encoder import Encoder
 from models.sizes import Size
 from trainer.distributed import World, gather_rows, max_over_ranks
@@ -58,7 +59,7 @@ def encoder_forward(encoder: Encoder, sizes: Sequence[Size], *, dtype: torch.dty
 
 
 @dataclass(frozen=True)
-class _Ids:
+class Ids:
     """Token ids of many texts, concatenated: int32 [T] with offsets int64 [n + 1]."""
 
     tokens: np.ndarray
@@ -91,6 +92,13 @@ class Embedder:
     """Tokens of a batch at most: rows × longest row, padding included."""
     progress: bool = False
     """Rank 0 shows a bar."""
+    rows: int | None = None
+    """Rows of the model's token table; None: one for every token of the tokenizer."""
+
+    @functools.cached_property
+    def spelled_out(self) -> SpelledOut | None:
+        """How the model reads special tokens that a text spells out and that have no row in its table."""
+        return None if self.rows is None else SpelledOut.of(self.tokenizer, self.rows)
 
     def __call__(
         self, texts: Sequence[str], *, similarity: str, max_length: int, prompt: str = ""
@@ -119,6 +127,7 @@ def embedder_of(
         pool_prompt=encoder.pool_prompt,
         batch_tokens=batch_tokens,
         progress=progress,
+        rows=encoder.word_embeddings.num_embeddings,
     )
 
 
@@ -140,6 +149,8 @@ def encode(
     if not len(texts):
         return {size: np.empty((0, size.dim), np.float32) for size in sizes}
 
+    if embedder.spelled_out is not None:
+        embedder.spelled_out.check_prompt(embedder.tokenizer, prompt)
     unique = {text: row for row, text in enumerate(dict.fromkeys(texts))}
     rows_of_texts = np.fromiter((unique[text] for text in texts), np.int64, len(texts))
     distinct = list(unique)
@@ -196,12 +207,12 @@ def _shares(texts: Sequence[str], embedder: Embedder) -> list[np.ndarray]:
     return [by_length[rank :: embedder.world.size] for rank in range(embedder.world.size)]
 
 
-def _read(embedder: Embedder, texts: Sequence[str], *, prompt: str, max_length: int) -> _Ids:
-    tokenize = _tokenize_flat if embedder.flat else _tokenize
-    return tokenize(embedder.tokenizer, [prompt + text for text in texts], max_length)
+def _read(embedder: Embedder, texts: Sequence[str], *, prompt: str, max_length: int) -> Ids:
+    tokenize = _tokenize_flat if embedder.flat else tokenized
+    return tokenize(embedder.tokenizer, [prompt + text for text in texts], max_length, embedder.spelled_out)
 
 
-def _refuse_empty(ids: _Ids, world: World) -> None:
+def _refuse_empty(ids: Ids, world: World) -> None:
     """Refuse texts without a token on all ranks, whichever has them: there is no position that could embed them."""
     empty = int((ids.lengths == 0).sum())
     if max_over_ranks(empty, world.device) if world.size > 1 else empty:
@@ -211,7 +222,10 @@ def _refuse_empty(ids: _Ids, world: World) -> None:
         )
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int) -> _Ids:
+def tokenized(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int, spelled_out: SpelledOut | None
+) -> Ids:
+    """The ids of texts within their frame, cut to `max_length` and below the rows of the model's table."""
     chunks: list[np.ndarray] = []
     lengths: list[int] = []
     for start in range(0, len(texts), _TEXTS_PER_TOKENIZER_CALL):
@@ -226,10 +240,25 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_leng
         chunks.append(np.fromiter((token for row in rows for token in row), np.int32))
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
-    return _Ids(np.concatenate(chunks) if chunks else np.empty(0, np.int32), offsets)
+    ids = Ids(np.concatenate(chunks) if chunks else np.empty(0, np.int32), offsets)
+    return ids if spelled_out is None else _spelled_out(ids, tokenizer, max_length, spelled_out)
 
 
-def _tokenize_flat(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int) -> _Ids:
+def _spelled_out(ids: Ids, tokenizer: PreTrainedTokenizerBase, max_length: int, spelled_out: SpelledOut) -> Ids:
+    """Framed ids with the tokens replaced that the model has no rows for, cut once more, before the closing tokens."""
+    tokens, offsets = spelled_out.replace(ids.tokens, ids.offsets)
+    closing = len(frame_of(cast(PreTrainedTokenizerFast, tokenizer)).after)
+    lengths = np.diff(offsets)
+    places = np.arange(len(tokens)) - np.repeat(offsets[:-1], lengths)  # within the text
+    kept = (places < max_length - closing) | (places >= np.repeat(lengths, lengths) - closing)
+    ends = np.zeros(len(offsets), np.int64)
+    np.cumsum(np.minimum(lengths, max_length), out=ends[1:])
+    return Ids(tokens[kept], ends)
+
+
+def _tokenize_flat(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int, spelled_out: SpelledOut | None
+) -> Ids:
     """Ids without special tokens, cut to leave the room that special tokens would take."""
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
@@ -238,9 +267,14 @@ def _tokenize_flat(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max
     rows: list[np.ndarray] = []
     for start in range(0, len(texts), _TEXTS_PER_TOKENIZER_CALL):
         rows += [row[:room] for row in encode_words(texts[start : start + _TEXTS_PER_TOKENIZER_CALL])]
+    if spelled_out is not None:
+        starts = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum([len(row) for row in rows], out=starts[1:])
+        whole, starts = spelled_out.replace(np.concatenate(rows), starts)
+        rows = [row[:room] for row in np.split(whole, starts[1:-1])]
     offsets = np.zeros(len(rows) + 1, np.int64)
     np.cumsum([len(row) for row in rows], out=offsets[1:])
-    return _Ids(np.concatenate(rows) if rows else np.empty(0, np.int32), offsets)
+    return Ids(np.concatenate(rows) if rows else np.empty(0, np.int32), offsets)
 
 
 @functools.lru_cache(maxsize=1)
@@ -249,7 +283,7 @@ def _text_encoder(backend: Tokenizer) -> TextEncoder:
     return TextEncoder(backend, np.dtype(np.int32))
 
 
-def _flat(ids: _Ids, rows: np.ndarray) -> tuple[Tensor, ...]:
+def _flat(ids: Ids, rows: np.ndarray) -> tuple[Tensor, ...]:
     """Tokens int32 [T] of the texts `rows` (int64 [n]) and their offsets int64 [n + 1]."""
     parts = [ids.tokens[ids.offsets[row] : ids.offsets[row + 1]] for row in rows.tolist()]
     offsets = np.zeros(len(rows) + 1, np.int64)
@@ -257,7 +291,7 @@ def _flat(ids: _Ids, rows: np.ndarray) -> tuple[Tensor, ...]:
     return torch.from_numpy(np.concatenate(parts)), torch.from_numpy(offsets)
 
 
-def _padded(ids: _Ids, rows: np.ndarray, pad_id: int) -> tuple[Tensor, ...]:
+def _padded(ids: Ids, rows: np.ndarray, pad_id: int) -> tuple[Tensor, ...]:
     """input_ids and attention_mask, int64 [len(rows), longest]."""
     lengths = ids.lengths[rows]
     columns = np.arange(max(1, int(lengths.max())))
@@ -269,7 +303,7 @@ def _padded(ids: _Ids, rows: np.ndarray, pad_id: int) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def _encode_share(
-    embedder: Embedder, ids: _Ids, *, normalise: bool, filler: _Ids | None, left_out: int | None
+    embedder: Embedder, ids: Ids, *, normalise: bool, filler: Ids | None, left_out: int | None
 ) -> np.ndarray:
     """This rank's vectors, float32 [n, Σ dims], with as many calls of `forward` as the busiest rank makes.
 

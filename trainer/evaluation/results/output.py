@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from data.ground.errors import ConfigError
 from data.ground.files import write_atomically
+from data.ground.records import json_of
 from data.ground.whole_folder import check_place
 from models.settings import EmbeddingSettings
 from models.sizes import Size
@@ -55,16 +54,8 @@ def results_content(
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON. NaN and infinities, such as the p of an undefined test, become null, because JSON has neither."""
-    write_text(path, json.dumps(_of_json(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def _of_json(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _of_json(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_of_json(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Write JSON. What is not defined, such as the p of an undefined test, becomes null."""
+    write_text(path, json_of(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
