@@ -442,6 +442,10 @@ class _Stalled(Exception):
     """The server sent too few bytes for too long."""
 
 
+class _Circle(Exception):
+    """The server redirects without end."""
+
+
 class Transfer:
     """Writes arriving bytes to a file; raises if they are more than `limit` or arrive too slowly."""
 
@@ -499,6 +503,8 @@ async def _over_http(system: Any, address: str, transfer: Transfer) -> None:
                 transfer.write(content)
         except TimeoutError as error:
             raise _Stalled(f"nothing came for {STALL_SECONDS:g} s") from error
+        except aiohttp.TooManyRedirects as error:
+            raise _Circle(f"it redirects further after {len(error.history)} redirects") from error
 
 
 def _open_system(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -539,9 +545,8 @@ class _Failures:
         """
         if isinstance(error, DataError) or (isinstance(error, OSError) and error.errno in _FULL_DISK):
             raise error
-        stalled = isinstance(error, _Stalled)
-        self._stalls += stalled
-        name = "" if stalled else f"{type(error).__name__}: "
+        self._stalls += isinstance(error, _Stalled)
+        name = "" if isinstance(error, _Stalled | _Circle) else f"{type(error).__name__}: "
         shown, words = without_secrets(self._address), without_secrets(" ".join(f"{name}{error}".split()))
         pause = None if _will_last(error) or self._stalls == STALLS else next(self._pauses, None)
         if pause is None:
@@ -551,13 +556,10 @@ class _Failures:
 
 
 def _will_last(error: Exception) -> bool:
-    """Whether a failure is a refusal that another attempt would meet again: a wrong password or address.
-
-    A status of 300 to 399 is one too many redirects, because others are followed.
-    """
+    """Whether a failure is a refusal that another attempt would meet again: a wrong password or address."""
     status = getattr(error, "status", None)
-    refused = isinstance(status, int) and 300 <= status < 500 and status not in _TEMPORARY_STATUSES
-    return refused or isinstance(error, PermissionError | ValueError)
+    refused = isinstance(status, int) and 400 <= status < 500 and status not in _TEMPORARY_STATUSES
+    return refused or isinstance(error, PermissionError | ValueError | _Circle)
 
 
 def _bytes_claimed(temporary: Path) -> int:
