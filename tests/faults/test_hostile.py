@@ -1,4 +1,4 @@
-"""The short form has a case of each cause, or another test covers it. Each command must end with one sentence or a result, and leave clean folders."""
+"""Each command must end with one sentence or a result, and leave clean folders; the short form has every cause."""
 
 from __future__ import annotations
 
