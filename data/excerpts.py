@@ -24,9 +24,10 @@ from data.corpora.plan import plan_documents
 from data.corpora.read import read_split
 from data.corpora.splits import Document
 from data.ground.command import run_command
-from data.ground.errors import DataError
+from data.ground.errors import ConfigError, DataError
 from data.ground.files import read_text, write_atomically
 from data.ground.options import Parser
+from data.ground.whole_folder import check_file
 
 _END = re.compile(r"(?<=[.!?])\s+|\n+")
 _LEAST_CHARACTERS = 16  # of a sentence: shorter ones are headings, numbers or list marks
@@ -43,6 +44,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--without", nargs="+", default=[], type=Path, metavar="TSV", help="sentences to leave out")
     parser.add_argument("--output", required=True, type=Path, metavar="JSONL", help="the file to write")
     args = parser.parse_args(argv)
+    check_file(args.output, "--output")
+    if args.output.exists() and not args.output.is_file():
+        raise ConfigError(f"--output {args.output} is no regular file; name another")
+    for path in (*args.documents, *args.without):
+        if args.output.exists() and Path(path).exists() and args.output.samefile(path):
+            raise ConfigError(f"--output {args.output} is the input {path}, too; name another file")
     left_out = {plain(part) for path in args.without for part in re.split(r"[\t\n]", read_text(path, what="sentences"))}
     found = excerpts(_texts_of(args.documents), left_out)
     if not found:

@@ -29,6 +29,7 @@ from data.ground.errors import UserError
 from data.ground.files import write_atomically
 from data.ground.options import Parser
 from data.ground.ports import free_port
+from data.ground.whole_folder import check_file
 from launch import checks
 from launch.calls import call_into, ends_all_it_started
 from launch.machine import ON_A_CPU, count_gpus
@@ -218,8 +219,12 @@ def qualify(args: argparse.Namespace) -> int:
     if args.hostfile and (problem := checks.hostfile(args.hostfile)).status == checks.BAD:
         raise UserError(f"--hostfile: {problem.seen}; {problem.hint}")
     output = args.output or args.folder / "qualification.md"
-    if args.json and args.json.absolute() == output.absolute():
+    if args.json and args.json.resolve() == output.resolve():
         raise UserError(f"--json {args.json} is the page's file, too; name another")
+    for option, path in (("--output", output), ("--json", args.json)):
+        check_file(path, option)
+        if path and args.hostfile and path.resolve() == args.hostfile.resolve():
+            raise UserError(f"{option} {path} is the hostfile, too; name another")
     args.folder.mkdir(parents=True, exist_ok=True)
     for path in filter(None, (output, args.json)):
         if path.is_dir():

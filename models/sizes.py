@@ -105,7 +105,7 @@ class Size:
     @classmethod
     def parse(cls, text: str) -> Size:
         """Read "2x32" or "6x384x0.25"."""
-        match = re.fullmatch(r"(\d+)[x×](\d+)(?:[x×](\d*\.?\d+(?:e-\d+)?))?", text.strip())
+        match = re.fullmatch(r"(\d{1,9})[x×](\d{1,9})(?:[x×](\d*\.?\d+(?:e-\d+)?))?", text.strip())
         if not match:
             raise ModelError(f"size {text!r} is not of the form LAYERSxDIM, such as 2x32")
         return cls(int(match[1]), int(match[2]), float(match[3] or 1))

@@ -1,7 +1,8 @@
-"""One hostile case for each cause. Each command must end with one sentence or a result, and leave clean folders."""
+"""Each command must end with one sentence or a result, and leave clean folders; the short form has every cause."""
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.hostile.case import load_cases
+from tests.faults.hostile.case import CAUSES, COVERED_ELSEWHERE, load_cases
 from tests.faults.hostile.process import ROOT
 from tests.faults.hostile.runner import MUST_BE_0
 
@@ -29,3 +30,12 @@ def test_no_hostile_input_ends_in_a_traceback_in_silence_or_in_litter(tmp_path: 
 def test_the_short_form_has_a_case_of_every_area() -> None:
     cases = load_cases()
     assert {each.name.split("/")[0] for each in cases if each.quick} == {each.name.split("/")[0] for each in cases}
+
+
+def test_the_short_form_and_the_tests_named_cover_every_cause() -> None:
+    quick = {each.cause for each in load_cases() if each.quick}
+    assert (quick | COVERED_ELSEWHERE.keys()) - {"own"} == set(CAUSES)
+    for named in COVERED_ELSEWHERE.values():
+        file, name = named.split("::")
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        assert name in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}, f"no test is {named}"

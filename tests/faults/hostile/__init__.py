@@ -21,7 +21,7 @@ that run at the same time (`ranks`). Hundreds of cases come from families, one f
     def _(folder: Path, assets: Assets, key: str, value: object) -> Command: ...
 
 - `cause`: the number of the cause that the case comes from, or "own". `quick=True`: the case is in the short form too,
-  which has one case per cause.
+  which has at least one case of every cause, but for those in COVERED_ELSEWHERE (case.py), which names their tests.
 - Expectations are checks (verdict.py): refused, misused, done, done_and_said, gave_up, ended_with, same_result_as,
   counts, kept, absent, holds, either, and `check("a name", function)` with a function of the Outcome. If several are
   given, all must hold.

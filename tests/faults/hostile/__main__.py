@@ -88,7 +88,7 @@ def chosen(cases: list[Case], *, quick: bool, only: str) -> list[Case]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.hostile", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the short form: a case a cause")
+    parser.add_argument("--quick", action="store_true", help="the short form: one case or more of each cause")
     parser.add_argument("--only", metavar="TEXT", default="", help="cases whose name holds this, such as prepare/")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the figures and every result")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="cases at a time (%(default)s)")

@@ -356,3 +356,35 @@ def _(folder: Path, assets: Assets, texts: tuple[bytes | None, bytes | None]) ->
             write(folder / "d" / "CR" / name, content)
     words = ("transfer", "--model", str(assets.model), "--data", "d", "--tasks", "CR", "--sizes", "1x16")
     return Command("trainer.evaluate", words)
+
+
+@family(
+    "evaluation/sizes-of",
+    [
+        row("5000-digits", "sizes", "1x" + "9" * 5000, expect=refused("size")),
+        row("one-fused", "fused", "1x16,1x16", expect=refused("--sizes")),
+        row("zero-quantised", "quantised", "0x16", expect=refused("0x16")),
+    ],
+    cause="own",
+)
+def _(folder: Path, assets: Assets, command: str, sizes: str) -> Command:
+    words = (command, "--model", str(assets.model), "--beir", str(assets.beir), "--sizes", sizes)
+    return Command("trainer.evaluate", words)
+
+
+@case("evaluation/across-one-depth", refused("several depths"), cause="own")
+def _(folder: Path, assets: Assets) -> Command:
+    return evaluate(assets.model, "--beir", str(assets.beir), "--sizes", "1x16", "--across-depths")
+
+
+@family(
+    "evaluation/output-file-of",
+    [row("fused", "fused", "figures"), row("quantised", "quantised", "float32")],
+    refused("o/"),
+    cause="own",
+)
+def _(folder: Path, assets: Assets, command: str, name: str) -> Command:
+    """A file stands where the command writes a folder."""
+    write(folder / "o" / name, "mine")
+    words = (command, "--model", str(assets.model), "--beir", str(assets.beir), "--output", "o")
+    return Command("trainer.evaluate", words, outputs=("o",))

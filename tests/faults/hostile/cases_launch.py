@@ -536,3 +536,20 @@ def _(folder: Path, assets: Assets, word: str) -> Command:
 def _(folder: Path, assets: Assets, given: dict[str, str | None], words: tuple[str, ...]) -> Command:
     place: dict[str, str | None] = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
     return Command("launch.doctor", ("--folder", "runs", *words), outputs=("runs",), environment={**place, **given})
+
+
+@family(
+    "launch/qualify",
+    [
+        row("page-and-json-alike", ("--output", "q.md", "--json", "runs/../q.md"), expect=refused("--json")),
+        row("page-over-the-hostfile", ("--hostfile", "hosts", "--output", "hosts"), expect=refused("hostfile")),
+        row("json-below-a-file", ("--json", "hosts/q.json"), expect=refused("--json")),
+        row("folder-that-is-a-file", ("--folder", "hosts"), expect=refused("hosts")),
+        row("hostfile-a-folder", ("--hostfile", "runs"), expect=refused("--hostfile")),
+    ],
+    cause="own",
+)
+def _(folder: Path, assets: Assets, words: tuple[str, ...]) -> Command:
+    write(folder / "hosts", "localhost slots=2\n")
+    (folder / "runs").mkdir()
+    return Command("launch.qualify", ("--quick", "--only", "attention", *words))

@@ -826,7 +826,14 @@ def _(folder: Path, assets: Assets, output: str) -> Command:
     return prepare(assets, "documents", "in", output=output)
 
 
-@case("prepare/output-below-its-input/killed", done(), counts("in/out", samples=200_000), cause=23, seconds=120.0)
+@case(
+    "prepare/output-below-its-input/killed",
+    done(),
+    counts("in/out", samples=200_000),
+    cause=23,
+    quick=True,
+    seconds=120.0,
+)
 def _(folder: Path, assets: Assets) -> Command:
     for name in "abcd":
         write(folder / "in" / f"{name}.jsonl", lines(50_000, prefix=name))

@@ -139,3 +139,15 @@ def _(folder: Path, assets: Assets, name: str, content: str | bytes) -> Command:
     ran(command)
     write(folder / "run" / name, content)
     return command
+
+
+@family(
+    "resize/output",
+    [row("the-model", "model", expect=refused("model")), row("a-file", "thesis.txt", expect=refused("thesis.txt"))],
+    kept("model/barista.json", "thesis.txt"),
+    cause="own",
+)
+def _(folder: Path, assets: Assets, output: str) -> Command:
+    assets.copy(assets.model, folder / "model")
+    write(folder / "thesis.txt", "mine")
+    return resize("model", assets.documents_file, output=output)

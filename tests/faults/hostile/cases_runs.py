@@ -126,7 +126,7 @@ def _(folder: Path, assets: Assets) -> Command:
     return train(folder, recipe_values(assets.documents)).but(environment=place)
 
 
-@family("runs/clock-stepped", [row(f"by{seconds:+d}", seconds) for seconds in (1, -3600)], done(), cause=12)
+@family("runs/clock-stepped", [row("by+1", 1, quick=True), row("by-3600", -3600)], done(), cause=12)
 def _(folder: Path, assets: Assets, seconds: int) -> Command:
     """The clock is set by another btime in /proc/stat; the keeper of this case stands in for a launcher."""
     stat = write(folder / "stat", Path("/proc/stat").read_text())
@@ -145,6 +145,7 @@ def _(folder: Path, assets: Assets, seconds: int) -> Command:
     "runs/loader-worker-stopped",
     ended_with(1, "loader worker, is stopped"),
     cause=20,
+    quick=True,
     seconds=120,
     may_leave=("run/checkpoints/tmp-*",),  # of a save in progress, which the next start removes
 )
@@ -276,7 +277,7 @@ OLDER_USED = (done_and_said("step_00000004", "going on at step 2 of 8"), same_re
         row("with-the-other-s-rank-file", with_the_other_s_file),
         row("with-a-cut-rank-file", cut),
         row("with-a-pickle", a_pickle),
-        row("that-is-a-file", a_file_in_its_place, cause=14),
+        row("that-is-a-file", a_file_in_its_place, cause=14, quick=True),
         row(
             "with-health-of-a-later-version",
             forged(lambda manifest: manifest["state"]["health"].update(new_key=1)),
@@ -510,7 +511,7 @@ def _(folder: Path, assets: Assets, key: str, value: str) -> Command:
 @family(
     "runs/base-replaced",
     [
-        row("under-adapters", {"lora_rank": 2}),
+        row("under-adapters", {"lora_rank": 2}, quick=True),
         row("under-frozen-layers", {"frozen_layers": 1}),
         row("under-nothing-that-is-frozen", {}, expect=done()),
     ],
@@ -574,7 +575,7 @@ def _(folder: Path, assets: Assets, kib: int) -> Command:
     return train(folder, recipe_values(assets.documents, run={"output": "m/run"})).but(outputs=())
 
 
-@case("runs/disk-full-at-the-end", refused("model cannot be written", "--resume auto"), cause=16)
+@case("runs/disk-full-at-the-end", refused("model cannot be written", "--resume auto", code=1), cause=16, quick=True)
 def _(folder: Path, assets: Assets) -> Command:
     small_disk(folder / "m", 500)
     return train(folder, recipe_values(assets.documents, run={"output": "m/run"}))
@@ -596,7 +597,7 @@ def _(folder: Path, assets: Assets, kib: int) -> Command:
     return command
 
 
-@case("runs/disk-full-with-tensorboard", refused("model cannot be written"), cause=16)
+@case("runs/disk-full-with-tensorboard", refused("model cannot be written", code=1), cause=16)
 def _(folder: Path, assets: Assets) -> Command:
     small_disk(folder / "m", 500)
     return train(folder, recipe_values(assets.documents, run={"output": "m/run"}, log={"tensorboard": True}))

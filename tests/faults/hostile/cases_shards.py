@@ -251,7 +251,7 @@ def _(folder: Path, assets: Assets) -> Command:
     return train(folder, recipe_values(address))
 
 
-@case("shards/http-shard-that-does-not-end", refused("shard-00000-000.tar", "too long"), cause=19)
+@case("shards/http-shard-that-does-not-end", refused("shard-00000-000.tar", "too long"), cause=19, quick=True)
 def _(folder: Path, assets: Assets) -> Command:
     def answer(handler: http.server.BaseHTTPRequestHandler) -> bool:
         return handler.path.endswith(".tar") and answer_with(handler, 200, bytes(20_000_000))

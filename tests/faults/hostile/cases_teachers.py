@@ -317,3 +317,28 @@ def _(folder: Path, assets: Assets) -> Command:
     write(folder / "texts.jsonl", jsonl([{"text": "The cat saw a dog in the water."}]))
     write(folder / "sts.tsv", b"\xff\xfe\x00")
     return excerpts("texts.jsonl", "--without", "sts.tsv")
+
+
+@family(
+    "excerpts/output",
+    [
+        row("an-input", "texts.jsonl", expect=refused("texts.jsonl", "is the input")),
+        row("an-input-by-another-path", "../work/texts.jsonl", expect=refused("is the input")),
+        row("the-sentences", "sts.tsv", expect=refused("is the input")),
+        row("a-pipe", "pipe", expect=refused("no regular file")),
+        row("below-a-file", "sts.tsv/out.jsonl", expect=refused("sts.tsv")),
+    ],
+    kept("texts.jsonl", "sts.tsv", "pipe"),
+    cause="own",
+)
+def _(folder: Path, assets: Assets, output: str) -> Command:
+    write(folder / "texts.jsonl", jsonl([{"text": "The cat saw a dog in the water."}]))
+    write(folder / "sts.tsv", "1.0\ta\tb\n")
+    os.mkfifo(folder / "pipe")
+    return Command("data.excerpts", ("texts.jsonl", "--without", "sts.tsv", "--output", output))
+
+
+@case("vectors/store-that-is-a-file", refused("store"), kept("store"), cause="own")
+def _(folder: Path, assets: Assets) -> Command:
+    write(folder / "store", "mine")
+    return store(folder, assets)
