@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from data.corpora.by_id import TextIndex, read_beir_texts, read_hard_negatives, read_qrels
 from data.corpora.options import (
@@ -37,6 +37,8 @@ from data.corpora.read import read_split
 from data.corpora.rows import hub_dataset, open_parquet, require_columns, rows_of
 from data.corpora.splits import (
     NEGATIVE_NAME,
+    POSITIVE_NAMES,
+    QUERY_NAMES,
     SCORE_NAMES,
     WEIGHT_NAME,
     DocumentLayout,
@@ -54,8 +56,6 @@ logger = logging.getLogger(__name__)
 SMALLEST_SPLIT_BYTES = 4 * 2**20
 LARGEST_SPLIT_BYTES = 256 * 2**20
 SPLITS_WANTED = 16
-_QUERY_NAMES = ("query", "anchor", "question", "sentence1")
-_POSITIVE_NAMES = ("positive", "positives", "pos", "positive_passages", "answer", "entailed", "sentence2")
 # Known headers of NLI triplets. Without this check, the first triplet of a file without a header would be lost.
 _NLI_NAMES = (
     re.compile(r"anchor|premise|query|sent(ence)?_?[01]|text_?[01]"),
@@ -162,9 +162,11 @@ def _tuple_splits(
     for path in paths:
         kind = kind_of(path)
         if kind == "hub":
-            input_splits += _hub_splits(
+            of_hub = _hub_splits(
                 str(path), tuples.wanted, subset=source.subset, split=source.split, whole=split_bytes is None
             )
+            _say_unread(path, cast(TupleLayout, of_hub[0].layout), said)
+            input_splits += of_hub
             continue
         if isinstance(path, str):
             # One remote tar stands for all of them: looking at another means fetching it.
@@ -172,7 +174,7 @@ def _tuple_splits(
         else:
             found = _columns_of(path, kind, tuples, longest=source.longest_line)
         layout = _tuple_layout(path, found.names, found.wanted, by_row=kind in ("jsonl", "tar"))
-        _say_unread(path, found.names, layout, said)
+        _say_unread(path, layout, said)
         if kind == "tar":
             input_splits.append(_tar_split(path, layout))
         elif kind == "parquet":
@@ -414,10 +416,10 @@ def _tuple_layout(
     named = (wanted.query, *wanted.positives, *wanted.negatives, wanted.score, wanted.weight)
     asked = [name for name in named if name]
     require_columns(source, present, asked)
-    query = wanted.query or next((name for name in _QUERY_NAMES if name in present and name not in asked), None)
+    query = wanted.query or next((name for name in QUERY_NAMES if name in present and name not in asked), None)
     positives = (
         wanted.positives
-        or tuple(name for name in _POSITIVE_NAMES if name in present and name != query and name not in asked)[:1]
+        or tuple(name for name in POSITIVE_NAMES if name in present and name != query and name not in asked)[:1]
     )
     if not query or not positives:
         missing, flag = ("query", "--query-column") if not query else ("positive", "--positive-column")
@@ -439,22 +441,24 @@ def _tuple_layout(
             f"{source}: graded pairs have no weights of their own; rename the column {weight!r}, or name the columns "
             "to read with --score-column and the like"
         )
-    return TupleLayout(query, positives, negatives, score, weight, by_row=by_row and not asked)
+    read = (query, *positives, *negatives, score, weight)
+    customary = dict.fromkeys((*QUERY_NAMES, *POSITIVE_NAMES, *SCORE_NAMES, WEIGHT_NAME))
+    usual = [name for name in customary if name in present]
+    usual += [name for name in present if NEGATIVE_NAME.fullmatch(name)]
+    unread = tuple(name for name in usual if name not in read)
+    return TupleLayout(query, positives, negatives, score, weight, by_row=by_row and not asked, unread=unread)
 
 
-def _say_unread(path: Path | str, present: Sequence[str], layout: TupleLayout, said: set[tuple[str, ...]]) -> None:
+def _say_unread(path: Path | str, layout: TupleLayout, said: set[tuple[str, ...]]) -> None:
     """Warn about columns with usual names that are not read because another column serves; once for all files."""
-    read = (layout.query, *layout.positives, *layout.negatives, layout.score, layout.weight)
-    customary = dict.fromkeys((*_QUERY_NAMES, *_POSITIVE_NAMES, *SCORE_NAMES, WEIGHT_NAME))
-    unread = tuple(name for name in customary if name in present and name not in read)
-    if unread and unread not in said:
-        said.add(unread)
+    if layout.unread and layout.unread not in said:
+        said.add(layout.unread)
         logger.warning(
             "%s: queries are %r, positives %r; not read: %s",
             path,
             layout.query,
             ", ".join(layout.positives),
-            ", ".join(map(repr, unread)),
+            ", ".join(map(repr, layout.unread)),
         )
 
 

@@ -13,6 +13,8 @@ from data.corpora.by_id import TextIndex, number_of
 from data.corpora.rows import require_columns, rows_of, split_lines
 from data.corpora.splits import (
     NEGATIVE_NAME,
+    POSITIVE_NAMES,
+    QUERY_NAMES,
     SCORE_NAMES,
     WEIGHT_NAME,
     Document,
@@ -91,9 +93,11 @@ def _tuple(input_split: InputSplit, position: int, row: Mapping[str, Any], layou
     for column in (layout.query, *layout.positives):
         if column not in row:
             require_columns(place(input_split, position), tuple(row), [column])
+    if layout.by_row:
+        _refuse_further_columns(input_split, position, row, layout)
     query = texts_of(layout.query)
     positives = [text for column in layout.positives for text in texts_of(column)]
-    negative_columns = _negative_columns(input_split, position, row, layout)
+    negative_columns = _negative_columns(row, layout)
     negatives = [text for column in negative_columns for text in texts_of(column)]
     if len(query) != 1:
         raise DataError(
@@ -117,29 +121,46 @@ def _tuple(input_split: InputSplit, position: int, row: Mapping[str, Any], layou
     return record
 
 
-def _negative_columns(
+def _refuse_further_columns(
     input_split: InputSplit, position: int, row: Mapping[str, Any], layout: TupleLayout
-) -> tuple[str, ...] | list[str]:
-    """The columns of a row's negatives: where rows may differ, also those that the first row lacks."""
-    if not layout.by_row:
-        return layout.negatives
-    further = [name for name in row if name not in layout.negatives and NEGATIVE_NAME.fullmatch(name)]
-    if layout.score and any(row[name] for name in further):
+) -> None:
+    """Refuse what a row has under a usual name, the first row lacks, and nothing would read.
+
+    What the first row has and is not read was named in a warning (`layout.unread`).
+    """
+    if layout.score and any(row[name] for name in row if NEGATIVE_NAME.fullmatch(name)):
         raise DataError(
             f"{place(input_split, position)} has negatives, and the first row a score; prepare graded pairs by "
             "themselves, or name the columns to read with --query-column and the like"
         )
-    if not layout.score and not layout.negatives and any(row.get(name) is not None for name in SCORE_NAMES):
+    read_or_said = (layout.query, *layout.positives, layout.score, layout.weight, *layout.unread)
+    if any(row.get(name) is not None for name in SCORE_NAMES if name not in read_or_said):
         raise DataError(
             f"{place(input_split, position)} has a score, and the first row none; give every row one, or name the "
             "columns to read with --query-column and the like"
         )
-    if not layout.weight and row.get(WEIGHT_NAME) is not None:
+    if WEIGHT_NAME not in read_or_said and row.get(WEIGHT_NAME) is not None:
         raise DataError(
             f"{place(input_split, position)} has a weight, and the first row none; give the first row one, or name "
             "the columns to read with --query-column and the like"
         )
-    return [*layout.negatives, *further]
+    for name in (*QUERY_NAMES, *POSITIVE_NAMES):
+        if name not in read_or_said and row.get(name):
+            side, read = ("queries", layout.query) if name in QUERY_NAMES else ("positives", *layout.positives)
+            raise DataError(
+                f"{place(input_split, position)} has a column {name!r}, and the {side} of the first row stand in "
+                f"{read!r}; put all of them there, or name the columns to read with --query-column and the like"
+            )
+
+
+def _negative_columns(row: Mapping[str, Any], layout: TupleLayout) -> tuple[str, ...]:
+    """The columns of a row's negatives: where rows may differ, also those that the first row lacks."""
+    if not layout.by_row:
+        return layout.negatives
+    return (
+        *layout.negatives,
+        *(name for name in row if name not in layout.negatives and NEGATIVE_NAME.fullmatch(name)),
+    )
 
 
 def _texts(input_split: InputSplit, position: int, column: str, value: Any, *, depth: int = 0) -> list[str]:

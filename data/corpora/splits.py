@@ -13,6 +13,8 @@ from data.lines import LONGEST_LINE, is_compressed
 from data.remote import is_remote
 
 NEGATIVE_NAME = re.compile(r"(hard_?)?neg(ative)?s?(_passages)?(_?\d+)?|contradicted")
+QUERY_NAMES = ("query", "anchor", "question", "sentence1")
+POSITIVE_NAMES = ("positive", "positives", "pos", "positive_passages", "answer", "entailed", "sentence2")
 SCORE_NAMES = ("score",)
 WEIGHT_NAME = "weight"
 
@@ -50,6 +52,7 @@ class TupleLayout:
     score: str | None = None
     weight: str | None = None
     by_row: bool = False  # columns were found by name, and rows may differ: one may have negatives that others lack
+    unread: tuple[str, ...] = ()  # columns with usual names that the first row has and that are not read
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,20 @@ class Parser(argparse.ArgumentParser):
         super().error(without_secrets(message))
 
 
+class Stated(argparse.Action):
+    """Stores a value, and that the command line states it: its name is in `stated_in`, unlike that of a default."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: object, option: object = None) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.stated = {*stated_in(namespace), self.dest}
+
+
+def stated_in(arguments: argparse.Namespace) -> Collection[str]:
+    """The names of the options of the action `Stated` that the command line states."""
+    stated: Collection[str] = getattr(arguments, "stated", ())
+    return stated
+
+
 def count(*, least: int = 1, most: int = LARGEST_COUNT) -> Callable[[str], int]:
     """A whole number from `least` to `most`."""
 

@@ -476,6 +476,18 @@ def test_every_row_has_its_own_negatives(tmp_path: Path) -> None:
         ([pair(0), pair(1, score=1.0)], r"a.jsonl:2 has a score, and the first row none"),
         ([pair(0), pair(1, score=1.0, negative="n")], r"a.jsonl:2 has a score, and the first row none"),
         ([pair(0, score=1.0), pair(1, score=0.5, negative="n")], r"a.jsonl:2 has negatives, and the first row a score"),
+        ([pair(0, negative="n"), pair(1, score=1.0)], r"a.jsonl:2 has a score, and the first row none"),
+        (
+            [pair(0), pair(1, positives=["e", "f"])],
+            r"a.jsonl:2 has a column 'positives', and the positives of .*'positive'",
+        ),
+        ([pair(0), pair(1, positive="", positives=["e"])], r"a.jsonl:2 has a column 'positives'"),
+        (
+            [pair(0, pos=["i"]), pair(1, positive_passages=[{"text": "z"}])],
+            r"a.jsonl:2 has a column 'positive_passages'",
+        ),
+        ([pair(0, score=1.0), pair(1, score=0.5, sentence2="x")], r"a.jsonl:2 has a column 'sentence2'"),
+        ([pair(0), pair(1, question="x")], r"a.jsonl:2 has a column 'question', and the queries of .*'query'"),
         ([pair(0, score=1.0), pair(1)], r"a.jsonl:2: score None is not a finite number"),
         ([pair(0, score="1_000")], r"a.jsonl:1: score '1_000' is not a finite number"),
         ([pair(0, score=True)], r"a.jsonl:1: score True is not a finite number"),
@@ -486,6 +498,34 @@ def test_every_row_has_its_own_negatives(tmp_path: Path) -> None:
 )
 def test_rows_that_do_not_go_together_are_refused(tmp_path: Path, rows: list[dict[str, object]], sentence: str) -> None:
     refused(sentence, tuples_of, write_jsonl(tmp_path / "a.jsonl", rows))
+
+
+def test_other_names_of_positives_that_lose_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They hold no text, were named in the warning about the first row, or the columns were named by hand."""
+    empty = [pair(0), pair(1, positives=[]), pair(2, pos=None, question="")]
+    assert len(tuples_of(write_jsonl(tmp_path / "empty.jsonl", empty))) == 3 and not caplog.messages
+    named = write_jsonl(tmp_path / "named.jsonl", [pair(0), pair(1, positives=["e"])])
+    assert len(tuples_of(named, query_column="query", positive_columns=["positive"])) == 2 and not caplog.messages
+    first = write_jsonl(
+        tmp_path / "first.jsonl", [pair(0, pos=["i"], score=1, negative="n"), pair(1, pos="x", score=2)]
+    )
+    assert [positives for _, positives, *_ in tuples_of(first)] == [["p0"], ["p1"]]
+    assert len(caplog.messages) == 1 and caplog.messages[0].endswith("not read: 'pos', 'score'")
+
+
+def test_negatives_that_no_option_names_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [pair(0, negative="n", neg_1="m")])
+    assert tuples_of(path, query_column="query", negative_columns=["neg_1"]) == [("q0", ["p0"], ["m"], None)]
+    assert len(caplog.messages) == 1 and caplog.messages[0].endswith("not read: 'negative'")
+
+
+def test_columns_of_a_hub_data_set_that_are_not_read_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_jsonl(tmp_path / "0.jsonl", [pair(0, answer="x")])
+    local_hub(tmp_path, monkeypatch)
+    assert len(tuples_of("someone/corpus", subset="small")) == 1
+    assert "someone/corpus: queries are 'query', positives 'positive'; not read: 'answer'" in caplog.messages
 
 
 def test_columns_that_are_not_read_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 from data.ground.errors import ConfigError
-from data.ground.options import LARGEST_SEED, Parser, SubParsers, count
+from data.ground.options import LARGEST_SEED, Parser, Stated, SubParsers, count, stated_in
 from models.choices import Pooling
 from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS
 from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
@@ -50,7 +50,8 @@ def add_sizes(added: SubParsers, name: str) -> argparse.ArgumentParser:
         help="queries of each size against documents of every other depth among --sizes too, at the query's width",
     )
     add("--random-init", action="store_true", help="score the same architecture with fresh weights too, as the control")
-    add("--seed", type=count(least=0, most=LARGEST_SEED), default=0, help="of the fresh weights (%(default)s)")
+    seeds = count(least=0, most=LARGEST_SEED)
+    add("--seed", action=Stated, type=seeds, default=0, help="of the fresh weights (%(default)s)")
     add("--bm25", action="store_true", help="score BM25 too (needs the package bm25s)")
     add("--output", type=Path, metavar="FOLDER", help="write results.json, raw.jsonl.gz, table.md and figures/ here")
     add("--json", type=Path, metavar="FILE", help="write the content of results.json to this file")
@@ -58,6 +59,7 @@ def add_sizes(added: SubParsers, name: str) -> argparse.ArgumentParser:
     _top_k_option(parser, "kept a query")
     add(
         "--max-documents",
+        action=Stated,
         type=count(least=0),
         default=0,
         help="of each corpus, judged ones first; scores then rise (0: all)",
@@ -248,6 +250,11 @@ def require_tasks(args: argparse.Namespace) -> None:
     for name, task in needs.items():
         if getattr(args, name, None) and not getattr(args, task):
             raise ConfigError(f"--{name.replace('_', '-')} is read with --{task} alone; give --{task}, or leave it out")
+    needs = {"split": "beir", "max_documents": "beir", "top_k": "beir", "seed": "random_init"}
+    for name, reader in needs.items():
+        if name in stated_in(args) and not getattr(args, reader):
+            option, needed = (f"--{each.replace('_', '-')}" for each in (name, reader))
+            raise ConfigError(f"{option} is read with {needed} alone; give {needed}, or leave it out")
     if getattr(args, "save_runs", False) and not args.output:
         raise ConfigError("--save-runs writes to OUTPUT/runs; give --output FOLDER")
 
@@ -257,12 +264,13 @@ def _task_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--sts", nargs="+", default=[], type=Path, metavar="FILE", help="TSV (score, sentence, sentence) or jsonl")
     add("--beir", nargs="+", default=[], type=Path, metavar="FOLDER", help="BEIR folders")
-    add("--split", default="test", help="which qrels of the BEIR folders (%(default)s)")
+    add("--split", action=Stated, default="test", help="which qrels of the BEIR folders (%(default)s)")
 
 
 def _top_k_option(parser: argparse.ArgumentParser, what: str, *, default: int = DEFAULT_TOP_K) -> None:
     """At least ten documents, because nDCG@10 and MRR@10 of fewer would be too low."""
-    parser.add_argument("--top-k", type=count(least=10), default=default, help=f"documents {what} (%(default)s)")
+    help_text = f"documents {what} (%(default)s)"
+    parser.add_argument("--top-k", action=Stated, type=count(least=10), default=default, help=help_text)
 
 
 def _dtype_option(parser: argparse.ArgumentParser) -> None:
