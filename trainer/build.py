@@ -48,7 +48,8 @@ from models.sentence_transformers import read_sentence_model
 from models.settings import EmbeddingSettings
 from models.sizes import ModelError
 from models.static_embedding import MODEL_TYPE, build_static
-from trainer.config.schema import Recipe
+from trainer.config.read_keys import is_read, says_nothing, why_unread
+from trainer.config.schema import Recipe, flat
 from trainer.config.step_sizes import DRAWN, EVERY_DEPTH
 from trainer.costs.flops import Shape
 from trainer.ds_config import multiplies_in_bf16, read_ds_config
@@ -456,14 +457,24 @@ def _check_static(recipe: Recipe) -> None:
             "model.ladder has sizes with narrower feed-forwards, and a static encoder has none; give sizes of two "
             "numbers"
         )
-    for key, value in (
-        ("model.lora_rank", chosen.lora_rank),
-        ("model.frozen_layers", chosen.frozen_layers),
-        ("train.activation_checkpointing", recipe.train.activation_checkpointing),
-        ("train.compile", recipe.train.compile),
-    ):
-        if value:
-            raise ConfigError(f"{key} = {value} is for encoders with layers, and this one is static; remove it")
+    _refuse_what_needs_layers(recipe)
+
+
+def _refuse_what_needs_layers(recipe: Recipe) -> None:
+    """Refuse keys that a table does not read, by the conditions of trainer/config/read_keys.py.
+
+    A table in model.source is known only here. One of model.config was known when the recipe was loaded, which judged
+    what was written; what it inherited is refused if it switches something on.
+    """
+    known, unknown = (
+        replace(recipe, model=replace(recipe.model, config=config)) for config in ({"model_type": MODEL_TYPE}, {})
+    )
+    defaults = flat(Recipe())
+    for key, value in flat(recipe).items():
+        needs_layers = is_read(unknown, key) and not is_read(known, key)
+        judged = not recipe.is_static or says_nothing(defaults[key], defaults[key])
+        if value != defaults[key] and needs_layers and judged:
+            raise ConfigError(f"the model is a static token table, so {why_unread(known, key, value)}")
 
 
 def _attention(recipe: Recipe, backbone: PreTrainedModel, *, half_precision: bool) -> str:

@@ -22,6 +22,7 @@ from tokenizers.processors import BertProcessing
 from torch import nn
 from transformers import BertTokenizerFast
 
+from data.ground.errors import ConfigError
 from data.tokens import Frame
 from models.encoder import Encoder, build_decoder, build_masked_lm, load_encoder
 from models.settings import EmbeddingSettings
@@ -350,10 +351,38 @@ def test_training_starts_from_a_table(encoder_folder: Path, cases: dict[str, dic
     static_init.make_start(str(encoder_folder), tmp_path / "start", source="tokens", dim=16, sif=1e-4)
     values = copy.deepcopy(cases["nested"])
     values["model"] = {"source": str(tmp_path / "start"), "ladder": [[1, 8], [1, 16]], "pooling": "mean"}
+    values["train"] = {name: value for name, value in values["train"].items() if name != "micro_batch_size"}
     recipe = recipe_of(values)
     parts = build_model(recipe, open_shards(recipe))
     start = load_encoder(tmp_path / "start").word_embeddings.weight
     assert parts.encoder.is_static and torch.equal(parts.encoder.word_embeddings.weight, start)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train.micro_batch_size", 64),
+        ("objective.backward", "direct"),
+        ("model.dropout", 0.5),
+        ("train.activation_memory_mib", 100.0),
+        ("model.attention", "eager"),
+        ("train.compile", True),
+    ],
+)
+def test_a_table_in_model_source_refuses_what_only_layers_read(
+    key: str, value: Any, encoder_folder: Path, cases: dict[str, dict], tmp_path: Path
+) -> None:
+    static_init.make_start(str(encoder_folder), tmp_path / "start", source="tokens", dim=16, sif=1e-4)
+    values = copy.deepcopy(cases["nested"])
+    values["model"] = {"source": str(tmp_path / "start"), "ladder": [[1, 8], [1, 16]], "pooling": "mean"}
+    values["train"] = {name: value for name, value in values["train"].items() if name != "micro_batch_size"}
+    plain = recipe_of(values)
+    build_model(plain, open_shards(plain))  # negative control
+    section, _, name = key.partition(".")
+    values[section] = {**values.get(section, {}), name: value}
+    recipe = recipe_of(values)
+    with pytest.raises(ConfigError, match=f"static token table, so {key} = .* is read by nothing"):
+        build_model(recipe, open_shards(recipe))
 
 
 @pytest.mark.launcher

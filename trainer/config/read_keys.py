@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.choices import MEANS
+from models.sizes import ModelError
 from trainer.config.presets import WITH_PRESETS
 from trainer.config.schema import Recipe
-from trainer.config.step_sizes import ALONE, FIXED, NARROWED, SEVERAL, WEIGHTED_BY_LAYERS
+from trainer.config.step_sizes import ALONE, FIXED, NARROWED, SEVERAL, WEIGHTED_BY_LAYERS, StepSizes
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,14 @@ class Condition:
 
     words: str
     holds: Callable[[Recipe], bool]
+
+
+def _trains(recipe: Recipe, asked: Callable[[StepSizes], bool]) -> bool:
+    """What is asked of the sizes of a step. A base may leave a sound ladder to its children; then anything may be."""
+    try:
+        return asked(recipe.step_sizes)
+    except ModelError:
+        return True
 
 
 MASKED = Condition('objective.name = "masked"', lambda recipe: recipe.kind.predicts_tokens)
@@ -77,36 +86,40 @@ PUBLISHED = Condition(
 PRESET = Condition("objective.preset", lambda recipe: bool(recipe.objective.preset))
 ONE_SIZE = Condition('objective.sizes = "one"', lambda recipe: recipe.objective.sizes == "one")
 SEVERAL_SIZES = Condition(
-    "several fixed sizes (objective.sizes = " + ", ".join(f'"{kind}"' for kind in SEVERAL) + ")",
-    lambda recipe: recipe.objective.sizes in SEVERAL,
+    "several fixed sizes (objective.sizes = "
+    + ", ".join(f'"{kind}"' for kind in SEVERAL)
+    + ", with several sizes in model.ladder)",
+    lambda recipe: recipe.objective.sizes in SEVERAL and _trains(recipe, lambda sizes: sizes.has_several),
 )
 FIXED_SIZES = Condition(
     "fixed sizes (objective.sizes = " + ", ".join(f'"{kind}"' for kind in FIXED) + ")",
     lambda recipe: recipe.objective.sizes in FIXED,
 )
 LOWER_LAYERS = Condition(
-    "sizes of fewer layers, without weights of their own (objective.sizes = "
+    "sizes of fewer layers in model.ladder, without weights of their own (objective.sizes = "
     + ", ".join(f'"{kind}"' for kind in WEIGHTED_BY_LAYERS)
     + ")",
-    lambda recipe: recipe.objective.sizes in WEIGHTED_BY_LAYERS,
+    lambda recipe: recipe.objective.sizes in WEIGHTED_BY_LAYERS and _trains(recipe, lambda sizes: sizes.has_shallower),
 )
 NARROW_SIZES = Condition(
-    "sizes narrower than the full one (objective.sizes = " + ", ".join(f'"{kind}"' for kind in NARROWED) + ")",
-    lambda recipe: recipe.objective.sizes in NARROWED,
+    "sizes in model.ladder narrower than the full one (objective.sizes = "
+    + ", ".join(f'"{kind}"' for kind in NARROWED)
+    + ")",
+    lambda recipe: recipe.objective.sizes in NARROWED and _trains(recipe, lambda sizes: sizes.has_narrower),
 )
 COMPRESSION = Condition("objective.compression_weight above 0", lambda recipe: recipe.compresses)
 KL = Condition('objective.kl other than "none"', lambda recipe: recipe.objective.kl != "none")
 SCORES = Condition('objective.kl = "scores" or "margins"', lambda recipe: recipe.objective.kl in ("scores", "margins"))
 COORDINATES = Condition('objective.kl = "coordinates"', lambda recipe: recipe.objective.kl == "coordinates")
-STUDENTS = Condition(
-    "sizes that learn (objective.sizes other than "
-    + " and ".join(f'"{kind}"' for kind in ALONE)
-    + ', or objective.kl_teacher = "guide")',
-    lambda recipe: recipe.objective.sizes not in ALONE or recipe.guide_teaches,
-)
 SMALLER_SIZES = Condition(
-    "sizes below the full one (objective.sizes other than " + " and ".join(f'"{kind}"' for kind in ALONE) + ")",
-    lambda recipe: recipe.objective.sizes not in ALONE,
+    "sizes below the full one (objective.sizes other than "
+    + " and ".join(f'"{kind}"' for kind in ALONE)
+    + ", and smaller sizes in model.ladder)",
+    lambda recipe: recipe.objective.sizes not in ALONE and _trains(recipe, lambda sizes: sizes.has_smaller),
+)
+STUDENTS = Condition(
+    f'{SMALLER_SIZES.words}, or objective.kl_teacher = "guide"',
+    lambda recipe: SMALLER_SIZES.holds(recipe) or recipe.guide_teaches,
 )
 STUDENTS_OR_NO_KL = Condition(STUDENTS.words, lambda recipe: recipe.objective.kl == "none" or STUDENTS.holds(recipe))
 OWN_TEACHER = Condition('objective.kl_teacher = "full"', lambda recipe: not recipe.guide_teaches)

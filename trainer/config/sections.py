@@ -113,7 +113,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
-    """Which shards are read, how they are mixed, and how long their texts may be."""
+    """Which shards are read, how they are mixed, and how long their texts may be.
+
+    With one folder, `weights`, `mixture_temperature` and `batches` change nothing. They are accepted all the same: a
+    chain may replace one folder by its parts, for which the last two count, and an entry for each folder, as `weights`
+    has it, is sound for one.
+    """
 
     shards: list[str] = Field(default_factory=list, description="Folders written by `python -m data.prepare`.")
     weights: list[float] = Field(

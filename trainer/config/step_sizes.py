@@ -97,12 +97,32 @@ class StepSizes:
         if not self.drawn:
             return self.fixed
         if self.kind == "two_d_all_widths":
-            below = [size.layers for size in ladder][:-1]
+            below = [size.layers for size in ladder][:-1] or [full.layers]  # one size alone is refused elsewhere
             return at_two_depths(ladder, layers=round(sum(below) / len(below)))
         dim = max(1, full.dim // 2)
         if self.kind == "two_d_listed":
             dim = round(sum(size.dim for size in ladder) / len(ladder))
         return around(ladder, layers=max(1, full.layers // 2), inner=dim, outer=dim)
+
+    @property
+    def has_several(self) -> bool:
+        """Whether a step trains more than one size. The same size may count twice."""
+        return len(self.planned) > 1
+
+    @property
+    def has_smaller(self) -> bool:
+        """Whether a step trains sizes below its last one."""
+        return any(size != self.planned[-1] for size in self.planned)
+
+    @property
+    def has_shallower(self) -> bool:
+        """Whether a step trains sizes of fewer layers than its last one."""
+        return any(size.layers < self.planned[-1].layers for size in self.planned)
+
+    @property
+    def has_narrower(self) -> bool:
+        """Whether a step trains sizes of fewer dimensions than its last one."""
+        return any(size.dim < self.planned[-1].dim for size in self.planned)
 
     @property
     def shown(self) -> tuple[Size, ...]:

@@ -238,6 +238,36 @@ def test_the_cases_of_the_audit(pairs: Path) -> None:
             load_recipe(pairs, settings)
 
 
+ONE_RUNG = ["model.ladder=[[12, 768]]"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "objective.kl_weight=5",
+        "objective.kl=coordinates",
+        "objective.detach_teacher=false",
+        "objective.reduction=sum",
+        "objective.layer_weighting=log",
+        "objective.asymmetric_weight=1",
+        "objective.compression_weight=1",
+    ],
+)
+def test_a_ladder_of_one_size_teaches_and_averages_nothing(setting: str) -> None:
+    recipe = ROOT / "launch" / "recipes" / "srl_nli.toml"
+    load_recipe(recipe, ONE_RUNG)  # what the preset says of several sizes is no mistake
+    with pytest.raises(ConfigError, match=f"{setting.partition('=')[0]} = .* is read by nothing.*model.ladder"):
+        load_recipe(recipe, [*ONE_RUNG, setting])
+    # Negative control: with a smaller size they are read.
+    load_recipe(recipe, ["model.ladder=[[6, 128], [12, 768]]", setting])
+
+
+def test_one_size_may_learn_from_a_guide_and_draws_are_several_sizes() -> None:
+    recipe = ROOT / "launch" / "recipes" / "srl_nli.toml"
+    load_recipe(recipe, [*ONE_RUNG, *GUIDE, "objective.kl_teacher=guide", "objective.kl_weight=5"])
+    load_recipe(recipe, [*ONE_RUNG, "objective.sizes=two_d", "objective.kl_weight=5", "objective.layer_weighting=log"])
+
+
 @pytest.mark.parametrize("key", sorted(key for key, value in DEFAULTS.items() if says_nothing(value, value)))
 def test_what_is_off_may_be_said_anywhere(key: str, pairs: Path) -> None:
     """A key that is off by default, written with that value, says what is true of the run."""
