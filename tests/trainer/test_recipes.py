@@ -320,7 +320,7 @@ def test_a_wrong_row_is_noticed():
     assert changed(rows[place], rows[place]) == ["a key of a recipe stands in two rows"]
 
 
-# What names a place: a section, equation or table, a file, the script, a publication's class; or whose choice a value is.
+# What names a place: a section, equation, table, file, script or library; or that a value is ours.
 PLACE = re.compile(
     r"§|\beq\. \d|\btable \d|\bREADME\b|\bscript\b|\w/\w+\.py\b|\bsentence-transformers\b|\bthe default of\b|\bours\b"
 )

@@ -364,11 +364,12 @@ def test_ese(full_width: bool) -> None:
         return total
 
     assert_equal_but_for(recipe, [{"compression_weight": 5.0}, {"temperature": 0.1}], plan, naive)
-    # Negative controls: layers that weigh alike, and divergences at another temperature.
+    # Negative controls: layers that weigh alike, and divergences at another temperature. At the recipe's weight that
+    # temperature changes gradients by 1e-3, a hundred times what the equality allows.
     for changed in ({"layer_weighting": "uniform"}, {"layer_weighting": "linear"}, {"compression_temperature": 0.01}):
         other = objective_of(recipe, **changed)
         loss_error, gradient_error = compare(other.loss, other.schedule(0), naive)
-        assert loss_error > 1e-4 and gradient_error > 1e-3, changed
+        assert loss_error > 1e-4 and gradient_error > 5e-4, changed
 
 
 def test_spread_out_is_of_queries_and_of_positives() -> None:
