@@ -320,6 +320,43 @@ def test_a_wrong_row_is_noticed():
     assert changed(rows[place], rows[place]) == ["a key of a recipe stands in two rows"]
 
 
+# What names a place: a section, equation, table, file, script or library; or that a value is ours.
+PLACE = re.compile(
+    r"§|\beq\. \d|\btable \d|\bREADME\b|\bscript\b|\w/\w+\.py\b|\bsentence-transformers\b|\bthe default of\b|\bours\b"
+)
+
+
+def without_place(name: str, text: str) -> list[str]:
+    """The values of a recipe's own text that have no place in a comment on their line."""
+    found, section = [], ""
+    for line in text.splitlines():
+        if header := re.fullmatch(r"\[(\w+)\]", line):
+            section = header[1]
+        elif (setting := re.match(r"(\w+) = (.*)", line)) and section:
+            key, comment = f"{section}.{setting[1]}", setting[2].partition("  # ")[2]
+            if not key.startswith(CARRIED_OUT) and not PLACE.search(comment):
+                found.append(f"{name}: {key} has no place beside it")
+    return found
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if promises(path)], ids=lambda path: path.stem)
+def test_published_values_have_their_place_beside_them(path):
+    assert not without_place(path.stem, path.read_text("utf-8"))
+
+
+def test_a_missing_place_is_noticed():
+    """Negative controls: each comment removed or empty of a place, one at a time."""
+    path = next(path for path in RECIPES if path.stem == "espresso_nli")
+    text = path.read_text("utf-8")
+    settings = {line.split(" = ")[0]: line for line in text.splitlines() if re.match(r"\w+ = .*  # ", line)}
+    assert {"ladder", "compression_weight", "lr", "global_batch_size"} < set(settings)
+    for key, line in settings.items():
+        for comment in ("", "  # a usual value"):
+            changed = text.replace(line, line.partition("  # ")[0] + comment)
+            assert [each.split(".")[1] for each in without_place("r", changed)] == [f"{key} has no place beside it"]
+    assert not without_place("r", "[run]\noutput = 'x'\n[train]\nmicro_batch_size = 32\n")
+
+
 def test_presets_hold_in_the_recipes_that_name_them():
     """Nothing that the presets differ in is written out, so the whole column holds."""
     folder = ROOT / "launch" / "recipes"

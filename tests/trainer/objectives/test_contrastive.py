@@ -200,6 +200,50 @@ def test_the_released_sts_loss() -> None:
     assert term != pytest.approx(float(divergence(states)), rel=1e-1)
 
 
+def test_the_released_sts_loss_as_the_authors_code_computes_it() -> None:
+    """Numbers from sts/starbucks_loss.py itself, for nine texts of one token with these hidden states.
+
+    On 2026-11-24, StarbucksLoss of ielab/Starbucks (commit 2a3b24f; sentence-transformers 6.2.0) ran unchanged in
+    float64 over MultipleNegativesRankingLoss, on a model of a module that returns these states and of mean pooling,
+    with layers 2 to 12 and widths 32 to 768. `without_kl` is its loss with kl_temperature = 0; the norms are those of
+    its gradients with respect to the states of each layer.
+    """
+    texts, queries = 9, 3  # t = 1, 2, 3 are the queries, 4, 5, 6 their positives, and 7, 8, 9 their negatives
+    loss_of_theirs, without_kl = 18.163413251504675, 17.923609894301997
+    norms = {2: 7.120903793, 4: 4.299475414, 6: 3.109386166, 8: 2.290034176, 10: 1.790476046, 12: 1.254898981}
+    recipe = load_recipe(RECIPES / "srl_nli_released_code.toml")
+    plan = objective_of(recipe).schedule(0)
+    t = torch.arange(1, texts + 1, dtype=torch.float64)[:, None]
+    j = torch.arange(1, 769, dtype=torch.float64)
+    order = [0, 1, 2, *(3, 6), *(4, 7), *(5, 8)]  # our passages: each query's positive, then its negative
+    states = {n: (torch.sin(0.7 * t * j + 0.3 * n * t) / 2 + torch.cos(n + j) / 4)[order].float() for n in norms}
+    batch = PairBatch(
+        queries=Texts(torch.zeros(queries, dtype=torch.int32), torch.arange(queries + 1)),
+        passages=Texts(torch.zeros(6, dtype=torch.int32), torch.arange(7)),
+        targets=torch.tensor([0, 2, 4]),
+        passage_query=torch.arange(queries).repeat_interleave(2),
+        scores=None,
+        query_hashes=torch.arange(queries),
+        passage_hashes=torch.arange(100, 106),
+        known_hashes=torch.tensor([100, 102, 104]),
+        known_offsets=torch.arange(queries + 1),
+        sample_ids=torch.arange(queries),
+    )
+
+    def run(**changed: Any) -> tuple[float, dict[int, float]]:
+        embeddings = [states[size.layers][:, : size.dim].clone() for size in plan.sizes]
+        losses, gradients = objective_of(recipe, **changed).loss.loss_and_gradients(embeddings, batch, plan, ALONE)
+        return float(losses["loss"]), {size.layers: float(g.norm()) for size, g in zip(plan.sizes, gradients)}
+
+    loss, ours = run()
+    assert loss == pytest.approx(loss_of_theirs, rel=1e-6)
+    assert ours == pytest.approx(norms, rel=1e-5)
+    assert run(kl="none")[0] == pytest.approx(without_kl, rel=1e-6)
+    # Negative controls: the setting before version 0.2.0, which divides the coordinates by 0.3, and a fixed teacher.
+    assert run(kl_weight=1.0, kl_temperature=0.3)[0] != pytest.approx(loss_of_theirs, rel=1e-3)
+    assert run(detach_teacher=True)[1] != pytest.approx(norms, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "factor", "mean"),
     [("srl_nli", 0.3, True), ("srl_msmarco", 1.0, True), ("srl_msmarco_released_code", 1.0, False)],
@@ -293,7 +337,10 @@ def test_the_papers_equation_3() -> None:
 
 @pytest.mark.parametrize("full_width", [False, True])
 def test_ese(full_width: bool) -> None:
-    """ESE's L for 5 layers, k = 8 and D = 24, from its formula; and with ℓ(v_n) of every layer, as the replication."""
+    """ESE's L for 5 layers, k = 8 and D = 24, from its formula; and with ℓ(v_n) of every layer, as the replication.
+
+    AnglE's (10 · IBN + 1 · CLN) / 2 beside a compression of weight 1 is here one InfoNCE beside 2 / 11 of it.
+    """
     recipe = load_recipe(RECIPES / "espresso_nli.toml", ["model.ladder=[[2, 8], [5, 24]]"])
     if full_width:
         recipe = replace(recipe, objective=replace(recipe.objective, sizes="espresso_full_width"))
@@ -308,20 +355,21 @@ def test_ese(full_width: bool) -> None:
         return F.mse_loss(m[:, :8], target) + divergence
 
     def naive(states: dict[int, Tensor]) -> Tensor:
-        total = infonce(states[5], 24, **options) + infonce(states[5], 8, **options) + distance(states[5])
+        total = infonce(states[5], 24, **options) + infonce(states[5], 8, **options) + 0.1818 * distance(states[5])
         for n in range(1, 5):
-            learnt = infonce(states[n], 8, **options) + distance(states[n])
+            learnt = infonce(states[n], 8, **options) + 0.1818 * distance(states[n])
             if full_width:
                 learnt = learnt + infonce(states[n], 24, **options)
             total = total + learnt / (1 + math.log(n)) / 4
         return total
 
     assert_equal_but_for(recipe, [{"compression_weight": 5.0}, {"temperature": 0.1}], plan, naive)
-    # Negative controls: layers that weigh alike, and divergences at another temperature.
+    # Negative controls: layers that weigh alike, and divergences at another temperature. At the recipe's weight that
+    # temperature changes gradients by 1e-3, a hundred times what the equality allows.
     for changed in ({"layer_weighting": "uniform"}, {"layer_weighting": "linear"}, {"compression_temperature": 0.01}):
         other = objective_of(recipe, **changed)
         loss_error, gradient_error = compare(other.loss, other.schedule(0), naive)
-        assert loss_error > 1e-4 and gradient_error > 1e-3, changed
+        assert loss_error > 1e-4 and gradient_error > 5e-4, changed
 
 
 def test_spread_out_is_of_queries_and_of_positives() -> None:
