@@ -309,7 +309,7 @@ def _own(assets: Assets, part: str, code: int, body: bytes = b"", **headers: str
             302,
             b"",
             {"Location": "manifest.json"},
-            expect=refused("Redirects"),
+            expect=refused("redirects"),
         ),
         row("login-page", "", 200, b"<html>log in</html>", {}, expect=refused("manifest.json")),
         row("manifest-403", "manifest.json", 403, b"", {}, expect=refused("403")),
