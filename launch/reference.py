@@ -62,6 +62,7 @@ FORMATS = (
     Format(
         "RUN/checkpoints/step_N/manifest.json", "trainer.checkpoint", "_Manifest", "docs/reliability.md", described=True
     ),
+    Format("RUN/environment.json", "trainer.environment", "Environment", "docs/architecture.md"),
     Format("RUN/tracking.json", "trainer.monitoring.trackers", "_Tracking", "docs/monitoring.md"),
     Format("RUN/job/NNN/environment.json", "launch.record", "Submission", "docs/cluster.md"),
     Format("MODEL/barista.json", "models.settings", "EmbeddingSettings", "docs/backbones.md"),

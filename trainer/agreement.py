@@ -11,7 +11,6 @@ model's weights are those of rank 0, which alone reads them, so only shapes and 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ from trainer.build import ModelParts
 from trainer.config.schema import Recipe, flat
 from trainer.distributed import Refused, World, gather_objects, named_ranks
 from trainer.ds_config import takes_weights_of_rank_0
+from trainer.environment import versions
 from trainer.objectives.guide import StoredGuide
 from trainer.objectives.teacher import LiveTeacher, StoredTeacher
 
@@ -52,7 +52,6 @@ FREE_KEYS = frozenset(
         "train.hang_seconds",
     }
 )
-_PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "tokenizers")
 _NAMED = 3
 _SHOWN = 60
 
@@ -90,11 +89,6 @@ def facts_of(recipe: Recipe, ds_config: Mapping[str, Any], sources: Sequence[Sha
     elif isinstance(parts.teacher, StoredTeacher):
         facts["teacher.store"] = f"record {parts.teacher.store.fingerprint}"
     return facts | {f"the version of {name}": version for name, version in versions().items()}
-
-
-def versions() -> dict[str, str]:
-    """The versions of the packages on which a run's numbers depend."""
-    return {name: importlib.metadata.version(name) for name in _PACKAGES}
 
 
 def disagreement(everyone: Sequence[Mapping[str, str]]) -> str | None:

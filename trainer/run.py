@@ -13,15 +13,11 @@ import functools
 import json
 import logging
 import os
-import platform
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
@@ -29,10 +25,9 @@ from data.ground.command import end_for
 from data.ground.errors import ConfigError, UserError
 from data.ground.files import describe_os_error, write_atomically
 from data.ground.options import Parser, settings_among
-from data.ground.secrets import without_secrets
 from data.stream import Stream
 from models.settings import EmbeddingSettings
-from trainer.agreement import check_agreement, frozen_fingerprint, versions
+from trainer.agreement import check_agreement, frozen_fingerprint
 from trainer.build import ModelParts, build_model, build_objective, check_shared_memory, open_shards, open_stream
 from trainer.checkpoint import Checkpointer, SavedCheckpoint, Saves
 from trainer.config.checks import check_world
@@ -51,6 +46,8 @@ from trainer.ds_config import (
     takes_weights_of_rank_0,
 )
 from trainer.engine import Engine
+from trainer.environment import FILE as ENVIRONMENT_FILE
+from trainer.environment import Environment
 from trainer.evaluation.during_training import Evaluator
 from trainer.exporting.model_folder import embedding_settings, save_model
 from trainer.loop import Hooks, Plan, RunState, TrainState, train
@@ -376,17 +373,9 @@ def write_run_folder(recipe: Recipe, ds_config: Mapping[str, Any], world: World)
     """Write what the run is, for people and for a resume. DONE and STOPPED stay until there is something newer."""
     output, problem = Path(recipe.run.output), None
     if world.is_main:
-        environment = {
-            "command": [without_secrets(word) for word in sys.argv],
-            "commit": _commit(),
-            "world_size": world.size,
-            "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor(),
-            "python": platform.python_version(),
-            "versions": versions(),
-        }
         files = {
             "recipe.toml": as_toml(recipe),
-            "environment.json": json.dumps(environment, indent=2) + "\n",
+            ENVIRONMENT_FILE: Environment.of(world).model_dump_json(indent=2) + "\n",
             "ds_config.json": json.dumps(full_ds_config(recipe, ds_config), indent=2) + "\n",
         }
         new = [name for name in files if not (output / name).exists()]
@@ -401,12 +390,3 @@ def write_run_folder(recipe: Recipe, ds_config: Mapping[str, Any], world: World)
                 (output / name).unlink(missing_ok=True)
     if (problem := gather_objects(problem)[0]) is not None:
         raise Refused(problem)
-
-
-def _commit() -> str | None:
-    """The checkout's commit, with a mark where files differ from it; None outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None

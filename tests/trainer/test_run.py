@@ -15,12 +15,16 @@ from typing import Any
 
 import pytest
 
+from data.ground.errors import OtherFormat
+from data.ground.records import read_record
 from models.encoder import load_encoder
 from tests.trainer.support import recipe_of, recipe_values
 from trainer import run
 from trainer.build import build_model, open_shards
 from trainer.config.load import as_toml
 from trainer.distributed import Refused, World
+from trainer.environment import FILE as ENVIRONMENT_FILE
+from trainer.environment import Environment
 from trainer.exporting.model_folder import embedding_settings, save_model
 from trainer.resilience.run_lock import lock
 from trainer.resilience.stopping import NotSaved
@@ -114,3 +118,22 @@ def test_a_run_of_one_step_that_trains_nothing(
     run._say_if_all_warm_up(plan)
     assert ("nothing is trained" in caplog.text) == warned
     assert warned == (not any(plan.learning_rate(step) for step in range(steps)))
+
+
+@pytest.mark.processes  # git is asked for the commit
+def test_what_a_run_says_of_itself(document_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read again as it was written. Files of versions before the format's number are read, too."""
+    monkeypatch.setattr("sys.argv", ["trainer", "--data.shards=https://user:s3cr3t@host/a"])
+    recipe = recipe_of(recipe_values(document_shards, run={"output": str(tmp_path)}, objective={"name": "masked"}))
+    run.write_run_folder(recipe, {}, ALONE)
+    path = tmp_path / ENVIRONMENT_FILE
+    found = read_record(path, Environment)
+    assert found == Environment.of(ALONE) and found.format == 1 and found.command[1].endswith("//***@host/a")
+    assert found.versions.keys() >= {"torch", "deepspeed"} and "s3cr3t" not in path.read_text()
+    earlier = json.loads(path.read_text())
+    del earlier["format"]
+    path.write_text(json.dumps(earlier))
+    assert read_record(path, Environment) == found
+    path.write_text(json.dumps(earlier | {"format": 2}))
+    with pytest.raises(OtherFormat, match="of format 2"):
+        read_record(path, Environment)

@@ -20,6 +20,8 @@ from data.ground.records import Record, parse_record, read_record
 from data.ground.secrets import without_secrets
 from models.sizes import Size
 from trainer.config.load import as_toml, build_recipe, read_json_object, read_toml
+from trainer.environment import FILE as ENVIRONMENT_FILE
+from trainer.environment import Environment
 from trainer.evaluation.results.report import METRIC_LABELS, markdown_table
 
 log = logging.getLogger(__name__)
@@ -28,15 +30,6 @@ log = logging.getLogger(__name__)
 WATTS_PER_RANK = {"cuda": 500.0, "cpu": 50.0}
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SHOWN_METRICS = ("spearman", "ndcg_cut_10", "recip_rank_10", "recall_100")
-
-
-class Environment(Record):
-    """The part of environment.json that a card tells."""
-
-    commit: str | None = None
-    versions: dict[str, str] = pydantic.Field(default_factory=dict)
-    device: str | None = None
-    world_size: int = pydantic.Field(default=1, ge=1)
 
 
 class _Step(Record):
@@ -91,7 +84,7 @@ def training_section(model_folder: Path, *, watts_per_rank: float | None = None)
     if not (run / "recipe.toml").is_file():
         return "## Training\n\nUnknown: the model folder is not inside the folder of a run.\n"
     recipe = build_recipe(read_toml(run / "recipe.toml"))
-    told = run / "environment.json"
+    told = run / ENVIRONMENT_FILE
     environment = read_record(told, Environment, what="file") if told.is_file() else Environment()
     rows = [
         ["objective", f"{recipe.objective.name}, sizes: {recipe.objective.sizes}"],

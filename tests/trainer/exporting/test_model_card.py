@@ -15,8 +15,8 @@ from models.settings import EmbeddingSettings
 from models.sizes import Size
 from tests.trainer.support import LADDER, MODEL, recipe_of, recipe_values
 from trainer.config.load import as_toml
+from trainer.environment import Environment
 from trainer.exporting.model_card import (
-    Environment,
     Results,
     base_model_of,
     read_compute,
