@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -592,3 +593,31 @@ def test_workers_hand_on_sentences(monkeypatch: pytest.MonkeyPatch, error: Excep
         assert isinstance(message, str) and "Traceback" in message
     else:
         assert isinstance(message, CommandEnd) and said in str(message)
+
+
+PUBLISHED_SETS = re.findall(
+    r"^\| `(\S+)` \| ([\w, ]+) \| `(--query-column .*)` \|$", (ROOT / "docs/static.md").read_text("utf-8"), re.M
+)
+
+
+@pytest.mark.parametrize(("folder", "columns", "arguments"), PUBLISHED_SETS, ids=[row[0] for row in PUBLISHED_SETS])
+def test_the_columns_of_the_published_static_sets(
+    folder: str,
+    columns: str,
+    arguments: str,
+    tiny_tokenizer_path: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The arguments of docs/static.md read a row with the columns of the set's card, and are needed for it."""
+    names = columns.split(", ")
+    (tmp_path / "set.jsonl").write_text(json.dumps({name: f"the text of {name}" for name in names}) + "\n")
+    fixed = ("tuples", tmp_path / "set.jsonl", "--tokenizer", tiny_tokenizer_path, "--output", tmp_path / "shards")
+    assert "column" in refusal(capsys, *fixed)
+    assert run(*fixed, *arguments.split()) == 0
+    sample = ShardFolder(tmp_path / "shards").tuple(0)
+    assert len(sample.passages) == len(names) - 1
+
+
+def test_the_sets_whose_columns_are_named() -> None:
+    assert {row[0] for row in PUBLISHED_SETS} == {"s2orc_title_abstract", "swim_ir_en", "negation", "parallel_*"}
