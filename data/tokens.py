@@ -90,7 +90,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, eq=False)
 class SpelledOut:
-    """Special tokens for which a model's token table has no rows, as the ordinary ids of their spelling.
+    """How a model reads special tokens for which its token table has no rows: as the ordinary ids of their spelling.
 
     The text around such a token is tokenized on its own, as it is around every special token, so ids that are in shards
     can be replaced as well as those of a text.

@@ -5,7 +5,6 @@ Pure functions of lines and figures. Torch-free.
 
 from __future__ import annotations
 
-import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+from data.ground.records import defined
 from launch.scaling import GPUS, INTERCONNECTS, Assumptions, Cluster, Lengths, Model, Prediction, predict
 from trainer.config.load import build_recipe
 from trainer.costs.shapes import Shape
@@ -177,10 +177,7 @@ class Page:
     @property
     def as_json(self) -> dict[str, Any]:
         counts = {verdict.replace(" ", "_"): count for verdict, count in counted(self.lines).items()}
-        # JSON has neither NaN nor infinities, which are values of failed lines.
-        lines = [line.as_json() for line in self.lines]
-        for line in lines:
-            line["values"] = {name: value if math.isfinite(value) else None for name, value in line["values"].items()}
+        lines = [defined(line.as_json()) for line in self.lines]  # the values of failed lines may be NaN
         return {
             **counts,
             "seconds": round(self.seconds, 1),

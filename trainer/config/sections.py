@@ -115,9 +115,9 @@ class ModelConfig:
 class DataConfig:
     """Which shards are read, how they are mixed, and how long their texts may be.
 
-    With one folder, `weights`, `mixture_temperature` and `batches` change nothing. They are accepted all the same: a
-    chain may replace one folder by its parts, for which the last two count, and an entry for each folder, as `weights`
-    has it, is sound for one.
+    With one folder, `weights`, `mixture_temperature` and `batches` change nothing. They are accepted all the same. A
+    chain may replace the folder by its parts, among which the last two choose, and one weight for one folder is a
+    complete list of weights.
     """
 
     shards: list[str] = Field(default_factory=list, description="Folders written by `python -m data.prepare`.")
