@@ -17,6 +17,7 @@ from data.ground.files import describe_os_error, is_unicode
 from data.ground.secrets import without_variables
 from trainer.checkpoint import Checkpointer
 from trainer.config.load import build_recipe, read_toml
+from trainer.config.read_keys import is_read
 from trainer.config.schema import Recipe, flat
 from trainer.monitoring.names import CHECKPOINT
 from trainer.resilience.run_lock import LOCK, PROBE, is_begun
@@ -101,21 +102,27 @@ def _check_folder(recipe: Recipe, output: Path) -> None:
 
 
 def check_same_recipe(recipe: Recipe) -> None:
-    """Refuse a recipe that differs from that of the run in its folder. That run is resumed, or is done."""
+    """Refuse a recipe that differs from that of the run in its folder. That run is resumed, or is done.
+
+    Keys that neither of them reads may differ: earlier versions accepted such keys, which are refused now, and may be
+    removed from the recipe of a run that was begun with one.
+    """
     output = Path(recipe.run.output)
     written = read_toml(output / "recipe.toml")
     try:
-        before = flat(build_recipe(written))
+        before = build_recipe(written)
     except ConfigError as error:
         raise ConfigError(
             f"{output / 'recipe.toml'}, with which the run in that folder was started: {error}"
         ) from error
+    old = flat(before)
     for key, value in flat(recipe).items():
         free = key.split(".")[0] in _FREE_SECTIONS or key in _FREE_KEYS
+        idle = not is_read(before, key) and not is_read(recipe, key)
         # The folder's recipe lacks passwords, and they may change.
-        if not free and _compared(key, before[key]) != _compared(key, value):
+        if not free and not idle and _compared(key, old[key]) != _compared(key, value):
             raise ConfigError(
-                f"run.output {output} holds a run with {key} = {before[key]!r}, not {value!r}; "
+                f"run.output {output} holds a run with {key} = {old[key]!r}, not {value!r}; "
                 "resume with the run's own recipe, or name another folder"
             )
 

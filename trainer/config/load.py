@@ -6,6 +6,9 @@ later ones win: the defaults there, what `objective.preset` stands for (trainer/
 combinations, and keys that are written out but not read (trainer/config/read_keys.py) are refused with one sentence
 that names the key, its value and what would be right. Torch-free, because login nodes check and submit recipes without
 a GPU stack.
+
+A resolved recipe, as runs write it, has every key, also those that nothing in the run reads. Its first line, a comment,
+lists the values of such keys that are no defaults. A reader accepts exactly these, so an edit of such a key is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import tomllib
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pydantic
 import tomli_w
@@ -49,6 +52,14 @@ _PLACES = (
     "evaluation.sts",
     "evaluation.beir",
 )
+_RESOLVED = "# Every key of a run. Nothing in it reads these values, which it inherited: "
+
+
+class _Layer(NamedTuple):
+    """What one recipe file, or the command line, writes."""
+
+    values: Mapping[str, Any]  # by section
+    inherited: Mapping[str, Any] | None = None  # in a resolved recipe: the values that nothing reads, by key
 
 
 def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
@@ -69,7 +80,7 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
         if _holds_null(value):
             raise ConfigError(f"--{key} holds null, which a recipe cannot; leave that setting out")
         given.setdefault(section, {})[name] = value
-    layers.append(given)
+    layers.append(_Layer(given))
     recipe = build_recipe(_merged(layers))
     check(recipe)
     _refuse_unread(layers, recipe)
@@ -78,7 +89,10 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
 
 def parse_toml(path: Path, what: str, *, hint: str) -> dict[str, Any]:
     """A TOML file's values. For errors: `what` names the kind of file, and `hint` says where such files are."""
-    text = _text_of(path, what, hint=hint)
+    return _parsed_toml(_text_of(path, what, hint=hint), path, what)
+
+
+def _parsed_toml(text: str, path: Path, what: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -113,26 +127,40 @@ def read_toml(path: Path) -> dict[str, dict[str, Any]]:
     return _merged(_layers(path))
 
 
-def _layers(path: Path, _seen: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+def _layers(path: Path, _seen: tuple[Path, ...] = ()) -> list[_Layer]:
     """What a recipe file and its bases write, the outermost base first."""
-    values = parse_toml(path, "recipe", hint="shipped recipes are in launch/recipes")
+    text = _text_of(path, "recipe", hint="shipped recipes are in launch/recipes")
+    values = _parsed_toml(text, path, "recipe")
     if path.resolve() in _seen:
         raise ConfigError(f"recipe {path} is its own base; remove the circle")
     if len(_seen) == _MOST_BASES:
         raise ConfigError(f"recipe {path} is the base of {_MOST_BASES} others, one upon another; write them flatter")
     base = values.pop("base", None)
+    layer = _Layer(values, _inherited(text))
     if base is None:
-        return [values]
+        return [layer]
     if not isinstance(base, str):
         raise ConfigError(f"recipe {path}: base = {base!r} must be the name of one recipe file")
-    return [*_layers(path.parent / base, (*_seen, path.resolve())), values]
+    return [*_layers(path.parent / base, (*_seen, path.resolve())), layer]
 
 
-def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _inherited(text: str) -> Mapping[str, Any] | None:
+    """The unread values that the first line of a resolved recipe lists; None for any other recipe."""
+    first = text.partition("\n")[0]
+    if not first.startswith(_RESOLVED):
+        return None
+    with contextlib.suppress(ValueError, RecursionError):
+        values = json.loads(first.removeprefix(_RESOLVED))
+        if isinstance(values, dict):
+            return values
+    return {}  # edited by hand: nothing is excused
+
+
+def _merged(layers: Sequence[_Layer]) -> dict[str, Any]:
     """Later layers win, key by key."""
     merged: dict[str, Any] = {}
     for layer in layers:
-        for section, table in layer.items():
+        for section, table in layer.values.items():
             before = merged.get(section)
             if isinstance(table, dict) and isinstance(before, dict):
                 merged[section] = {**before, **table}
@@ -141,30 +169,41 @@ def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _refuse_unread(layers: Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
+def _refuse_unread(layers: Sequence[_Layer], recipe: Recipe) -> None:
     """Raises ConfigError for a key that is written out where nothing reads it.
 
     Each key is judged in the layer that wrote it last. It passes if the whole recipe reads it, or if that layer and its
-    bases alone would read it, because a child may switch off what makes its base's keys read. A resolved recipe, as
-    runs write it, has every key and is not judged.
+    bases alone would read it, because a child may switch off what makes its base's keys read.
     """
     defaults = flat(Recipe())
     above: set[str] = set()
     for number in reversed(range(len(layers))):
         written = {
-            f"{section}.{name}": value for section, table in layers[number].items() for name, value in table.items()
+            f"{section}.{name}": value
+            for section, table in layers[number].values.items()
+            for name, value in table.items()
         }
         own = {key: value for key, value in written.items() if key not in above}
         above |= set(written)
-        if 2 * len(written) >= len(defaults):
-            continue
-        unread = [key for key in own if not says_nothing(own[key], defaults[key]) and not is_read(recipe, key)]
+        unread = [key for key in _judged(own, layers[number], defaults) if not is_read(recipe, key)]
         if unread and number + 1 < len(layers):
-            name = {"objective": {"name": recipe.objective.name}}  # a base may leave the name to its children
+            # A base may leave the name to its children.
+            name = _Layer({"objective": {"name": recipe.objective.name}})
             before = build_recipe(_merged([name, *layers[: number + 1]]))
             unread = [key for key in unread if not is_read(before, key)]
         if unread:
             raise ConfigError(why_unread(recipe, unread[0], own[unread[0]]))
+
+
+def _judged(own: Mapping[str, Any], layer: _Layer, defaults: Mapping[str, Any]) -> list[str]:
+    """Which of a layer's keys must be read: those that say something, and that a resolved recipe did not inherit."""
+    if layer.inherited is not None:
+        inherited = defaults | layer.inherited
+        return [key for key, value in own.items() if value != inherited[key]]
+    size = sum(len(table) for table in layer.values.values())
+    if 2 * size >= len(defaults):
+        return []  # a resolved recipe of an earlier version, without a list
+    return [key for key, value in own.items() if not says_nothing(value, defaults[key])]
 
 
 def build_recipe(values: Mapping[str, Any]) -> Recipe:
@@ -257,8 +296,15 @@ def as_tables(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 
 def as_toml(recipe: Recipe) -> str:
-    """The resolved recipe with every key written out and the secrets in its addresses hidden."""
-    return tomli_w.dumps(as_tables(recipe))
+    """The resolved recipe with every key written out and the secrets in its addresses hidden.
+
+    It is a recipe file that `load_recipe` reads. Its first line lists the inherited values that nothing reads.
+    """
+    tables = as_tables(recipe)
+    shown = {f"{section}.{name}": value for section, table in tables.items() for name, value in table.items()}
+    defaults = flat(Recipe())
+    unread = {key: value for key, value in shown.items() if value != defaults[key] and not is_read(recipe, key)}
+    return f"{_RESOLVED}{json.dumps(unread)}\n{tomli_w.dumps(tables)}"
 
 
 def _key(section: str, name: str) -> FieldInfo:

@@ -221,7 +221,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "objective.temperature": (COMPARISONS,),
     "objective.kl": (CONTRASTIVE, STUDENTS_OR_NO_KL),
     "objective.kl_weight": (CONTRASTIVE, KL, STUDENTS),
-    "objective.kl_teacher": (CONTRASTIVE, SCORES),
+    "objective.kl_teacher": (CONTRASTIVE, SCORES, STUDENTS),
     "objective.kl_size_weights": (CONTRASTIVE, KL, FIXED_SIZES, STUDENTS),
     "objective.kl_temperature": (CONTRASTIVE, COORDINATES, STUDENTS),
     "objective.detach_teacher": (CONTRASTIVE, KL, OWN_TEACHER, STUDENTS),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 from pydantic import ConfigDict
 
 from data.ground.errors import ConfigError, DataError
@@ -21,7 +22,7 @@ from data.ground.files import write_atomically
 from data.ground.options import settings_among
 from data.ground.records import Record, json_of, parse_json, read_record
 from trainer.build import open_shards
-from trainer.config.load import as_toml, load_recipe
+from trainer.config.load import as_tables, load_recipe
 from trainer.evaluation.tasks.read import digest_of_tasks, read_tasks
 from trainer.experiments.jobs import Job, Work, check_settings, training_job
 from trainer.monitoring.names import score_of
@@ -91,7 +92,7 @@ def make_plan(args: argparse.Namespace, settings: Sequence[str]) -> Plan:
     output = Path(args.output)
     tests = digest_of_tasks(recipe.evaluation.sts, recipe.evaluation.beir, split=recipe.evaluation.split)
     identity = {
-        "recipe": as_toml(recipe),
+        "recipe": tomli_w.dumps(as_tables(recipe)),
         "seeds": args.seeds,
         "step": step,
         "ranks": args.ranks,

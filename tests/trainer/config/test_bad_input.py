@@ -426,6 +426,20 @@ def test_a_run_that_a_bad_shard_has_ended_goes_on_without_it(values: Values, tmp
         check_output_folder(recipe(bad_shards="skip", batches="one_dataset"))
 
 
+def test_a_key_that_nothing_reads_may_leave_a_runs_recipe(values: Values, tmp_path: Path) -> None:
+    """Earlier versions accepted it. Now it is refused, and without it the run must go on."""
+    values = changed(changed(values, "run.resume", "auto"), "objective.kl", "none")
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / "recipe.toml").write_text(as_toml(recipe_of(changed(values, "objective.kl_weight", 0.5))))
+    check_output_folder(recipe_of(values))
+    # Negative control: a key that either of the two reads is another run's.
+    for differs in ({"objective.kl": "scores"}, {"objective.temperature": 0.5}):
+        for key, value in differs.items():
+            with pytest.raises(ConfigError, match=rf"holds a run with {key} = "):
+                check_output_folder(recipe_of(changed(values, key, value)))
+
+
 def test_output_folders(values: Values, refusal: Callable[..., str], tmp_path: Path) -> None:
     output = tmp_path / "run"
     output.mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,7 @@ ONE_RUNG = ["model.ladder=[[12, 768]]"]
     [
         "objective.kl_weight=5",
         "objective.kl=coordinates",
+        "objective.kl_teacher=full",
         "objective.detach_teacher=false",
         "objective.reduction=sum",
         "objective.layer_weighting=log",
@@ -328,64 +330,56 @@ def test_a_presets_values_are_not_the_recipes_words(pairs: Path) -> None:
     assert load_recipe(pairs, settings).objective.kl_weight == 0.3
 
 
-def test_resolved_recipes_are_not_judged(pairs: Path, tmp_path: Path) -> None:
-    """Runs write every key: their recipes load again, with changes, as a base, and those of older versions too."""
-    recipe = load_recipe(pairs, ["objective.kl=none"])
-    values = tomllib.loads(as_toml(recipe))
-    values["objective"] |= {"kl_weight": 5.0, "loss_scale": 0.5}  # of an older run, when nobody minded
+NO_KL = 'base = "pairs.toml"\n[data]\nnum_negatives = 3\n[objective]\nkl = "none"\n'
+
+
+@pytest.fixture
+def without_kl(pairs: Path, tmp_path: Path) -> Path:
+    """A recipe that inherits a weight of the KL which it switches off."""
+    pairs.write_text(PAIRS.replace("[objective]", "[objective]\nkl_weight = 0.7"))
+    return write(tmp_path, "no_kl.toml", NO_KL)
+
+
+def test_a_resolved_recipe_is_read_as_it_was_written(without_kl: Path, tmp_path: Path) -> None:
+    """It has keys that nothing reads, as a base set them. It loads again, with changes, and as a base."""
+    recipe = load_recipe(without_kl)
+    assert recipe.objective.kl_weight == 0.7 and not is_read(recipe, "objective.kl_weight")
+    path = write(tmp_path, "recipe.toml", as_toml(recipe))
+    assert load_recipe(path) == recipe
+    assert as_toml(load_recipe(path)) == path.read_text()
+    assert load_recipe(path, ["run.resume=auto", "optim.lr=1e-3"]).objective == recipe.objective
+    assert load_recipe(path, ["objective.kl=scores"]).objective.kl_weight == 0.7
+    grandchild = write(tmp_path, "child.toml", 'base = "recipe.toml"\n[optim]\nlr = 1e-3\n')
+    assert load_recipe(grandchild).objective == recipe.objective
+    # What is written beside it is judged.
+    with pytest.raises(ConfigError, match=r"kl_temperature = 0\.3 is read by nothing"):
+        load_recipe(path, ["objective.kl_temperature=0.3"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "refused"),
+    [
+        ("kl_weight = 0.7", "kl_weight = 5.0", "objective.kl_weight = 5.0"),  # inherited before
+        ("loss_scale = 1.0", "loss_scale = 0.5", "objective.loss_scale = 0.5"),  # a default before
+        ('loss = "infonce"', 'loss = "cosent"', "data.num_negatives = 3"),  # read before
+        ('{"objective.kl_weight": 0.7}', "{}", "objective.kl_weight = 0.7"),
+        ('{"objective.kl_weight": 0.7}', '{"objective.kl_weight"', "objective.kl_weight = 0.7"),
+    ],
+)
+def test_edits_of_a_resolved_recipe_are_judged(
+    before: str, after: str, refused: str, without_kl: Path, tmp_path: Path
+) -> None:
+    text = as_toml(load_recipe(without_kl))
+    assert text.count(before) == 1
+    with pytest.raises(ConfigError, match=f"^{re.escape(refused)} is read by nothing"):
+        load_recipe(write(tmp_path, "recipe.toml", text.replace(before, after)))
+
+
+def test_resolved_recipes_of_earlier_versions_are_not_judged(pairs: Path, tmp_path: Path) -> None:
+    """They do not list what they inherited, and nobody minded keys that were not read."""
+    values = tomllib.loads(as_toml(load_recipe(pairs, ["objective.kl=none"])))
+    values["objective"] |= {"kl_weight": 5.0, "loss_scale": 0.5}
     path = write(tmp_path, "recipe.toml", tomli_w.dumps(values))
     loaded = load_recipe(path)
     assert (loaded.objective.kl_weight, loaded.objective.loss_scale) == (5.0, 0.5)
     assert load_recipe(write(tmp_path, "again.toml", as_toml(loaded))) == loaded
-    assert load_recipe(path, ["run.resume=auto"]).objective == loaded.objective
-    child = write(tmp_path, "child.toml", 'base = "recipe.toml"\n[optim]\nlr = 1e-3\n')
-    assert load_recipe(child).objective == loaded.objective
-    # What is written beside it is.
-    with pytest.raises(ConfigError, match=r"kl_temperature = 0\.3 is read by nothing"):
-        load_recipe(path, ["objective.kl_temperature=0.3"])
-    # A version with fewer keys: without sections and keys that came since.
-    for section in ("guide", "debug", "evaluation"):
-        values.pop(section)
-    for key in ("bottleneck", "decoding", "pairs", "symmetric_spans", "pair_weight", "filter_by", "kl_teacher"):
-        values["objective"].pop(key)
-    older = load_recipe(write(tmp_path, "older.toml", tomli_w.dumps(values)))
-    assert (older.objective.kl_weight, older.objective.bottleneck) == (5.0, "head")
-    # Negative control: the same two keys in a recipe that a hand wrote.
-    with pytest.raises(ConfigError, match="is read by nothing"):
-        load_recipe(pairs, ["objective.kl=none", "objective.kl_weight=5", "objective.loss_scale=0.5"])
-
-
-def test_what_a_child_switched_off_does_nothing(pairs: Path) -> None:
-    """Inherited keys that are not read leave no trace in what the run asks of a recipe."""
-    masked = load_recipe(pairs, MASKED)
-    changed = dataclasses.replace(
-        masked,
-        objective=dataclasses.replace(masked.objective, loss="cosent", kl_teacher="guide", filter_by="guide"),
-        data=dataclasses.replace(masked.data, query_prompts=["query: "], num_negatives=2, negatives_from=[0.5]),
-        model=dataclasses.replace(masked.model, lora_rank=4),
-    )
-    assert changed.prompts == ([], []) and changed.adapter_rank == 0
-    assert not changed.uses_guide and not changed.guide_teaches
-    paired = load_recipe(pairs)
-    enhanced = dataclasses.replace(paired.objective, decoding="enhanced", pairs="tuples")
-    contrastive = dataclasses.replace(paired, objective=enhanced)
-    assert contrastive.pairs == "none" and not contrastive.decodes_enhanced
-    without = dataclasses.replace(enhanced, name="masked", pairs="none", decoder=False)
-    assert not dataclasses.replace(paired, objective=without).decodes_enhanced
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "launch" / "studies").glob("*.toml")), ids=lambda path: path.stem)
-def test_shipped_studies_write_nothing_in_vain(path: Path) -> None:
-    assert runs_of(load_study(path))
-
-
-def test_values_of_any_type_stand_in_the_sentence_as_a_recipe_writes_them(pairs: Path) -> None:
-    sentences: dict[str, Any] = {
-        "model.lora_targets=query": 'model.lora_targets = ["query"] is',
-        "objective.decoding=enhanced": 'objective.decoding = "enhanced" is',
-        "objective.symmetric_spans=true": "objective.symmetric_spans = true is",
-    }
-    for setting, start in sentences.items():
-        with pytest.raises(ConfigError) as refusal:
-            load_recipe(pairs, [setting])
-        assert str(refusal.value).startswith(start)
