@@ -7,7 +7,6 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tomli_w
@@ -17,7 +16,6 @@ from tests import ROOT
 from trainer.config.load import as_toml, load_recipe
 from trainer.config.read_keys import READ_WHEN, is_read, says_nothing
 from trainer.config.schema import Recipe
-from trainer.experiments.plan import load_study, runs_of
 
 PAIRS = """
 [objective]
