@@ -198,7 +198,7 @@ def _refuse_unread(layers: Sequence[_Layer], recipe: Recipe) -> None:
 def _judged(own: Mapping[str, Any], layer: _Layer, defaults: Mapping[str, Any]) -> list[str]:
     """Which of a layer's keys must be read: those that say something, and that a resolved recipe did not inherit."""
     if layer.inherited is not None:
-        inherited = defaults | layer.inherited
+        inherited = {**defaults, **layer.inherited}
         return [key for key, value in own.items() if value != inherited[key]]
     size = sum(len(table) for table in layer.values.values())
     if 2 * size >= len(defaults):
