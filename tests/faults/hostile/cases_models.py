@@ -646,6 +646,9 @@ def _(folder: Path, assets: Assets, words: tuple[str, ...], damage: Damage) -> C
         row("size-unknown", ("--size", "grande")),
         row("rerank-smaller", ("--size", "2x32", "--rerank", "1x16")),
         row("corpus-nowhere", ("--corpus", "nowhere.jsonl")),
+        row("seed-of-nothing", ("--seed", "3")),
+        row("split-of-files", ("--split", "test")),
+        row("columns-of-objects", ("--columns", "query,positive")),
     ],
     misused(),
 )
