@@ -539,12 +539,14 @@ def _(folder: Path, assets: Assets, damage: Damage) -> Command:
         row("watts-nan", ("--watts-per-rank", "nan")),
         row("watts-inf", ("--watts-per-rank", "inf")),
         row("watts-minus", ("--watts-per-rank", "-1")),
+        row("watts-of-no-run", ("--watts-per-rank", "60", "--model", "elsewhere/model")),
         row("table-of-an-encoder", ("--table", "int8")),
         row("results-nowhere", ("--results", "nowhere.json")),
     ],
     misused(),
 )
 def _(folder: Path, assets: Assets, words: tuple[str, ...]) -> Command:
+    assets.copy(assets.model, folder / "elsewhere" / "model")
     return export(assets.model, *words)
 
 
