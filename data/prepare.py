@@ -28,7 +28,7 @@ from data.documentation import (
 )
 from data.ground.command import INTERRUPTED_CODE, exit_code_of, log_to_stderr
 from data.ground.errors import DataError
-from data.ground.options import Parser, SubParsers
+from data.ground.options import Parser, Stated, StatedEach, SubParsers
 from data.inputs import check_name
 from data.keyed_random import check_seed
 from data.lines import LONGEST_LINE
@@ -194,22 +194,26 @@ def _source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", metavar="N", type=int, help="take only the first N records")
     parser.add_argument(
         "--longest-line",
+        action=Stated,
         metavar="MIB",
         type=int,
         default=LONGEST_LINE // 2**20,
         help="refuse longer lines and documents (default 1024)",
     )
     parser.add_argument("--skip-empty", action="store_true", help="drop empty texts instead of stopping at the first")
-    parser.add_argument("--subset", metavar="NAME", help="configuration of a hub data set, such as sample-10BT")
     parser.add_argument(
-        "--split", metavar="NAME", default="train", help="of a hub data set or of qrels (default train)"
+        "--subset", action=Stated, metavar="NAME", help="configuration of a hub data set, such as sample-10BT"
+    )
+    parser.add_argument(
+        "--split", action=Stated, metavar="NAME", default="train", help="of a hub data set or of qrels (default train)"
     )
 
 
 def _text_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--text-column", metavar="NAME", default="text", help="default: text")
+    parser.add_argument("--text-column", action=Stated, metavar="NAME", default="text", help="default: text")
     parser.add_argument(
         "--text-split",
+        action=Stated,
         choices=TEXT_SPLITS,
         default="blank-lines",
         help="what divides the documents of a .txt file (default blank-lines)",
@@ -226,33 +230,40 @@ def _column_options(parser: argparse.ArgumentParser) -> None:
         "and qrels.SPLIT.tsv; beir: folder of corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; "
         "auto: msmarco or beir if the folder's files are theirs, else columns (default)",
     )
-    parser.add_argument("--query-column", metavar="NAME", help="default: query, anchor, question or sentence1")
+    parser.add_argument(
+        "--query-column", action=Stated, metavar="NAME", help="default: query, anchor, question or sentence1"
+    )
     parser.add_argument(
         "--positive-column",
+        action=StatedEach,
         metavar="NAME",
-        action="append",
         default=[],
         help="may be repeated; holds a text, a list of texts or of {title, text} passages "
         "(default: positive, positives, pos, positive_passages, answer or sentence2)",
     )
     parser.add_argument(
         "--negative-column",
+        action=StatedEach,
         metavar="NAME",
-        action="append",
         default=[],
         help="may be repeated (default, if no column is named: negative, negatives, negative_1, hard_negative, neg, "
         "negative_passages and the like)",
     )
     parser.add_argument(
-        "--score-column", metavar="NAME", help="makes graded pairs (default, if no column is named: score, if present)"
+        "--score-column",
+        action=Stated,
+        metavar="NAME",
+        help="makes graded pairs (default, if no column is named: score, if present)",
     )
     parser.add_argument(
         "--weight-column",
+        action=Stated,
         metavar="NAME",
         help="multiplies a query's loss; an empty one means 1 (default, if no column is named: weight, if present)",
     )
     parser.add_argument(
         "--columns",
+        action=Stated,
         metavar="NAME,NAME,...",
         type=lambda text: text.split(","),
         default=[],
@@ -269,6 +280,7 @@ def _hard_negatives_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-negatives",
+        action=Stated,
         metavar="N",
         type=int,
         default=50,

@@ -43,7 +43,7 @@ from typing import Any
 
 from data.ground.errors import ConfigError
 from launch.job import Job, evaluate_job, prepare_job, training_job
-from launch.options import job_options
+from launch.options import job_options, refuse_unread
 from trainer.config.load import load_recipe, parse_toml
 from trainer.config.schema import Recipe
 
@@ -75,12 +75,13 @@ def read_chain(path: Path, given: Mapping[str, Any], *, resume: bool, waits: boo
     _check_keys(values, {"output": str, "options": dict, "stages": list}, str(path))
     if not values.get("output") or not values.get("stages"):
         raise ConfigError(f"{path}: a chain needs output, a folder for its records, and at least one of [[stages]]")
-    output, made, jobs = Path(values["output"]), Made(), []
+    output, made, jobs, tasks = Path(values["output"]), Made(), [], set[str]()
     for number, stage in enumerate(values["stages"], 1):
         where = f"{path}, stage {number}"
         task = stage.get("task") if isinstance(stage, Mapping) else None
         if not isinstance(task, str) or task not in _STAGE_KEYS:
             raise ConfigError(f"{where}: task = {task!r} is unknown; choose one of {', '.join(_STAGE_KEYS)}")
+        tasks.add(task)
         _check_keys(stage, {"task": str, "options": dict, **_STAGE_KEYS[task]}, where)
         merged = {**values.get("options", {}), **given, **stage.get("options", {})}
         merged = {"gpus_per_node": 0, **merged} if task == "prepare" else merged
@@ -104,6 +105,7 @@ def read_chain(path: Path, given: Mapping[str, Any], *, resume: bool, waits: boo
         else:
             commands = _evaluation(stage, made, where)
             jobs.append(evaluate_job(commands, options, where=where, folder=folder, chdir=chdir))
+    refuse_unread(given, tasks=tasks, chain=path)
     return jobs
 
 

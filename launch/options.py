@@ -165,6 +165,16 @@ def job_options(values: Mapping[str, Any], *, where: str, task: str = "train", o
     return options
 
 
+def refuse_unread(given: Collection[str], *, tasks: Collection[str], chain: Path) -> None:
+    """Refuse options of the command line that no stage of a chain reads. tasks: those of its stages."""
+    for name in given:
+        if (reader := _READ_BY.get(name)) is not None and reader not in tasks:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option} is read by stages of task {reader!r} alone, and {chain} has none; leave {option} out"
+            )
+
+
 def _check(options: JobOptions, where: str, *, lead: int) -> None:
     """lead: seconds before the time limit at which the job is signalled; 0: it is not."""
 

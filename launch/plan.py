@@ -19,7 +19,7 @@ from typing import Any
 
 from data.ground.command import exit_code_of
 from data.ground.errors import ConfigError
-from data.ground.options import Parser, settings_among
+from data.ground.options import Parser, Stated, settings_among, stated_in
 from launch.scaling import (
     GPUS,
     INTERCONNECTS,
@@ -67,18 +67,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _plan_and_print(args: argparse.Namespace, rest: Sequence[str]) -> None:
     recipe = load_recipe(args.recipe, settings_among(rest))
     shape = _shape_of(recipe, args)
+    nodes = parse_nodes(args.nodes)
+    gpus = _within("--gpus-per-node", args.gpus_per_node, 1, _MOST_GPUS)
+    link = parse_interconnect(args.interconnect)
+    assumed = _assumptions(args)
+    _refuse_unread(args, nodes, gpus)
     rows = plan(
         recipe,
         Model.of(recipe, shape, guide=guide_of(recipe, args.guide, recipes=Path(args.recipe).parent)),
-        nodes=parse_nodes(args.nodes),
-        gpus_per_node=_within("--gpus-per-node", args.gpus_per_node, 1, _MOST_GPUS),
+        nodes=nodes,
+        gpus_per_node=gpus,
         gpu=args.gpu,
-        link=parse_interconnect(args.interconnect),
+        link=link,
         lengths=_lengths(recipe, args),
-        assumed=_assumptions(args),
+        assumed=assumed,
         batch_per_gpu=_within("--batch-per-gpu", args.batch_per_gpu, 0, _MOST),
     )
     print(json.dumps([_record(row) for row in rows], indent=2) if args.json else _text(recipe, args, rows))
+
+
+def _refuse_unread(args: argparse.Namespace, nodes: Sequence[int], gpus_per_node: int) -> None:
+    """Refuse options of links that the command line states and that no prediction reads."""
+    stated = stated_in(args) if nodes == [1] else ()
+    if "interconnect" in stated:
+        raise ConfigError("--interconnect joins nodes, and --nodes names a single one; leave --interconnect out")
+    if gpus_per_node == 1 and "link_share" in stated:
+        raise ConfigError("--link-share is of what joins GPUs, and there is a single one; leave --link-share out")
 
 
 def plan(
@@ -311,7 +325,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", default="1..512", help="8, or 1,2,4, or 1..512 (powers of two); default %(default)s")
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--gpu", choices=tuple(GPUS), default="h100")
-    parser.add_argument("--interconnect", default="ib-ndr-8x", help=f"{', '.join(INTERCONNECTS)}, or a node's Gbit/s")
+    parser.add_argument(
+        "--interconnect",
+        action=Stated,
+        default="ib-ndr-8x",
+        help=f"{', '.join(INTERCONNECTS)}, or a node's Gbit/s",
+    )
     parser.add_argument(
         "--model", default="", help="config.json, a model's folder or a known hub name; default: the recipe's"
     )
@@ -324,7 +343,8 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}-tokens", type=float, help=f"mean tokens of a {name}; default: the longest")
     for name in ("matrix", "memory", "link"):
         value = getattr(default, f"{name}_share")
-        parser.add_argument(f"--{name}-share", type=float, default=value, help="of the data sheet; default %(default)s")
+        share = "of the data sheet; default %(default)s"
+        parser.add_argument(f"--{name}-share", action=Stated, type=float, default=value, help=share)
     parser.add_argument("--json", action="store_true", help="everything, all stages, as JSON")
     return parser
 

@@ -85,6 +85,8 @@ PARTS = (
     Part("steps", (Phase("steps"),), _expected(120, 25, 120, 60)),
 )
 SUBJECTS = tuple(dict.fromkeys(part.subject for part in PARTS))
+# Those that read the hostfile: measurements of several ranks, and the plan beside `steps`.
+OF_HOSTS = ("ranks", "resume", "steps")
 
 
 @dataclass
@@ -225,6 +227,10 @@ def qualify(args: argparse.Namespace) -> int:
         check_file(path, option)
         if path and args.hostfile and path.resolve() == args.hostfile.resolve():
             raise UserError(f"{option} {path} is the hostfile, too; name another")
+    if args.hostfile and args.only and not set(args.only) & set(OF_HOSTS):
+        raise UserError(
+            f"--hostfile is read by the subjects {', '.join(OF_HOSTS)} alone; leave --hostfile out, or add one"
+        )
     args.folder.mkdir(parents=True, exist_ok=True)
     for path in filter(None, (output, args.json)):
         if path.is_dir():

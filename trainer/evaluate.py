@@ -154,6 +154,7 @@ def _latency(args: argparse.Namespace) -> int:
         raise ConfigError("there are no queries to time; give --sts FILE or --beir FOLDER")
     if args.sts and args.beir:
         raise ConfigError("--sts and --beir are both given, and the queries of one are timed; leave one out")
+    arguments.refuse_unread(args)
     if args.sts:
         texts = [text for pair in read_sts(args.sts).pairs for text in pair]
     else:

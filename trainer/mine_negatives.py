@@ -35,7 +35,7 @@ from data.corpora.splits import InputSplit, TupleLayout
 from data.ground.command import run_command
 from data.ground.errors import ConfigError, UserError
 from data.ground.files import sha256_of
-from data.ground.options import LARGEST_SEED, Parser, count, real
+from data.ground.options import LARGEST_SEED, Parser, Stated, StatedEach, count, real, stated_in
 from data.ground.records import read_record
 from data.ground.whole_folder import check_place
 from data.model_folders import SETTINGS_FILE
@@ -63,6 +63,8 @@ from trainer.resilience.stopping import STOP_FILE_VARIABLE, StopRequests
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
+    if "seed" in stated_in(args) and args.sampling != "random":
+        raise ConfigError("--seed is read with --sampling random alone; give --sampling random, or leave --seed out")
     rules = Rules(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Rules)})
     blocks = Blocks(args.queries_per_block, args.passages_per_block)
     corpora = [Path(path) for path in args.corpus]
@@ -171,7 +173,7 @@ def _units(args: argparse.Namespace, scratch: Path) -> list[InputSplit]:
         tuple(args.columns),
         skip_rows=args.skip_rows,
     )
-    source = SourceOptions(args.limit, skip_empty=args.skip_empty, split=args.split)
+    source = SourceOptions(args.limit, skip_empty=args.skip_empty, split=args.split, stated=stated_in(args))
     return plan_tuples(args.inputs, tuples, source, scratch=scratch)
 
 
@@ -241,17 +243,25 @@ def _rule_options(parser: argparse.ArgumentParser) -> None:
     add("--max-score", type=real(), metavar="S")
     add("--min-score", type=real(), metavar="S")
     add("--sampling", choices=("top", "random"), default="top", help="of those that are left (%(default)s)")
-    add("--seed", type=count(least=0, most=LARGEST_SEED), default=0, help="of random sampling (%(default)s)")
+    seeds = count(least=0, most=LARGEST_SEED)
+    add("--seed", action=Stated, type=seeds, default=0, help="of random sampling (%(default)s)")
 
 
 def _reading_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("reading, as for data.prepare tuples").add_argument
     add("--format", choices=TUPLE_FORMATS, default="auto")
-    add("--split", default="train", help="of MS MARCO and BEIR folders (%(default)s)")
-    add("--columns", type=lambda text: text.split(","), default=[], metavar="NAME,...", help="of TSV without a header")
-    add("--query-column", metavar="NAME")
-    add("--positive-column", action="append", default=[], metavar="NAME")
-    add("--negative-column", action="append", default=[], metavar="NAME")
+    add("--split", action=Stated, default="train", help="of a hub data set or of qrels (%(default)s)")
+    add(
+        "--columns",
+        action=Stated,
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="NAME,...",
+        help="of TSV without a header",
+    )
+    add("--query-column", action=Stated, metavar="NAME")
+    add("--positive-column", action=StatedEach, default=[], metavar="NAME")
+    add("--negative-column", action=StatedEach, default=[], metavar="NAME")
     add("--skip-rows", metavar="FILE")
     add("--skip-empty", action="store_true")
     add("--limit", type=count(), metavar="N", help="tuples to read")

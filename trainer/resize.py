@@ -25,7 +25,7 @@ from pathlib import Path
 
 from data.ground.command import log_to_stderr, run_command
 from data.ground.errors import ConfigError
-from data.ground.options import Parser, count, settings_among
+from data.ground.options import Parser, Stated, count, settings_among, stated_in
 from trainer.resizing.resize import Resize, resize
 
 # Recipe keys that the command sets itself, and those that would end a training before it leaves a model.
@@ -60,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--pairs", nargs="+", default=[], metavar="FILE", help="queries with passages, for SRL after it")
     add("--sts", nargs="+", default=[], metavar="FILE", help="STS files to evaluate on")
     add("--beir", nargs="+", default=[], metavar="FOLDER", help="BEIR folders to evaluate on")
-    add("--text-column", default="text", metavar="NAME", help="of the texts' files (%(default)s)")
-    add("--text-split", default="blank-lines", metavar="KIND", help="what divides a .txt file (%(default)s)")
+    add("--text-column", action=Stated, default="text", metavar="NAME", help="of the texts' files (%(default)s)")
+    kinds = "what divides a .txt file (%(default)s)"
+    add("--text-split", action=Stated, default="blank-lines", metavar="KIND", help=kinds)
     add("--limit", type=count(), metavar="N", help="take only the first N texts")
     add("--max-length", type=count(), metavar="TOKENS", help="what is read of a text (default: what the model reads)")
     add("--processes", type=count(most=4096), metavar="N", help="that tokenize")
@@ -90,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             max_length=args.max_length,
             processes=args.processes,
             overrides=tuple(overrides),
+            stated=stated_in(args),
         ),
         prepare_only=args.prepare_only,
     )

@@ -16,6 +16,7 @@ runs are removed. Output goes to <output>/logs. SIGTERM, SIGUSR1, Ctrl-C, the fi
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -25,7 +26,7 @@ import torch
 
 from data.ground.command import run_command
 from data.ground.errors import ConfigError
-from data.ground.options import Parser, real
+from data.ground.options import Parser, Stated, real, stated_in
 from trainer.experiments.checks import check_files, check_given
 from trainer.experiments.jobs import Work
 from trainer.experiments.plan import Result, Run, load_study
@@ -33,6 +34,12 @@ from trainer.experiments.report import write_report
 from trainer.experiments.study_jobs import chosen, has_results, is_done, jobs_of
 
 log = logging.getLogger(__name__)
+
+# The options that start nothing, the strongest first, and what is not read with each of them.
+_NOT_READ_WITH = {
+    "report_only": ("list", "arms", "jobs", "stop_after_minutes"),
+    "list": ("jobs", "stop_after_minutes"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -44,16 +51,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--list", action="store_true", help="list the runs and whether they are done; starts nothing")
     parser.add_argument(
         "--stop-after-minutes",
+        action=Stated,
         type=real(least=0),
         metavar="M",
         default=0.0,
         help="let the run in progress save, exit with 75",
     )
     parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="runs at a time, sharing the cores or GPUs (%(default)s)"
+        "--jobs",
+        action=Stated,
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs at a time, sharing the cores or GPUs (%(default)s)",
     )
     parser.add_argument("--arms", nargs="+", metavar="B/M", help="only these arms for now, and what they start from")
     args = parser.parse_args(argv)
+    _refuse_unread(args)
     if args.jobs < 1:
         raise ConfigError(f"--jobs {args.jobs} is below 1, one run at a time")
     study = load_study(args.study)
@@ -73,6 +87,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     with work.listening():
         work.carry_out(jobs)
     sys.stdout.write(f"{write_report(study)}\n")
+
+
+def _refuse_unread(args: argparse.Namespace) -> None:
+    stated = {*stated_in(args), *(name for name in ("list", "arms") if getattr(args, name))}
+    for stronger, unread in _NOT_READ_WITH.items():
+        for name in unread if getattr(args, stronger) else ():
+            if name in stated:
+                option, other = (f"--{each.replace('_', '-')}" for each in (name, stronger))
+                raise ConfigError(f"{option} is not read with {other}; leave one of the two out")
 
 
 def _gpus(jobs: int, ranks: int) -> list[str]:

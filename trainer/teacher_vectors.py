@@ -37,7 +37,7 @@ from data.encoding import TextEncoder
 from data.ground.command import log_to_stderr, run_command
 from data.ground.errors import ConfigError, DataError
 from data.ground.files import sha256_of
-from data.ground.options import Parser, settings_among
+from data.ground.options import Parser, Stated, settings_among, stated_in
 from data.ground.records import digest_of
 from data.model_folders import SETTINGS_FILE
 from data.shards.reader import ShardFolder
@@ -77,15 +77,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--config", required=True, metavar="RECIPE.toml", help="the recipe whose shards and teacher these are")
     add("--texts", required=True, nargs="+", metavar="FILE", help="what the shards were made from")
-    add("--text-column", default="text", metavar="NAME", help="of documents (%(default)s)")
-    add("--text-split", choices=TEXT_SPLITS, default="blank-lines", help="of .txt files (%(default)s)")
+    add("--text-column", action=Stated, default="text", metavar="NAME", help="of documents (%(default)s)")
+    add("--text-split", action=Stated, choices=TEXT_SPLITS, default="blank-lines", help="of .txt files (%(default)s)")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # what the deepspeed launcher passes
     args, rest = parser.parse_known_args(argv)
     overrides = settings_among(rest)
     log_to_stderr()
     recipe = load_recipe(args.config, overrides)
     sections = _storing_sections(recipe, args.config)
-    source = SourceOptions(skip_empty=True)
+    source = SourceOptions(skip_empty=True, stated=stated_in(args))
     with tempfile.TemporaryDirectory() as scratch:
         if recipe.reads_documents:
             units = plan_documents(args.texts, DocumentLayout(args.text_column, args.text_split), source)

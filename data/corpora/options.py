@@ -1,11 +1,13 @@
-"""What a user asks for when inputs are cut into input splits: of any source, and of training examples."""
+"""What a user asks for when inputs are cut into input splits, and which kinds of inputs read it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from data.corpora.splits import DocumentLayout, TupleLayout
 from data.ground.errors import DataError
+from data.inputs import FileKind
 from data.lines import LONGEST_LINE
 
 MOST_NEGATIVES = 2**16
@@ -23,6 +25,7 @@ class SourceOptions:
     skip_empty: bool = False  # drop empty texts instead of refusing them
     subset: str | None = None  # the configuration of a hub data set
     split: str = "train"  # of a hub data set, or of the judgements of an MS MARCO or BEIR folder
+    stated: Collection[str] = ()  # the options of any table below that the user states: they must be read
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,52 @@ class TupleOptions:
             raise DataError(
                 f"{self.max_negatives} negatives a query cannot be kept; give between 0 and {MOST_NEGATIVES}"
             )
+
+
+@dataclass(frozen=True)
+class Readers:
+    """The kinds of inputs that read an option, and what a message calls them."""
+
+    kinds: tuple[FileKind, ...]
+    name: str
+
+
+_HUB = Readers(("hub",), "data sets of the Hugging Face hub")
+_COLUMNS = Readers(("jsonl", "tsv", "parquet", "tar", "hub"), "inputs with columns")
+_BY_ID = Readers(("ids",), "MS MARCO and BEIR folders")
+_LINES: tuple[FileKind, ...] = ("jsonl", "tsv", "txt", "tar")  # what has lines, or members that are read whole
+_DOCUMENTS = Readers((), "documents, and these are training examples")
+
+# Of each option that some inputs do not read: the inputs that do. Every input reads the options that are not named.
+DOCUMENT_READERS: Mapping[str, Readers] = {
+    "subset": _HUB,
+    "split": _HUB,
+    "text_column": _COLUMNS,
+    "text_split": Readers(("txt",), ".txt files"),
+    "longest_line": Readers(_LINES, "jsonl, TSV and .txt files and tars"),
+}
+TUPLE_READERS: Mapping[str, Readers] = {
+    "subset": _HUB,
+    "split": Readers(("hub", "ids"), "data sets of the Hugging Face hub, MS MARCO folders and BEIR folders"),
+    "columns": Readers(("tsv",), "TSV files"),
+    "query_column": _COLUMNS,
+    "positive_column": _COLUMNS,
+    "negative_column": _COLUMNS,
+    "score_column": _COLUMNS,
+    "weight_column": _COLUMNS,
+    "max_negatives": _BY_ID,
+    "text_column": _DOCUMENTS,
+    "text_split": _DOCUMENTS,
+    "longest_line": Readers((*_LINES, "ids"), "jsonl and TSV files, tars, MS MARCO folders and BEIR folders"),
+}
+
+
+def refuse_unread(stated: Collection[str], readers: Mapping[str, Readers], kinds: Collection[FileKind]) -> None:
+    """Refuse an option that the user states and that no input reads. kinds: those of all inputs."""
+    for option, read_by in readers.items():
+        if option in stated and not any(kind in read_by.kinds for kind in kinds):
+            name = f"--{option.replace('_', '-')}"
+            raise DataError(f"no input reads {name}, which is for {read_by.name}; leave {name} out")
 
 
 DEFAULT_LAYOUT = DocumentLayout()

@@ -29,9 +29,12 @@ from data.corpora.options import (
     DEFAULT_LAYOUT,
     DEFAULT_SOURCE,
     DEFAULT_TUPLES,
+    DOCUMENT_READERS,
     TEXT_SPLITS,
+    TUPLE_READERS,
     SourceOptions,
     TupleOptions,
+    refuse_unread,
 )
 from data.corpora.read import read_split
 from data.corpora.rows import hub_dataset, open_parquet, require_columns, rows_of
@@ -80,6 +83,7 @@ def plan_documents(
     if layout.text_split not in TEXT_SPLITS:
         raise DataError(f"text split {layout.text_split!r} is unknown; use one of {', '.join(TEXT_SPLITS)}")
     paths = find_inputs(inputs, output=output)
+    refuse_unread(source.stated, DOCUMENT_READERS, [kind_of(path) for path in paths])
     split_bytes = _split_bytes(paths)
     input_splits = [
         replace(input_split, skip_empty=source.skip_empty, longest_line=source.longest_line)
@@ -126,12 +130,15 @@ def plan_tuples(
     skipped = _read_row_numbers(tuples.skip_rows) if tuples.skip_rows else ()
     if skipped and len(inputs) > 1:
         raise DataError("rows to skip are counted within one file; prepare one input at a time")
-    by_id, files = _folders_by_id(inputs, tuples, split=source.split, scratch=scratch)
+    folders, files = _folders_by_id(inputs, tuples, scratch=scratch)
     if tuples.negatives_file and files:
         raise DataError(f"{files[0]} is no MS MARCO or BEIR folder, so the hard negatives file does not apply to it")
     paths = find_inputs(files, output=output)
     if skipped and len(paths) > 1:
         raise DataError("rows to skip are counted within one file; prepare one input at a time")
+    of_folders: list[FileKind] = ["ids"] * len(folders)
+    refuse_unread(source.stated, TUPLE_READERS, [*of_folders, *map(kind_of, paths)])
+    by_id = [each for folder in folders for each in _id_splits(folder, tuples, split=source.split)]
     # Rows to skip are counted over a whole input, so one process reads it.
     split_bytes = None if skipped else _split_bytes(paths)
     input_splits = [*by_id, *_tuple_splits(paths, tuples, source, split_bytes=split_bytes)]
@@ -161,6 +168,8 @@ def _tuple_splits(
     remote: _Columns | None = None
     for path in paths:
         kind = kind_of(path)
+        if tuples.format in ("nli", "sts") and kind != "tsv":
+            raise DataError(f"{path} is not a .tsv file, which format {tuples.format} needs; use --format columns")
         if kind == "hub":
             of_hub = _hub_splits(
                 str(path), tuples.wanted, subset=source.subset, split=source.split, whole=split_bytes is None
@@ -187,13 +196,21 @@ def _tuple_splits(
     return input_splits
 
 
+class _FolderById(NamedTuple):
+    """An MS MARCO or BEIR folder, and the folder for the index of its passages, which is not there yet."""
+
+    path: Path
+    format: str
+    target: Path
+
+
 def _folders_by_id(
-    inputs: Sequence[str], tuples: TupleOptions, *, split: str, scratch: Path | None
-) -> tuple[list[InputSplit], list[str]]:
-    """(the input splits of MS MARCO and BEIR folders, the names of all other inputs)."""
-    input_splits: list[InputSplit] = []
+    inputs: Sequence[str], tuples: TupleOptions, *, scratch: Path | None
+) -> tuple[list[_FolderById], list[str]]:
+    """(the MS MARCO and BEIR folders, the names of all other inputs)."""
+    folders: list[_FolderById] = []
     files: list[str] = []
-    folders: set[Path] = set()
+    seen: set[Path] = set()
     for number, name in enumerate(inputs):
         check_name(name, "input")
         found = tuples.format if tuples.format != "auto" else _folder_format(Path(name))
@@ -205,24 +222,18 @@ def _folders_by_id(
                 f"folder {name} names passages by id, so it has no rows to skip; leave out --skip-rows, and take the "
                 "queries that are not wanted out of the qrels"
             )
-        if Path(name).resolve() in folders:
+        if Path(name).resolve() in seen:
             raise DataError(f"folder {name} is given twice; name it once")
-        folders.add(Path(name).resolve())
+        seen.add(Path(name).resolve())
         if scratch is None:
             raise DataError(f"folder {name} names passages by id, which takes a scratch folder for their index")
-        target = scratch / f"{number:03d}"
-        target.mkdir(parents=True)
-        input_splits += _id_splits(
-            Path(name), target, found, split=split, negatives=tuples.negatives_file, most=tuples.max_negatives
-        )
-    return input_splits, files
+        folders.append(_FolderById(Path(name), found, scratch / f"{number:03d}"))
+    return folders, files
 
 
 def _columns_of(path: Path | str, kind: FileKind, tuples: TupleOptions, *, longest: int) -> _Columns:
     """The columns of a file of training examples. `longest`: bytes of a line at most."""
     wanted = tuples.wanted
-    if tuples.format in ("nli", "sts") and kind != "tsv":
-        raise DataError(f"{path} is not a .tsv file, which format {tuples.format} needs; use --format columns")
     if kind in ("jsonl", "tar"):
         return _Columns(_first_keys(path, kind, longest), 0, wanted)
     path = Path(path)
@@ -477,10 +488,11 @@ def _folder_format(folder: Path) -> str:
     return "columns"
 
 
-def _id_splits(
-    folder: Path, target: Path, format: str, *, split: str, negatives: str | None, most: int
-) -> list[InputSplit]:
-    """Join queries, judgements and hard negatives by id into one file of `target`, and index the passages."""
+def _id_splits(found: _FolderById, tuples: TupleOptions, *, split: str) -> list[InputSplit]:
+    """Join queries, judgements and hard negatives by id into one file of the target, and index the passages."""
+    folder, format, target = found
+    negatives, most = tuples.negatives_file, tuples.max_negatives
+    target.mkdir(parents=True)
     corpus, queries, qrels = (
         (folder / "collection.tsv", folder / f"queries.{split}.tsv", folder / f"qrels.{split}.tsv")
         if format == "msmarco"

@@ -36,8 +36,15 @@ class Stated(argparse.Action):
         namespace.stated = {*stated_in(namespace), self.dest}
 
 
+class StatedEach(Stated):
+    """The same for an option that may be repeated, whose values make a list."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: object, option: object = None) -> None:
+        super().__call__(parser, namespace, [*getattr(namespace, self.dest), values], option)
+
+
 def stated_in(arguments: argparse.Namespace) -> Collection[str]:
-    """The names of the options of the action `Stated` that the command line states."""
+    """The names of the options of the actions `Stated` and `StatedEach` that the command line states."""
     stated: Collection[str] = getattr(arguments, "stated", ())
     return stated
 

@@ -28,6 +28,7 @@ from data.documentation import (
     write_documentation,
 )
 from data.ground.errors import DataError, OtherFormat
+from data.ground.options import stated_in
 from data.inputs import SCRATCH
 from data.preparation.convert import Job, Progress
 from data.preparation.output_folder import Inputs, claimed, settle
@@ -207,6 +208,7 @@ def _source_options(arguments: argparse.Namespace) -> SourceOptions:
         skip_empty=arguments.skip_empty,
         subset=arguments.subset,
         split=arguments.split,
+        stated=stated_in(arguments),
     )
 
 

@@ -196,7 +196,8 @@ def test_hub_data_sets_stream_in_shards(tmp_path: Path, monkeypatch: pytest.Monk
     for number in range(3):
         write_jsonl(tmp_path / f"{number}.jsonl", ({"text": f"{number}-{row}"} for row in range(4)))
     local_hub(tmp_path, monkeypatch)
-    units = plan_documents(["someone/corpus"], source=SourceOptions(subset="small"))
+    stated = ("subset", "split", "text_column")
+    units = plan_documents(["someone/corpus"], source=SourceOptions(subset="small", stated=stated))
     assert [unit.source for unit in units] == [f"hub:someone/corpus/small/train[{shard}/3]" for shard in range(3)]
     assert texts_of("someone/corpus", subset="small") == [f"{number}-{row}" for number in range(3) for row in range(4)]
     refused("has no column 'body'", texts_of, "someone/corpus", subset="small", text_column="body")

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from data.corpora.by_id import read_beir_texts
-from data.corpora.options import SourceOptions
+from data.corpora.options import DOCUMENT_READERS, TUPLE_READERS, SourceOptions
 from data.ground.errors import CommandEnd, DataError
+from data.ground.options import Stated
 from data.inputs import SCRATCH
 from data.preparation import convert, output_folder, workers
-from data.prepare import main
+from data.prepare import _parser, main
 from data.shards.reader import ShardFolder
 from tests import ROOT
+from tests.beir import write_beir
 from tests.data.reading import read_tuples
 from tests.run_folder import contents
 
@@ -531,6 +537,143 @@ def test_odd_options_are_refused_and_leave_nothing(
     before = contents(tmp_path)
     assert said in refusal(capsys, *small, *options)
     assert contents(tmp_path) == before and not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    """A folder with an input of each kind, by which the tests below name them."""
+    folder = tmp_path / "inputs"
+    folder.mkdir()
+    row = {"text": "the cat", "query": "the cat", "positive": "the dog"}
+    (folder / "a.jsonl").write_text(json.dumps(row) + "\n")
+    (folder / "a.tsv").write_text("\t".join(row) + "\n" + "\t".join(row.values()) + "\n")
+    (folder / "plain.tsv").write_text("the cat\tthe dog\n")
+    (folder / "a.txt").write_text("the cat\n")
+    pyarrow.parquet.write_table(pyarrow.table({name: [value] for name, value in row.items()}), folder / "a.parquet")
+    with tarfile.open(folder / "a.tar", "w") as tar:
+        for name, value in row.items():
+            member = tarfile.TarInfo(f"0.{name}.txt" if name != "text" else "0.txt")
+            member.size = len(value)
+            tar.addfile(member, io.BytesIO(value.encode()))
+    write_beir(folder / "beir", ["the dog"], ["the cat"], split="train")
+    return folder
+
+
+HUB = "someone/texts"  # a data set that these tests never reach
+
+
+@pytest.mark.parametrize(
+    ("command", "names", "options", "reads"),
+    [
+        *(
+            ("documents", names, options, reads)
+            for options, reads, names in (
+                (["--split", "test"], "data sets of the Hugging Face hub", ["a.jsonl", "a.tsv", "a.txt", "a.parquet"]),
+                (["--split", "train"], "data sets of the Hugging Face hub", ["a.jsonl"]),  # the default
+                (["--subset", "de"], "data sets of the Hugging Face hub", ["a.tar"]),
+                (["--text-column", "text"], "inputs with columns", ["a.txt"]),
+                (["--text-split", "lines"], ".txt files", ["a.jsonl", "a.tsv", "a.parquet", "a.tar"]),
+                (["--text-split", "lines"], ".txt files", [HUB]),
+                (["--longest-line", 9], "jsonl, TSV and .txt files and tars", ["a.parquet"]),
+            )
+        ),
+        ("tokenizer", ["a.jsonl"], ["--split", "test"], "data sets of the Hugging Face hub"),
+        ("tokenizer", ["a.txt"], ["--text-column", "text"], "inputs with columns"),
+        ("tokenizer", ["a.jsonl"], ["--text-split", "file"], ".txt files"),
+        *(
+            ("tuples", names, options, reads)
+            for options, reads, names in (
+                (["--split", "test"], "hub, MS MARCO folders and BEIR folders", ["a.jsonl", "a.tsv", "a.parquet"]),
+                (["--subset", "de"], "data sets of the Hugging Face hub", ["a.jsonl", "beir"]),
+                (["--max-negatives", 3], "MS MARCO and BEIR folders", ["a.jsonl", "a.tar", HUB]),
+                (["--max-negatives", 50], "MS MARCO and BEIR folders", ["a.jsonl"]),  # the default
+                (["--columns", "query,positive"], "TSV files", ["a.jsonl", "a.parquet", "beir"]),
+                (["--query-column", "query"], "inputs with columns", ["beir"]),
+                (["--positive-column", "positive"], "inputs with columns", ["beir"]),
+                (["--negative-column", "negative"], "inputs with columns", ["beir"]),
+                (["--score-column", "score"], "inputs with columns", ["beir"]),
+                (["--weight-column", "weight"], "inputs with columns", ["beir"]),
+                (["--longest-line", 9], "jsonl and TSV files, tars", ["a.parquet"]),
+            )
+        ),
+    ],
+)
+def test_options_that_no_input_reads_are_refused(
+    inputs: Path,
+    tiny_tokenizer_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    names: list[str],
+    options: list[object],
+    reads: str,
+) -> None:
+    """Before the passages of a folder are indexed, and before a data set of the hub is asked for."""
+    monkeypatch.chdir(inputs)
+    monkeypatch.setattr("data.corpora.rows.require_hub", lambda hint: pytest.fail("the hub was asked"))
+    monkeypatch.setattr("data.corpora.by_id.TextIndex.build", lambda corpus: pytest.fail("passages were indexed"))
+    tokenizer = [] if command == "tokenizer" else ["--tokenizer", tiny_tokenizer_path]
+    before = contents(inputs)
+    sentence = refusal(capsys, command, *names, *options, "--output", "out", *tokenizer)
+    assert sentence.startswith(f"error: no input reads {options[0]}, which is for ")
+    assert reads in sentence and sentence.endswith(f"; leave {options[0]} out")
+    assert contents(inputs) == before and not (inputs / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "names", "options"),
+    [
+        ("documents", ["a.txt", "a.jsonl"], ["--text-column", "text", "--text-split", "lines"]),
+        *(("documents", [name], ["--text-column", "text"]) for name in ("a.jsonl", "a.tsv", "a.parquet", "a.tar")),
+        *(("documents", [name], ["--longest-line", 9]) for name in ("a.jsonl", "a.tsv", "a.txt", "a.tar")),
+        ("documents", ["a.parquet", "a.txt"], ["--longest-line", 9]),
+        ("tuples", ["a.jsonl", "beir"], ["--split", "train", "--max-negatives", 3, "--positive-column", "positive"]),
+        ("tuples", ["plain.tsv", "a.jsonl"], ["--columns", "query,positive"]),
+        *(
+            ("tuples", [name], ["--query-column", "query", "--positive-column", "positive"])
+            for name in ("a.jsonl", "a.tsv", "a.parquet", "a.tar")
+        ),
+        *(("tuples", [name], ["--longest-line", 9]) for name in ("a.jsonl", "a.tsv", "a.tar", "beir")),
+    ],
+)
+def test_options_that_an_input_reads_are_taken(
+    inputs: Path,
+    tiny_tokenizer_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    names: list[str],
+    options: list[object],
+) -> None:
+    monkeypatch.chdir(inputs)
+    fixed = ["--output", "out", "--tokenizer", tiny_tokenizer_path, "--processes", 1]
+    assert run(command, *names, *options, *fixed) == 0
+    assert ShardFolder(inputs / "out").num_samples == len(names)
+
+
+@pytest.mark.parametrize(
+    ("command", "readers"),
+    [("documents", DOCUMENT_READERS), ("tokenizer", DOCUMENT_READERS), ("tuples", TUPLE_READERS)],
+)
+def test_what_some_inputs_do_not_read_is_known_to_be_stated(command: str, readers: dict[str, object]) -> None:
+    """A default must not be refused, and what is not known to be stated would never be."""
+    (commands,) = (each for each in _parser()._actions if each.dest == "command")
+    options = {each.dest: each for each in commands.choices[command]._actions}
+    limited = {name for name in readers if name in options}
+    assert {name for name, option in options.items() if isinstance(option, Stated)} == limited
+
+
+@pytest.mark.parametrize("format", ["nli", "sts"])
+def test_formats_of_files_are_refused_for_the_hub(
+    tiny_tokenizer_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    format: str,
+) -> None:
+    monkeypatch.setattr("data.corpora.rows.require_hub", lambda hint: pytest.fail("the hub was asked"))
+    words = ["tuples", HUB, "--format", format, "--output", tmp_path / "out", "--tokenizer", tiny_tokenizer_path]
+    assert f"{HUB} is not a .tsv file, which format {format} needs" in refusal(capsys, *words)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

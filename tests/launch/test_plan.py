@@ -554,6 +554,20 @@ def test_no_micro_batch_size_is_advised_where_none_is_read(capsys: pytest.Captur
     assert {(each["micro_batch_size"], each["micro_batches"]) for each in stages} == {(texts, 1)}
 
 
+BERT = ("--model", "google-bert/bert-base-uncased")
+ALONE = ("--nodes", "1", "--gpus-per-node", "1")
+
+
+@pytest.mark.parametrize("options", [("--nodes", "2", "--interconnect", "10"), ("--nodes", "1", "--link-share", "0.5")])
+@pytest.mark.usefixtures("bare_checkout")
+def test_what_joins_nodes_or_gpus_is_read_where_there_are_several(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = planned(capsys, RECIPE, *BERT, *options[:2])
+    after = planned(capsys, RECIPE, *BERT, *options)
+    assert before["recommended"]["communication_seconds"] < after["recommended"]["communication_seconds"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -567,6 +581,11 @@ def test_no_micro_batch_size_is_advised_where_none_is_read(capsys: pytest.Captur
         ((RECIPE, "--query-tokens", "10"), "--query-tokens 10 is given, and the recipe reads documents"),
         (("launch/recipes/srl_nli.toml", "--document-tokens", "10"), "the recipe reads queries and passages"),
         ((RECIPE, "--batch-per-gpu", "-1"), "--batch-per-gpu -1"),
+        (
+            (RECIPE, *BERT, "--nodes", "1", "--interconnect", "ib-ndr-8x"),
+            "--interconnect joins nodes, and --nodes names",
+        ),
+        ((RECIPE, *BERT, *ALONE, "--link-share", "0.5"), "--link-share is of what joins GPUs, and there is a"),
         ((RECIPE, "--node", "8"), "'--node' is not understood"),
         ((RECIPE, "--train.global_batch=8"), "unknown key train.global_batch"),
         ((RECIPE, "--model", "absent.json"), "the shape of 'absent.json' is not known"),

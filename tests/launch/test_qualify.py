@@ -204,6 +204,11 @@ def test_a_users_mistake_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     hosts.write_text("node1 slots=0\n")
     assert main(["--hostfile", str(hosts), "--folder", str(tmp_path)]) == 2
     assert "node1 has no slots" in capsys.readouterr().err
+    hosts.write_text("localhost slots=1\n")
+    alone = ["--only", "attention", "--only", "precision", "--only", "cross_entropy"]
+    assert main(["--hostfile", str(hosts), "--folder", str(tmp_path / "new"), *alone]) == 2
+    assert "--hostfile is read by the subjects ranks, resume, steps alone" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
     assert main(["--output", str(tmp_path), "--folder", str(tmp_path)]) == 2
     assert main(["--folder", str(tmp_path), "--json", str(tmp_path / "qualification.md")]) == 2
     assert "qualification.md is the page's file, too; name another" in capsys.readouterr().err
@@ -212,6 +217,21 @@ def test_a_users_mistake_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as end:
         main(["--only", "everything"])
     assert end.value.code == 2
+
+
+def test_the_subjects_that_read_a_hostfile_are_known() -> None:
+    launched = {part.subject for part in PARTS if any(phase.launched for phase in part.phases)}
+    assert launched == {*qualify.OF_HOSTS} - {"steps"}
+
+
+def test_one_subject_of_hosts_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=1\n")
+    asked: list[object] = []
+    monkeypatch.setattr(qualify.Qualification, "_answer", lambda self, part, progress: asked.append(part.subject))
+    monkeypatch.setattr(qualify, "count_gpus", lambda: 0)
+    words = ["--hostfile", str(hosts), "--folder", str(tmp_path / "new"), "--only", "attention", "--only", "ranks"]
+    assert main(words) == 0 and asked == ["attention", "ranks"]
 
 
 @pytest.mark.processes

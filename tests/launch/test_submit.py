@@ -370,6 +370,20 @@ def test_refused_chains(chain, capsys, change, words):
 
 
 @pytest.mark.parametrize(
+    ("task", "option"), [("prepare", "--array-limit=2"), ("train", "--nodes=2"), ("train", "--crash-requeues=3")]
+)
+def test_options_that_no_stage_reads_are_refused(chain, capsys, task, option):
+    head, *stages = CHAIN.split("[[stages]]\n")
+    kept = [stage for stage in stages if not stage.startswith(f'task = "{task}"')]
+    model = 'model = "runs/r/model"\narguments = ["--beir"'
+    text = "[[stages]]\n".join([head, *kept]).replace('arguments = ["--beir"', model)
+    (chain / "c.toml").write_text(text.replace("shards/web", "shards/a") if task == "prepare" else text)
+    name = option.partition("=")[0]
+    said = refusal(capsys, chain, "--chain=c.toml", "--dry-run", "--after=7", option)
+    assert f"{name} is read by stages of task '{task}' alone, and c.toml has none; leave {name} out" in said
+
+
+@pytest.mark.parametrize(
     ("before", "after", "shown"),
     [
         ('"text/*.jsonl"', '"https://u:s3cr3t@h/x.tar"', "stage 1: https://***@h/x.tar holds a password"),

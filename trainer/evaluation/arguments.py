@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from data.ground.errors import ConfigError
 from data.ground.options import LARGEST_SEED, Parser, Stated, SubParsers, count, stated_in
@@ -67,6 +67,7 @@ def add_sizes(added: SubParsers, name: str) -> argparse.ArgumentParser:
     add("--ignore-identical-ids", action="store_true", help="drop the document with the query's id (ArguAna, Quora)")
     add(
         "--passages-per-block",
+        action=Stated,
         type=count(),
         default=DEFAULT_PASSAGES_PER_BLOCK,
         help="documents held as vectors at a time (%(default)s)",
@@ -137,11 +138,12 @@ def add_latency(added: SubParsers, name: str) -> argparse.ArgumentParser:
         help="milliseconds a query, parameters and index bytes of each size",
         description="Time the encoding of one query at a time, with the encoder cut to each size's layers.",
     )
-    _model_options(parser)
+    # Single queries are timed, and their vectors are compared with nothing.
+    _model_options(parser, without=("--similarity", "--batch-tokens"))
     add = parser.add_argument
     add("--sts", type=Path, metavar="FILE", help="whose sentences are the queries")
     add("--beir", type=Path, metavar="FOLDER", help="or whose queries")
-    add("--split", default="test", help="which qrels of the BEIR folder (%(default)s)")
+    add("--split", action=Stated, default="test", help="which qrels of the BEIR folder (%(default)s)")
     add("--queries", type=count(), default=100, metavar="N", help="how many are timed (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the figures to this file")
     return parser
@@ -178,7 +180,8 @@ def add_quantised(added: SubParsers, name: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     _task_options(parser)
     _top_k_option(parser, "searched for")
-    add("--rescored", type=count(), default=100, metavar="N", help="found by bits, scored in int8 (%(default)s)")
+    help_text = "found by bits, scored in int8 (%(default)s)"
+    add("--rescored", action=Stated, type=count(), default=100, metavar="N", help=help_text)
     _dtype_option(parser)
     add(
         "--output",
@@ -212,7 +215,8 @@ def add_transfer(added: SubParsers, name: str) -> argparse.ArgumentParser:
         help="SentEval's classification tasks on frozen embeddings, at every size",
         description="Logistic regression on frozen embeddings: SentEval's transfer tasks, from its own files.",
     )
-    _model_options(parser)
+    # The classifier sees the vectors as they are.
+    _model_options(parser, without=("--similarity",))
     add = parser.add_argument
     add("--data", required=True, type=Path, metavar="FOLDER", help="SentEval's data/downstream")
     add("--tasks", nargs="+", default=list(SENTEVAL_TASKS), metavar="TASK", help=f"some of {' '.join(SENTEVAL_TASKS)}")
@@ -242,19 +246,44 @@ def add_mteb(added: SubParsers, name: str) -> argparse.ArgumentParser:
     return parser
 
 
+# Option -> the options one of which must be given for anything to read it, of those that the command has. Options of
+# the first table have an empty default, so they are stated where they have a value; those of the second are `Stated`.
+_EMPTY_READ_WITH = {
+    "bm25": ("beir",),
+    "save_runs": ("beir",),
+    "vectors": ("beir",),
+    "ignore_identical_ids": ("beir",),
+    "similarity": ("beir",),
+    "sts_subsets": ("sts",),
+    "holm": ("against", "bm25", "random_init", "across_depths"),  # of `fused`, which has none of these, always
+}
+_STATED_READ_WITH = {
+    "split": ("beir",),
+    "max_documents": ("beir",),
+    "top_k": ("beir",),
+    "passages_per_block": ("beir",),
+    "rescored": ("beir",),
+    "seed": ("random_init",),
+}
+
+
+def refuse_unread(args: argparse.Namespace) -> None:
+    """Refuse an option that the command line states, and that nothing reads without an option that is not given."""
+    given = [name for name in _EMPTY_READ_WITH if getattr(args, name, None)]
+    given += [name for name in _STATED_READ_WITH if name in stated_in(args)]
+    for name in given:
+        readers = [each for each in (_EMPTY_READ_WITH | _STATED_READ_WITH)[name] if hasattr(args, each)]
+        if readers and not any(getattr(args, each) for each in readers):
+            option, *needed = (f"--{each.replace('_', '-')}" for each in (name, *readers))
+            one = " or ".join(filter(None, (", ".join(needed[:-1]), needed[-1])))
+            raise ConfigError(f"{option} is read with {one} alone; give {one}, or leave {option} out")
+
+
 def require_tasks(args: argparse.Namespace) -> None:
     """Refuse a command of `_task_options` that names no task, or has an option that none of its tasks reads."""
     if not args.sts and not args.beir:
         raise ConfigError("there is nothing to evaluate on; give --sts FILE or --beir FOLDER")
-    needs = {"bm25": "beir", "save_runs": "beir", "vectors": "beir", "sts_subsets": "sts"}
-    for name, task in needs.items():
-        if getattr(args, name, None) and not getattr(args, task):
-            raise ConfigError(f"--{name.replace('_', '-')} is read with --{task} alone; give --{task}, or leave it out")
-    needs = {"split": "beir", "max_documents": "beir", "top_k": "beir", "seed": "random_init"}
-    for name, reader in needs.items():
-        if name in stated_in(args) and not getattr(args, reader):
-            option, needed = (f"--{each.replace('_', '-')}" for each in (name, reader))
-            raise ConfigError(f"{option} is read with {needed} alone; give {needed}, or leave it out")
+    refuse_unread(args)
     if getattr(args, "save_runs", False) and not args.output:
         raise ConfigError("--save-runs writes to OUTPUT/runs; give --output FOLDER")
 
@@ -282,9 +311,14 @@ def _dtype_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _model_options(parser: argparse.ArgumentParser) -> None:
-    """Options of the commands that run a model."""
-    add = parser.add_argument
+def _model_options(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:
+    """Options of the commands that run a model. without: those that this command would not read."""
+
+    def add(name: str, **options: Any) -> None:
+        if name not in without:
+            parser.add_argument(name, **options)
+
+    parser.set_defaults(similarity=None)
     add("--model", required=True, help="a trained folder, one of sentence-transformers, or a hub name")
     add(
         "--sizes",

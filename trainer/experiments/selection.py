@@ -72,6 +72,8 @@ def make_plan(args: argparse.Namespace, settings: Sequence[str]) -> Plan:
         raise ConfigError(f"--share {args.share} must lie between 0 and 1")
     if args.ranks < 1:
         raise ConfigError(f"--ranks {args.ranks} must be at least 1")
+    if args.split and args.sts and not args.beir:
+        raise ConfigError("--split is read with --beir alone; give --beir, or leave --split out")
     overrides = settings_among(settings, decided=_OWN)
     for key in ("sts", "beir"):
         if args.sts or args.beir:

@@ -70,8 +70,9 @@ def jobs_of(study: Study, runs: Sequence[Run], results: Sequence[Result], work: 
     if whole is not None and not latency.is_file():
         sizes = ",".join(map(str, study.ladder))
         command = ["trainer.evaluate", "latency", "--model", whole.model, "--sizes", sizes, "--json", latency]
-        texts = ["--sts", study.evaluation.sts[0]] if study.evaluation.sts else ["--beir", study.evaluation.beir[0]]
-        command += [*texts, "--split", study.evaluation.split, "--queries", str(_LATENCY_QUERIES)]
+        tests = study.evaluation
+        command += ["--sts", tests.sts[0]] if tests.sts else ["--beir", tests.beir[0], "--split", tests.split]
+        command += ["--queries", str(_LATENCY_QUERIES)]
         # Latency is measured last and alone, so that no other job disturbs the timing.
         jobs.append(Job("latency", "latency", lambda: command, frozenset(job.name for job in jobs)))
     return jobs

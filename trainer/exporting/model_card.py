@@ -15,6 +15,7 @@ from typing import Literal
 
 import pydantic
 
+from data.ground.errors import ConfigError
 from data.ground.files import reading
 from data.ground.records import Record, parse_record, read_record
 from data.ground.secrets import without_secrets
@@ -81,6 +82,11 @@ class Compute:
 def training_section(model_folder: Path, *, watts_per_rank: float | None = None) -> str:
     """Markdown about the run that made a model; if the folder is not inside a run's, the text says so."""
     run = model_folder.resolve().parent
+    if watts_per_rank is not None and not all((run / name).is_file() for name in ("recipe.toml", "metrics.jsonl")):
+        raise ConfigError(
+            f"--watts-per-rank is for the energy of a run, and {model_folder} is not in the folder of a run with its "
+            "metrics.jsonl; leave --watts-per-rank out"
+        )
     if not (run / "recipe.toml").is_file():
         return "## Training\n\nUnknown: the model folder is not inside the folder of a run.\n"
     recipe = build_recipe(read_toml(run / "recipe.toml"))

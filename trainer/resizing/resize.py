@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from data import prepare
-from data.corpora.options import SourceOptions
+from data.corpora.options import DEFAULT_LAYOUT, SourceOptions
 from data.corpora.plan import plan_documents, plan_tuples
 from data.corpora.read import read_split
 from data.corpora.splits import Document, DocumentLayout, InputSplit
@@ -93,23 +93,25 @@ class Resize:
     max_length: int | None = None
     processes: int | None = None
     overrides: tuple[str, ...] = ()
+    stated: Collection[str] = ()  # options of the texts that the command line states
 
     @cached_property
     def held_out(self) -> list[str]:
         """The first texts, at most a tenth of all unless they are very few; training does not see them."""
         most = _HELD_OUT_SHARE * _HELD_OUT
-        texts = itertools.chain.from_iterable(map(_texts_of, self._plan()))
+        texts = itertools.chain.from_iterable(map(_texts_of, self.plan()))
         first = list(itertools.islice(texts, min(most, self.limit or most)))
         return first[: max(_LEAST_HELD_OUT, len(first) // _HELD_OUT_SHARE)]
 
     @cached_property
     def units(self) -> list[InputSplit]:
         """The texts of the shards, on which the model is trained."""
-        return self._plan(skip=len(self.held_out), limit=self.limit)
+        return self.plan(skip=len(self.held_out), limit=self.limit)
 
-    def _plan(self, *, skip: int = 0, limit: int | None = None) -> list[InputSplit]:
+    def plan(self, *, skip: int = 0, limit: int | None = None) -> list[InputSplit]:
         layout = DocumentLayout(self.text_column, self.text_split)
-        return plan_documents(self.texts, layout, SourceOptions(limit, skip_empty=True), skip=skip)
+        source = SourceOptions(limit, skip_empty=True, stated=self.stated)
+        return plan_documents(self.texts, layout, source, skip=skip)
 
 
 def propose_ladder(num_layers: int, width: int) -> Ladder:
@@ -136,6 +138,7 @@ def resize(asked: Resize, *, prepare_only: bool = False) -> str:
     transformers_logging.disable_progress_bar()
     # Read before anything is computed, so that a wrong path fails at once.
     tasks = read_tasks(asked.sts, asked.beir, taken=[AGREEMENT])
+    asked.plan()
     world = join(_device())
     if world.is_main:
         _begin(asked)
@@ -171,7 +174,9 @@ def _begin(asked: Resize) -> None:
     The secrets in their addresses are not kept, so a password may change.
     """
     check_place(asked.output)
-    known = {key: value for key, value in dataclasses.asdict(asked).items() if key not in ("output", "processes")}
+    known = {
+        key: value for key, value in dataclasses.asdict(asked).items() if key not in ("output", "processes", "stated")
+    }
     shown = {key: _without_secrets(value) for key, value in known.items()}
     text, unhidden = (json.dumps(each, indent=2) + "\n" for each in (shown, known))
     path = asked.output / "command.json"
@@ -266,8 +271,13 @@ def _write_shards(asked: Resize) -> None:
     if (folder / MANIFEST).is_file():
         return
     command = ["documents", *asked.texts, "--output", str(folder), *tokenizer]
-    command += ["--text-column", asked.text_column, "--text-split", asked.text_split, "--skip-empty"]
-    command += ["--skip-first", str(len(asked.held_out))]
+    # A default is left out: data.prepare refuses what is stated and not read, such as what divides .txt files.
+    for option, value, default in (
+        ("--text-column", asked.text_column, DEFAULT_LAYOUT.text_column),
+        ("--text-split", asked.text_split, DEFAULT_LAYOUT.text_split),
+    ):
+        command += [option, value] if value != default else []
+    command += ["--skip-empty", "--skip-first", str(len(asked.held_out))]
     if asked.limit:
         command += ["--limit", str(asked.limit)]
     if asked.processes:

@@ -297,6 +297,31 @@ def _(folder: Path, assets: Assets, words: tuple[str, ...]) -> Command:
     return evaluate(assets.model, "--beir", str(assets.beir), *words)
 
 
+@family(
+    "evaluation/unread",
+    [
+        row("identical-ids", "sizes", ("--ignore-identical-ids",), expect=misused("--ignore-identical-ids")),
+        row("passages-per-block", "sizes", ("--passages-per-block", "9"), expect=misused("--passages-per-block")),
+        row("similarity", "sizes", ("--similarity", "dot"), expect=misused("--similarity")),
+        row("holm", "sizes", ("--holm",), expect=misused("--holm")),
+        row("rescored", "quantised", ("--rescored", "5"), expect=misused("--rescored")),
+        row("similarity-of-bits", "quantised", ("--similarity", "dot"), expect=misused("--similarity")),
+        row("similarity-of-sums", "fused", ("--similarity", "dot"), expect=misused("--similarity")),
+        row("split-of-queries", "latency", ("--split", "test"), expect=misused("--split")),
+        row("similarity-of-milliseconds", "latency", ("--similarity", "dot"), expect=misused("--similarity")),
+        row("batch-of-one", "latency", ("--batch-tokens", "9"), expect=misused("--batch-tokens")),
+        row("split-of-a-folder", "sizes", ("--beir", "b", "--split", "test", "--ignore-identical-ids"), expect=done()),
+    ],
+    cause="own",
+)
+def _(folder: Path, assets: Assets, name: str, words: tuple[str, ...]) -> Command:
+    write(folder / "s.tsv", "1.0\ta\tb\n2.0\tc\td\n")
+    beir(folder / "b")
+    return Command(
+        "trainer.evaluate", (name, "--model", str(assets.model), "--device", "cpu", "--sts", "s.tsv", *words)
+    )
+
+
 @case("evaluation/ids-with-spaces-as-run-files", refused("white space", untouched=True))
 def _(folder: Path, assets: Assets) -> Command:
     beir(folder / "b", corpus=jsonl([*CORPUS, {"_id": "d 9", "text": "a"}]))

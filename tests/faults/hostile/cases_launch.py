@@ -486,6 +486,8 @@ def _(folder: Path, assets: Assets, words: tuple[str, ...], given: dict[str, str
         row("interconnect-nan", "--interconnect=nan"),
         row("interconnect-next-to-nothing", "--interconnect=1e-320"),
         row("share-next-to-nothing", "--link-share=1e-320"),
+        row("interconnect-of-one-node", "--interconnect=10", "--nodes=1"),
+        row("links-of-one-gpu", "--link-share=0.5", "--nodes=1", "--gpus-per-node=1"),
         row("share-nan", "--matrix-share=nan"),
         row("batch-beyond-all", "--batch-per-gpu=1" + "0" * 40),
         row("tokens-nan", "--document-tokens=nan"),
@@ -499,7 +501,7 @@ def _(folder: Path, assets: Assets, words: tuple[str, ...], given: dict[str, str
     misused(),
     cause="own",
 )
-def _(folder: Path, assets: Assets, word: str) -> Command:
+def _(folder: Path, assets: Assets, *words: str) -> Command:
     sound: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 192}
     files = {
         "deep": deep(),
@@ -512,7 +514,7 @@ def _(folder: Path, assets: Assets, word: str) -> Command:
     for name, content in files.items():
         write(folder / f"{name}.json", content)
     write(folder / "r.toml", tomli_w.dumps(recipe_values(assets.documents)))
-    return Command("launch.plan", ("r.toml", "--vocabulary", "192", word))
+    return Command("launch.plan", ("r.toml", "--vocabulary", "192", *words))
 
 
 @family(
@@ -546,6 +548,7 @@ def _(folder: Path, assets: Assets, given: dict[str, str | None], words: tuple[s
         row("json-below-a-file", ("--json", "hosts/q.json"), expect=refused("--json")),
         row("folder-that-is-a-file", ("--folder", "hosts"), expect=refused("hosts")),
         row("hostfile-a-folder", ("--hostfile", "runs"), expect=refused("--hostfile")),
+        row("hosts-of-one-device", ("--hostfile", "hosts"), expect=refused("leave --hostfile out", untouched=True)),
     ],
     cause="own",
 )

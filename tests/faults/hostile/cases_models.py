@@ -539,12 +539,14 @@ def _(folder: Path, assets: Assets, damage: Damage) -> Command:
         row("watts-nan", ("--watts-per-rank", "nan")),
         row("watts-inf", ("--watts-per-rank", "inf")),
         row("watts-minus", ("--watts-per-rank", "-1")),
+        row("watts-of-no-run", ("--watts-per-rank", "60", "--model", "elsewhere/model")),
         row("table-of-an-encoder", ("--table", "int8")),
         row("results-nowhere", ("--results", "nowhere.json")),
     ],
     misused(),
 )
 def _(folder: Path, assets: Assets, words: tuple[str, ...]) -> Command:
+    assets.copy(assets.model, folder / "elsewhere" / "model")
     return export(assets.model, *words)
 
 
@@ -646,6 +648,9 @@ def _(folder: Path, assets: Assets, words: tuple[str, ...], damage: Damage) -> C
         row("size-unknown", ("--size", "grande")),
         row("rerank-smaller", ("--size", "2x32", "--rerank", "1x16")),
         row("corpus-nowhere", ("--corpus", "nowhere.jsonl")),
+        row("seed-of-nothing", ("--seed", "3")),
+        row("split-of-files", ("--split", "test")),
+        row("columns-of-objects", ("--columns", "query,positive")),
     ],
     misused(),
 )

@@ -675,6 +675,45 @@ def _(folder: Path, assets: Assets, value: str) -> Command:
     return prepare(assets, "tuples", "b", "--split", "test", "--max-negatives", value)
 
 
+def unread(*words: str) -> Any:
+    """A row of the family below: the command, its input and the option, which is refused before anything is written."""
+    kind, name, option, *_ = words
+    label = "-of-".join((option.strip("-"), kind, name.replace(".", "-")))
+    return row(label, *words, expect=(refused(option, untouched=True), absent("out")))
+
+
+@family(
+    "prepare/unread",
+    [
+        *(unread("documents", name, "--split", "test") for name in ("a.jsonl", "a.txt")),
+        unread("documents", "a.jsonl", "--subset", "de"),
+        unread("documents", "a.jsonl", "--text-split", "lines"),
+        unread("documents", "a.txt", "--text-column", "text"),
+        unread("tuples", "a.jsonl", "--split", "test"),
+        unread("tuples", "a.jsonl", "--subset", "de"),
+        unread("tuples", "a.jsonl", "--max-negatives", "3"),
+        unread("tuples", "a.jsonl", "--columns", "query,positive"),
+        unread("tuples", "b", "--subset", "de"),
+        unread("tuples", "b", "--columns", "query,positive"),
+        *(
+            unread("tuples", "b", f"--{name}-column", name)
+            for name in ("query", "positive", "negative", "score", "weight")
+        ),
+        unread("tuples", "nobody/nothing", "--format", "nli"),
+        row("split-of-a-folder", "tuples", "b", "--split", "test", expect=done()),
+        row("columns-of-one-of-two", "tuples", "a.tsv", "a.jsonl", "--columns", "query,positive", expect=done()),
+        row("text-split-of-one-of-two", "documents", "a.txt", "a.jsonl", "--text-split", "lines", expect=done()),
+    ],
+    cause="own",
+)
+def _(folder: Path, assets: Assets, *words: str) -> Command:
+    write(folder / "a.jsonl", jsonl([{"text": "the cat", "query": "cat", "positive": "the cat"}]))
+    write(folder / "a.txt", "the cat\n")
+    write(folder / "a.tsv", "cat\tthe cat\n")
+    beir(folder / "b")
+    return prepare(assets, *words)
+
+
 # --------------------------------------------------------------------------------------------------------- outputs
 
 

@@ -65,6 +65,7 @@ def _(folder: Path, assets: Assets) -> Command:
         row("no-such-beir", ("--beir", "absent"), expect=refused("absent")),
         row("no-such-teacher", ("--teacher", "absent"), expect=refused("absent")),
         row("no-such-column", ("--text-column", "body"), expect=refused("body")),
+        row("what-divides-no-file", ("--text-split", "lines"), expect=refused("--text-split", untouched=True)),
         row("no-such-key", ("--teacher.weight=1",), expect=refused("teacher.weight")),
         row("a-key-of-another-objective", ("--objective.kl_weight=1",), expect=refused("kl_weight")),
         row("no-batch", ("--train.global_batch_size=0",), expect=refused("global_batch_size")),

@@ -254,6 +254,7 @@ def _(folder: Path, assets: Assets) -> Command:
     [
         row("no-texts", "absent.jsonl", (), expect=refused("absent.jsonl")),
         row("no-such-column", "", ("--text-column", "body"), expect=refused("body")),
+        row("what-divides-no-file", "", ("--text-split", "lines"), expect=refused("--text-split", untouched=True)),
         row("no-such-key", "", ("--teacher.sort=live",), expect=refused("teacher.sort")),
         row("live", "", ("--teacher.vectors=live",), expect=refused("teacher")),
         row("no-such-option", "", ("--speed", "9"), expect=misused("--speed")),

@@ -16,6 +16,7 @@ from torch import distributed as dist
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data.ground.errors import ConfigError
+from data.ground.options import Stated
 from models.encoder import Encoder, build_masked_lm, load_encoder
 from models.settings import EmbeddingSettings
 from models.sizes import ModelError, Size
@@ -23,6 +24,7 @@ from tests.beir import write_beir
 from tests.ranks import call_on_ranks
 from trainer import evaluate
 from trainer.distributed import World
+from trainer.evaluation import arguments
 from trainer.evaluation.encoding.encode import (
     Embedder,
     embedder_of,
@@ -684,7 +686,19 @@ def test_a_gpu_that_is_not_there(model_folder: Path, beir_folder: Path, capsys: 
         (["sizes", "--model=m", "--sts", "a.tsv", "--max-documents=4"], "--max-documents is read with --beir alone"),
         (["sizes", "--model=m", "--sts", "a.tsv", "--top-k", "50"], "--top-k is read with --beir alone"),
         (["sizes", "--model=m", "--beir", "a", "--seed", "3"], "--seed is read with --random-init alone"),
+        (["sizes", "--model=m", "--sts=a.tsv", "--ignore-identical-ids"], "--ignore-identical-ids is read with --beir"),
+        (["sizes", "--model=m", "--sts=a.tsv", "--passages-per-block=9"], "--passages-per-block is read with --beir"),
+        (["sizes", "--model=m", "--sts=a.tsv", "--similarity=cosine"], "--similarity is read with --beir alone"),
+        (
+            ["sizes", "--model=m", "--sts=a.tsv", "--holm"],
+            "--holm is read with --against, --bm25, --random-init or --across-depths alone; give --against, --bm25, "
+            "--random-init or --across-depths, or leave --holm out",
+        ),
         (["fused", "--model=m", "--sts", "a.tsv", "--top-k", "50"], "--top-k is read with --beir alone"),
+        (["fused", "--model=m", "--sts", "a.tsv", "--similarity=dot"], "--similarity is read with --beir alone"),
+        (["quantised", "--model=m", "--sts", "a.tsv", "--rescored=5"], "--rescored is read with --beir alone"),
+        (["quantised", "--model=m", "--sts", "a.tsv", "--similarity=dot"], "--similarity is read with --beir alone"),
+        (["latency", "--model=m", "--sts", "a.tsv", "--split=test"], "--split is read with --beir alone"),
         (["latency", "--model=m", "--sts", "a.tsv", "--beir", "a"], "--sts and --beir are both given"),
         (["compare", "a", "b", "b"], "b is given twice"),
         (["compare", "a", "a/"], "a is given twice"),
@@ -693,7 +707,17 @@ def test_a_gpu_that_is_not_there(model_folder: Path, beir_folder: Path, capsys: 
         (["sizes", "--model=m", "--beir", "a", "--split=dev", "--top-k=50", "--max-documents=4"], "a lacks"),
         (["sizes", "--model=m", "--beir", "a", "--random-init", "--seed", "3"], "a lacks corpus.jsonl"),
         (["sizes", "--model=m", "--beir", "a", "--bm25", "--save-runs", "--output", "o"], "a lacks corpus.jsonl"),
+        (
+            ["sizes", "--model=m", "--beir=a", "--ignore-identical-ids", "--passages-per-block=9"],
+            "a lacks corpus.jsonl",
+        ),
+        (["sizes", "--model=m", "--beir=a", "--similarity=dot", "--bm25", "--holm"], "a lacks corpus.jsonl"),
+        (["sizes", "--model=m", "--sts=a.tsv", "--across-depths", "--holm"], "a.tsv does not exist"),
+        (["sizes", "--model=m", "--sts=a.tsv", "--random-init", "--holm"], "a.tsv does not exist"),
+        (["fused", "--model=m", "--sts=a.tsv", "--holm", "--queries=9"], "a.tsv does not exist"),
+        (["quantised", "--model=m", "--beir=a", "--rescored=5", "--similarity=dot"], "a lacks corpus.jsonl"),
         (["latency", "--model=m", "--beir", "a"], "a lacks corpus.jsonl"),
+        (["latency", "--model=m", "--beir", "a", "--split=dev"], "a lacks corpus.jsonl"),
         (["compare", "a", "b"], "a/raw.jsonl.gz does not exist"),
     ],
 )
@@ -703,6 +727,33 @@ def test_options_that_nothing_would_read(
     monkeypatch.chdir(tmp_path)
     assert evaluate.main([*words]) == 2
     assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["latency", "--model=m", "--beir=a", "--similarity", "dot"], "--similarity"),
+        (["latency", "--model=m", "--beir=a", "--batch-tokens", "9"], "--batch-tokens"),
+        (["transfer", "--model=m", "--data=a", "--similarity", "dot"], "--similarity"),
+    ],
+)
+def test_options_of_models_that_a_command_never_reads(
+    words: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        evaluate.main(words)
+    assert caught.value.code == 2 and f"unrecognized arguments: {option}" in capsys.readouterr().err
+
+
+def test_options_with_defaults_are_known_to_be_stated() -> None:
+    """Without a default, an option is stated where it has a value."""
+    (added,) = arguments.build_parser(evaluate._COMMANDS)._subparsers._group_actions
+    checked = ("sizes", "latency", "quantised", "fused")
+    options = [each for command in checked for each in added.choices[command]._actions]
+    for name in arguments._EMPTY_READ_WITH:
+        assert {bool(each.default) for each in options if each.dest == name} == {False}
+    for name in arguments._STATED_READ_WITH:
+        assert {isinstance(each, Stated) for each in options if each.dest == name} == {True}
 
 
 def test_user_errors_exit_with_2(

@@ -136,6 +136,7 @@ def test_the_best_is_the_run_of_its_seed_alone(
         (["--run.seed=4"], "1 2", "decides itself"),
         (["--train.nothing=4"], "1 2", "unknown key"),
         (["--sts", "absent.tsv"], "1 2", "absent.tsv"),
+        (["--sts", "absent.tsv", "--split", "dev"], "1 2", "--split is read with --beir alone; give --beir, or leave"),
         (["--ranks", "0"], "1 2", "--ranks"),
         (["--data.shards=https://me:geheim@h/a"], "1 2", "data.shards=https://***@h/a holds a password"),
     ],

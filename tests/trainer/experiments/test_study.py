@@ -33,8 +33,10 @@ from tests import ROOT
 from tests.beir import write_beir
 from tests.launcher import run_process
 from tests.trainer.support import LADDER, MODEL, float32_ds_config, recipe_values
+from trainer import evaluate
 from trainer import study as command
 from trainer.build import build_model, open_shards
+from trainer.evaluation import arguments
 from trainer.evaluation.results.raw import RawResults, RawTask, read_raw, write_raw
 from trainer.evaluation.tasks.retrieval import RunScores
 from trainer.evaluation.tasks.sts import STSTask
@@ -994,7 +996,39 @@ def test_minutes_that_no_clock_has(study_file: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as end:
         command.main([str(study_file), "--list", f"--stop-after-minutes={minutes}"])
     assert end.value.code == 2 and f"'{minutes}' is not a finite number of at least 0" in capsys.readouterr().err
-    command.main([str(study_file), "--list", "--stop-after-minutes=0.5"])  # negative control
+    with pytest.raises(ConfigError, match="--stop-after-minutes is not read with --list"):  # negative control
+        command.main([str(study_file), "--list", "--stop-after-minutes=0.5"])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "unread"),
+    [
+        ("--report-only", ["--list"]),
+        ("--report-only", ["--arms", "tiny/srl"]),
+        ("--report-only", ["--jobs", "1"]),
+        ("--report-only", ["--stop-after-minutes", "0"]),
+        ("--list", ["--jobs", "2"]),
+        ("--list", ["--stop-after-minutes", "5"]),
+    ],
+)
+def test_options_that_start_nothing_refuse_those_of_runs(study_file: Path, chosen: str, unread: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"^{unread[0]} is not read with {chosen}; leave one of the two out$"):
+        command.main([str(study_file), *unread, chosen])
+
+
+@pytest.mark.parametrize("by", ["sts", "beir"])
+def test_the_latency_command_has_no_option_that_it_would_not_read(as_it_is: Path, by: str) -> None:
+    study = load_study(as_it_is)
+    tests = dataclasses.replace(
+        study.evaluation, sts=("a.tsv",) if by == "sts" else (), beir=("a",), split="dev", sts_subsets=""
+    )
+    study = dataclasses.replace(study, evaluation=tests)
+    *_, latency = study_jobs.jobs_of(study, *study_jobs.chosen(study, None), Work(study.output))
+    _, *words = map(str, latency.command())
+    args = arguments.build_parser(evaluate._COMMANDS).parse_args(words)
+    arguments.refuse_unread(args)
+    read = {"sts": (Path("a.tsv"), None, "test"), "beir": (None, Path("a"), "dev")}
+    assert (args.sts, args.beir, args.split) == read[by]
 
 
 def test_other_recipes_in_a_used_folder_are_refused(study_file: Path, tmp_path: Path) -> None:

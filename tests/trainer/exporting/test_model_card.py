@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from data.ground.errors import DataError
+from data.ground.errors import ConfigError, DataError
 from models.encoder import build_masked_lm
 from models.settings import EmbeddingSettings
 from models.sizes import Size
@@ -65,6 +65,16 @@ def test_section_tells_what_is_known(run: Path, tuple_shards: Path) -> None:
     text = training_section(run / "model")
     assert "commit       | unknown" in text and "no metrics.jsonl" in text and "abc1234" not in text
     assert "not inside the folder of a run" in training_section(run / "model" / "deeper")
+
+
+def test_watts_are_for_a_run_that_says_how_long_it_took(run: Path) -> None:
+    assert "7 W a rank" in training_section(run / "model", watts_per_rank=7)
+    for model in (run / "model" / "deeper", run / "model"):
+        with pytest.raises(
+            ConfigError, match=r"--watts-per-rank is for the energy of a run.*leave --watts-per-rank out"
+        ):
+            training_section(model, watts_per_rank=7)
+        (run / "metrics.jsonl").unlink(missing_ok=True)
 
 
 def test_addresses_are_told_without_their_secrets(run: Path, tuple_shards: Path) -> None:

@@ -352,7 +352,7 @@ def test_beir_folders_bring_their_corpus(model: Path, docstrings: list[str], tmp
     documents = [{"title": "About", "text": text} for text in texts]
     queries = [" ".join(text.split()[:6]) for text in texts[:20]]
     folder = write_beir(tmp_path / "beir", documents, queries, split="train")
-    got = run(folder, model, tmp_path / "out", "--num-negatives", "5")
+    got = run(folder, model, tmp_path / "out", "--num-negatives", "5", "--split", "train")
     assert json.loads((tmp_path / "out" / REPORT).read_text())["passages"] == 90
     assert {text for line in got for text in line["negatives"]} - {f"About {text}" for text in texts[:20]}
     assert all(f"About {text}" not in line["negatives"] for text, line in zip(texts, got))
@@ -405,6 +405,9 @@ def test_what_is_mined_trains(pairs: Path, model: Path, tiny_tokenizer_path: Pat
         (["--size", "2x16"], "outgrows"),
         (["--corpus", "absent.jsonl"], "absent.jsonl does not exist"),
         (["--query-column", "absent"], "'absent'"),
+        (["--split", "train"], "no input reads --split, which is for data sets of the Hugging Face hub, MS MARCO"),
+        (["--columns", "query,positive"], "no input reads --columns, which is for TSV files; leave --columns out"),
+        (["--seed", "0"], "--seed is read with --sampling random alone"),
         (["--model", "absent"], "is no folder"),
     ],
 )

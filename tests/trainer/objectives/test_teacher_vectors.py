@@ -14,7 +14,7 @@ import torch
 
 from data import prepare
 from data.collate import PairBatch, TextBatch, Texts, text_hashes
-from data.ground.errors import ConfigError
+from data.ground.errors import ConfigError, DataError
 from data.shards.reader import ShardFolder
 from data.stream import Sample
 from tests.trainer.objectives.conftest import TEACHER_WIDTH as WIDTH
@@ -145,6 +145,23 @@ def test_a_recipe_without_a_store_is_refused(
         teacher_vectors.main(["--config", str(tmp_path / "written.toml"), "--texts", str(corpus[0])])
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "reads"), [("--text-split", "lines", ".txt files"), ("--text-column", "text", "inputs with")]
+)
+def test_what_no_texts_read_is_refused(
+    tmp_path: Path, corpus: tuple[Path, Path, list[str]], teacher_folder: Path, option: str, value: str, reads: str
+) -> None:
+    file, shards, texts = corpus
+    if option == "--text-column":
+        file = tmp_path / "texts.txt"
+        file.write_text("\n\n".join(texts))
+    loaded(values_of(shards, teacher_folder, tmp_path / "store"), tmp_path)
+    command = ["--config", str(tmp_path / "written.toml"), "--texts", str(file), option, value]
+    with pytest.raises(DataError, match=f"no input reads {option}, which is for {reads}"):
+        teacher_vectors.main(command)
+    assert not (tmp_path / "store").exists()
+
+
 def test_pairs_have_their_queries_and_passages_in_the_store(
     tmp_path: Path, teacher_folder: Path, docstrings: list[str], tiny_tokenizer: Any
 ) -> None:
@@ -157,7 +174,11 @@ def test_pairs_have_their_queries_and_passages_in_the_store(
     values["objective"] = {"name": "contrastive"}
     values["data"] = {"shards": [str(tmp_path / "shards")], "query_max_length": 16, "passage_max_length": 32}
     recipe = loaded(values, tmp_path)
-    teacher_vectors.main(["--config", str(tmp_path / "written.toml"), "--texts", str(tmp_path / "pairs.jsonl")])
+    command = ["--config", str(tmp_path / "written.toml"), "--texts", str(tmp_path / "pairs.jsonl")]
+    for option in (["--text-column", "positive"], ["--text-split", "lines"]):
+        with pytest.raises(DataError, match=f"no input reads {option[0]}, which is for documents"):
+            teacher_vectors.main([*command, *option])
+    teacher_vectors.main(command)
     sources = [ShardFolder(tmp_path / "shards")]
     batch = batch_of(recipe, sources[0], sources[0].tuples(range(20)))
     teacher = load_teacher(recipe, sources)

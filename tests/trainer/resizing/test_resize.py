@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from data.corpora.read import read_split
-from data.ground.errors import ConfigError
+from data.ground.errors import ConfigError, DataError
+from data.shards.reader import ShardFolder
 from models.encoder import build_masked_lm, load_encoder
 from models.heads import HEADS_FILE
 from models.settings import EmbeddingSettings
@@ -210,6 +211,27 @@ def test_user_errors_are_told_before_anything_is_trained(
     with pytest.raises(Exception, match=words):
         resize.main([str(model_folder), "--texts", str(texts), "--output", str(tmp_path / "run"), *arguments])
     assert not (tmp_path / "run" / TRAINING).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"), [("texts.jsonl", "--text-split", "lines"), ("texts.txt", "--text-column", "text")]
+)
+def test_what_no_text_reads_is_refused_and_leaves_nothing(
+    tmp_path: Path, model_folder: Path, texts: Path, name: str, option: str, value: str
+) -> None:
+    (tmp_path / name).write_bytes(texts.read_bytes())
+    command = [str(model_folder), "--texts", str(tmp_path / name), "--output", str(tmp_path / "run")]
+    with pytest.raises(DataError, match=f"no input reads {option}, which is for .*; leave {option} out"):
+        resize.main([*command, option, value])
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_divides_the_texts_decides_the_shards(tmp_path: Path, model_folder: Path, texts: Path) -> None:
+    lines = [json.loads(line)["text"].replace("\n", " ") for line in texts.read_text().splitlines()[:40]]
+    (tmp_path / "texts.txt").write_text("\n".join(lines))
+    command = [str(model_folder), "--texts", str(tmp_path / "texts.txt"), "--sizes", SIZES, "--prepare-only"]
+    resize.main([*command, "--output", str(tmp_path / "run"), "--text-split", "lines"])
+    assert ShardFolder(tmp_path / "run" / "shards").num_samples == 36  # a tenth is held out
 
 
 def test_preparing_ends_before_training_and_the_command_goes_on_from_there(
