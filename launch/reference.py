@@ -34,6 +34,7 @@ from data.ground.files import write_atomically
 from data.ground.records import Record
 from launch.barista import GROUPS
 from trainer.config.reference import help_text
+from trainer.monitoring.lines import FORMAT
 from trainer.monitoring.names import EVALUATION, FAMILIES, FAULTY, SAVED, STEP
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,6 +64,7 @@ FORMATS = (
         "RUN/checkpoints/step_N/manifest.json", "trainer.checkpoint", "_Manifest", "docs/reliability.md", described=True
     ),
     Format("RUN/environment.json", "trainer.environment", "Environment", "docs/architecture.md"),
+    Format("RUN/metrics.jsonl", "trainer.monitoring.lines", "Line", "docs/metrics.md", described=True),
     Format("RUN/tracking.json", "trainer.monitoring.trackers", "_Tracking", "docs/monitoring.md"),
     Format("RUN/job/NNN/environment.json", "launch.record", "Submission", "docs/cluster.md"),
     Format("MODEL/barista.json", "models.settings", "EmbeddingSettings", "docs/backbones.md"),
@@ -278,8 +280,10 @@ def metrics_page() -> str:
             [
                 "# Metrics",
                 made_from("trainer/monitoring/names.py")
-                + " `metrics.jsonl` of a run has one JSON object a line, and the trackers show the same numbers "
-                "(docs/monitoring.md). A number that is not defined, such as the correlation of equal values, is null. "
+                + " `metrics.jsonl` of a run has one JSON object a line, whose schema is in docs/files.md. Its first "
+                f"key is `format`, which is {FORMAT}. Lines without it, which earlier versions wrote, are of format 1. "
+                "The trackers show the same numbers (docs/monitoring.md). A number that is not defined, such as the "
+                "correlation of equal values, is null. "
                 "SIZE is a size's name on the ladder, or LAYERSxDIMENSIONS.",
                 "## A logged step",
                 _named(STEP, header),
@@ -313,8 +317,8 @@ def files_page() -> str:
         "# Files",
         made_from("the schemas and the docstrings of the modules that read and write these files")
         + ' docs/architecture.md, "A run on disk", lists the files of a run. Recipes are described in docs/recipe.md, '
-        "metrics.jsonl in docs/metrics.md. A reader ignores keys that it does not know. A file with a `format` that it "
-        "does not know is refused.",
+        "the names in metrics.jsonl in docs/metrics.md. A reader ignores keys that it does not know. A file with a "
+        "`format` that it does not know is refused.",
     ]
     for each in FORMATS:
         module = importlib.import_module(each.module)

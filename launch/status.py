@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import math
 import re
 import statistics
@@ -31,17 +30,18 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from data.ground.command import exit_code_of, printable, tell
-from data.ground.errors import ConfigError, DataError, UserError
+from data.ground.errors import ConfigError, DataError, OtherFormat, UserError
 from data.ground.files import describe_os_error, first_line
 from data.ground.options import Parser
 from data.ground.records import Record, json_of, read_record
 from models.sizes import Ladder
 from trainer.config.schema import Recipe
 from trainer.config.sections import ModelConfig
-from trainer.monitoring.names import CHECKPOINT, EVALUATION, FAULTY, STEP, is_off_the_ladder, loss_of, score_of
+from trainer.monitoring.lines import FILE as METRICS_FILE
+from trainer.monitoring.lines import Line, read_lines
+from trainer.monitoring.names import is_off_the_ladder, loss_of, score_of
 
 _PATIENCE_SECONDS = 600.0
 _PATIENCE_RECORDS = 4.0
@@ -50,15 +50,9 @@ _SCORES = {"ndcg_cut_10": "nDCG@10", "recip_rank_10": "MRR@10", "spearman": "Spe
 _HEADLINES = ("ndcg_cut_10", "spearman")
 _SLOW_FEED = 0.2
 _MUCH_PADDING = 0.5
-# Keys of a line of metrics.jsonl that must be numbers or null if present, beside losses by size, scores and what a
-# checkpoint cost.
-# The line of a fault has a list of samples.
-_NUMBERS = STEP.keys() - FAULTY.keys()
 _MOST = 2**53  # of a count, beyond which it is none
 _MOST_SECONDS = 1e10
 _LONGEST_WATCH = 86400.0
-
-Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -128,21 +122,29 @@ def read_status(folder: Path, *, now: float) -> RunStatus:
 
 def _read_status(folder: Path, *, now: float) -> RunStatus:
     plan = _read_plan(folder)
-    records, damaged = _records(folder / "metrics.jsonl")
+    lines, damaged, foreign = _read_metrics(folder / METRICS_FILE)
     # Lines about evaluations, checkpoints and faults have no epoch.
-    steps = [record for record in records if "epoch" in record]
-    newest = steps[-1] if steps else {}
-    step = int(newest.get("step", 0))
+    steps = [line for line in lines if line.epoch is not None]
+    newest = steps[-1] if steps else None
+    numbers = newest.numbers() if newest else {}
+    step = newest.step if newest else 0
     total, estimated = _total_steps(plan, newest)
     checkpoint = _newest_checkpoint(folder / "checkpoints")
     age = max(0.0, now - _written_at(folder))
     state, reason = _state(folder, plan, steps, step=step, age_seconds=age)
-    scored = [record for record in records if any(name.startswith(EVALUATION) for name in record)]
-    evaluation = scored[-1] if scored else {}
+    scored = [line for line in lines if line.scores]
+    evaluation = scored[-1] if scored else None
     left = None
     if state == "running" and total is not None:
-        left = max(0, total - step) * _seconds_a_step(steps) + _checkpoint_seconds(records, plan, step, total)
-    warnings = _warnings(plan, records, steps, damaged=damaged, state=state, step=step, checkpoint=checkpoint)
+        left = max(0, total - step) * _seconds_a_step(steps) + _checkpoint_seconds(lines, plan, step, total)
+    warnings = _warnings(plan, lines, steps, state=state, step=step, checkpoint=checkpoint)
+    if damaged:
+        warnings.append(f"{_count(damaged, 'damaged line')} in {METRICS_FILE}")
+    if foreign:
+        warnings.append(
+            f"{_count(foreign, 'line')} in {METRICS_FILE} of a format that this version does not read; use the version "
+            "that wrote the run"
+        )
     if state == "stopped" and reason is None:
         warnings.append("STOPPED is damaged: it does not say why")
     return RunStatus(
@@ -153,11 +155,11 @@ def _read_status(folder: Path, *, now: float) -> RunStatus:
         step=step,
         total_steps=total,
         total_is_estimated=estimated,
-        epoch=newest.get("epoch"),
+        epoch=newest.epoch if newest else None,
         seconds_left=left if left is not None and left < _MOST_SECONDS else None,
-        newest={name: value for name, value in newest.items() if "/" not in name and _is_number(value)},
-        sizes=_sizes(plan.ladder, newest, evaluation),
-        evaluation_step=evaluation.get("step"),
+        newest={name: value for name, value in numbers.items() if "/" not in name},
+        sizes=_sizes(plan.ladder, numbers, evaluation.numbers() if evaluation else {}),
+        evaluation_step=evaluation.step if evaluation else None,
         checkpoint_step=checkpoint,
         warnings=warnings,
     )
@@ -200,51 +202,25 @@ def _read_plan(folder: Path) -> _Plan:
     )
 
 
-def _records(path: Path) -> tuple[list[Line], int]:
-    """The lines of metrics.jsonl, and how many are damaged. An incomplete last line is still being written: ignored."""
-    if not path.is_file():
-        return [], 0
-    text = path.read_text(encoding="utf-8", errors="replace")
-    whole, newline, _ = text.rpartition("\n")
-    read = [_read_line(line) for line in whole.split("\n")] if newline else []
-    return [record for record, _ in read if record], sum(not sound for _, sound in read)
+def _read_metrics(path: Path) -> tuple[list[Line], int, int]:
+    """(The lines of metrics.jsonl, how many are damaged, how many another version wrote).
 
-
-def _read_line(text: str) -> tuple[Line, bool]:
-    """(the numbers and the fault of a line of metrics.jsonl, whether the line is sound).
-
-    A number may be null, which says that it is not defined, as the correlation of equal values.
+    An incomplete last line is still being written, and is left out.
     """
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}, False
-    step = values.get("step") if isinstance(values, dict) else None
-    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MOST:
-        return {}, False
-    kept = {name: value for name, value in values.items() if _is_number(value)}
-    if isinstance(values.get("fault"), str):
-        kept["fault"] = values["fault"]
-    numbered = [
-        name for name in values if name in _NUMBERS or name.startswith((EVALUATION, CHECKPOINT)) or loss_of(name)
-    ]
-    return kept, all(name in kept or values[name] is None for name in numbered)
+    contents = [each.content for each in read_lines(path) if each.is_complete]
+    lines = [content for content in contents if isinstance(content, Line)]
+    foreign = sum(isinstance(content, OtherFormat) for content in contents)
+    return lines, len(contents) - len(lines) - foreign, foreign
 
 
-def _is_number(value: object) -> bool:
-    """Whether a value is a number of usable size; whole numbers in JSON are unbounded."""
-    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST)
-
-
-def _total_steps(plan: _Plan, newest: Line) -> tuple[int | None, bool]:
+def _total_steps(plan: _Plan, newest: Line | None) -> tuple[int | None, bool]:
     """(the number of steps of the whole run, whether it is estimated from the epochs)."""
     if plan.steps:
         return plan.steps, False
-    epoch = newest.get("epoch", 0)
-    total = newest["step"] * plan.epochs / epoch if epoch > 0 else math.inf
-    if total < _MOST:
-        return max(newest["step"], round(total)), True
-    return None, False
+    if newest is None or newest.epoch is None or not newest.epoch > 0:
+        return None, False
+    total = newest.step * plan.epochs / newest.epoch
+    return (max(newest.step, round(total)), True) if total < _MOST else (None, False)
 
 
 def _newest_checkpoint(folder: Path) -> int | None:
@@ -254,7 +230,7 @@ def _newest_checkpoint(folder: Path) -> int | None:
 
 def _written_at(folder: Path) -> float:
     """The time of the run's last write to its metrics, checkpoints and descriptions."""
-    candidates = [folder / name for name in ("metrics.jsonl", "recipe.toml", "environment.json", "checkpoints", "DONE")]
+    candidates = [folder / name for name in (METRICS_FILE, "recipe.toml", "environment.json", "checkpoints", "DONE")]
     candidates += (folder / "checkpoints").glob("*")
     times = []
     for path in candidates:
@@ -282,7 +258,7 @@ def _state(
 
 def _seconds_a_step(steps: Sequence[Line]) -> float:
     """Mean seconds a step of the newest records. Slow steps are included, because they recur."""
-    return _mean([record["seconds"] for record in steps[-_NEWEST_RECORDS:] if "seconds" in record])
+    return _mean([line.seconds for line in steps[-_NEWEST_RECORDS:] if line.seconds is not None])
 
 
 def _mean(seconds: Sequence[float]) -> float:
@@ -291,9 +267,9 @@ def _mean(seconds: Sequence[float]) -> float:
     return statistics.mean(known) if known else 0.0
 
 
-def _checkpoint_seconds(records: Sequence[Line], plan: _Plan, step: int, total: int) -> float:
+def _checkpoint_seconds(lines: Sequence[Line], plan: _Plan, step: int, total: int) -> float:
     """The seconds for which the checkpoints still to be written will stall training."""
-    known = [record["checkpoint/still_seconds"] for record in records if "checkpoint/still_seconds" in record]
+    known = [line.checkpoint_still_seconds for line in lines if line.checkpoint_still_seconds is not None]
     every = plan.save_every_steps
     if not every:
         return 0.0
@@ -301,7 +277,7 @@ def _checkpoint_seconds(records: Sequence[Line], plan: _Plan, step: int, total: 
     return max(0, due) * _mean(known[-_NEWEST_RECORDS:])
 
 
-def _sizes(ladder: Ladder, newest: Line, evaluation: Line) -> list[SizeStatus]:
+def _sizes(ladder: Ladder, newest: Mapping[str, float], evaluation: Mapping[str, float]) -> list[SizeStatus]:
     """The ladder's sizes, and others that the newest step trained, smallest first."""
     named = {name: loss for name in newest if (loss := loss_of(name))}
     others = {loss.size for loss in named.values() if is_off_the_ladder(loss.size)}
@@ -321,27 +297,28 @@ def _sizes(ladder: Ladder, newest: Line, evaluation: Line) -> list[SizeStatus]:
 
 def _warnings(
     plan: _Plan,
-    records: Sequence[Line],
+    lines: Sequence[Line],
     steps: Sequence[Line],
     *,
-    damaged: int,
     state: str,
     step: int,
     checkpoint: int | None,
 ) -> list[str]:
     found = []
-    newest = steps[-1] if steps else {}
-    if bad := [name for name in ("loss", "grad_norm") if name in newest and not math.isfinite(newest[name])]:
-        found.append(f"{' and '.join(bad)} not finite at step {step}")
-    if skipped := newest.get("skipped_steps", 0):
-        found.append(f"{_count(skipped, 'step')} skipped{_newest_fault(records, spike=False)}")
-    if spikes := sum(record.get("fault") == "spike" for record in records):
-        found.append(f"{_count(spikes, 'spike')} of the loss{_newest_fault(records, spike=True)}")
+    if steps:
+        newest = steps[-1]
+        numbers = {"loss": newest.loss, "grad_norm": newest.grad_norm}
+        if bad := [name for name, value in numbers.items() if value is not None and not math.isfinite(value)]:
+            found.append(f"{' and '.join(bad)} not finite at step {step}")
+        if newest.skipped_steps:
+            found.append(f"{_count(newest.skipped_steps, 'step')} skipped{_newest_fault(lines, spike=False)}")
+    if spikes := sum(line.fault == "spike" for line in lines):
+        found.append(f"{_count(spikes, 'spike')} of the loss{_newest_fault(lines, spike=True)}")
     recent = steps[-_NEWEST_RECORDS:]
-    waiting = [record["data_wait_share"] for record in recent if "data_wait_share" in record]
+    waiting = [line.data_wait_share for line in recent if line.data_wait_share is not None]
     if waiting and statistics.median(waiting) > _SLOW_FEED:
         found.append(f"{statistics.median(waiting):.0%} of the time waits for data: raise data.num_workers")
-    padding = [record["padding_share"] for record in recent if "padding_share" in record]
+    padding = [line.padding_share for line in recent if line.padding_share is not None]
     if padding and statistics.median(padding) > _MUCH_PADDING:
         found.append(f"{statistics.median(padding):.0%} of the tokens computed are padding")
     every = plan.save_every_steps
@@ -349,17 +326,15 @@ def _warnings(
         found.append(f"the newest checkpoint is {step - (checkpoint or 0):,} steps old, of {every:,} wanted")
     if plan.damaged:
         found.append(f"recipe.toml is damaged: {' and '.join(plan.damaged)} cannot be")
-    if damaged:
-        found.append(f"{_count(damaged, 'damaged line')} in metrics.jsonl")
     return found
 
 
-def _newest_fault(records: Sequence[Line], *, spike: bool) -> str:
-    faults = [record for record in records if "fault" in record and (record["fault"] == "spike") == spike]
+def _newest_fault(lines: Sequence[Line], *, spike: bool) -> str:
+    faults = [line for line in lines if line.fault is not None and (line.fault == "spike") == spike]
     if not faults:
         return ""
-    kind = "" if spike else f"{faults[-1]['fault']} "
-    return f", the newest: {kind}at step {faults[-1]['step']:,}"
+    kind = "" if spike else f"{faults[-1].fault} "
+    return f", the newest: {kind}at step {faults[-1].step:,}"
 
 
 def _count(number: int, thing: str) -> str:

@@ -25,6 +25,7 @@ ALLOWED = {
         "trainer.config",
         "trainer.costs.counts",
         "trainer.costs.exchange",
+        "trainer.monitoring.lines",
         "trainer.monitoring.names",
         "trainer.costs.layers",
         "trainer.costs.objective_costs",

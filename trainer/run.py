@@ -52,6 +52,7 @@ from trainer.evaluation.during_training import Evaluator
 from trainer.exporting.model_folder import embedding_settings, save_model
 from trainer.loop import Hooks, Plan, RunState, TrainState, train
 from trainer.monitoring.dashboard import open_dashboard
+from trainer.monitoring.lines import FILE as METRICS_FILE
 from trainer.monitoring.metrics import Metrics
 from trainer.monitoring.trackers import check_sinks
 from trainer.optim import learning_rate
@@ -305,7 +306,7 @@ def _start_over(output: Path, world: World) -> None:
     lost = gather_objects(lost_training(output) if world.is_main else None)[0]
     if lost is not None:
         raise Refused(lost)
-    if world.is_main and (steps := steps_trained(output / "metrics.jsonl")):
+    if world.is_main and (steps := steps_trained(output / METRICS_FILE)):
         log.warning(
             "%s has come to step %d without saving a checkpoint; it starts over from the beginning", output, steps
         )

@@ -6,7 +6,6 @@ All checks are made before a device starts, and a folder that is refused is left
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -19,7 +18,8 @@ from trainer.checkpoint import Checkpointer
 from trainer.config.load import build_recipe, read_toml
 from trainer.config.read_keys import is_read
 from trainer.config.schema import Recipe, flat
-from trainer.monitoring.names import CHECKPOINT
+from trainer.monitoring.lines import FILE as METRICS_FILE
+from trainer.monitoring.lines import sound_lines
 from trainer.resilience.run_lock import LOCK, PROBE, is_begun
 
 # Sections and keys that may change when a run is resumed: how it is watched and kept, and where it runs.
@@ -94,11 +94,19 @@ def _check_folder(recipe: Recipe, output: Path) -> None:
             f"run.output {output} holds another run; go on with it by --resume auto, or name another folder"
         )
     check_same_recipe(recipe)
+    if not recipe.debug.replay:
+        _check_metrics(output / METRICS_FILE)
     if Checkpointer(output / "checkpoints", keep=1).newest() is None and not recipe.replays_from_start:
         if recipe.run.resume == "required":
             raise ConfigError(no_checkpoint(output))
         if (lost := lost_training(output)) is not None:
             raise ConfigError(lost)
+
+
+def _check_metrics(path: Path) -> None:
+    """Raise OtherFormat for a line that another version wrote: a resumed run could neither keep nor drop it."""
+    for _ in sound_lines(path):
+        pass
 
 
 def check_same_recipe(recipe: Recipe) -> None:
@@ -137,9 +145,9 @@ def no_checkpoint(output: str | Path) -> str:
 def lost_training(output: Path) -> str | None:
     """Why a run without a loadable checkpoint must not start over unasked; None where nothing was saved."""
     signs = [name for name in ("DONE", "STOPPED") if (output / name).is_file()]
-    steps = steps_trained(output / "metrics.jsonl", saved=True)
+    steps = steps_trained(output / METRICS_FILE, saved=True)
     if steps:
-        signs.append(f"a checkpoint of step {steps} in its metrics.jsonl")
+        signs.append(f"a checkpoint of step {steps} in its {METRICS_FILE}")
     if Checkpointer(output / "checkpoints", keep=1).anything:
         signs.append("damaged checkpoints")
     if not signs:
@@ -151,16 +159,11 @@ def lost_training(output: Path) -> str | None:
 
 
 def steps_trained(metrics: Path, *, saved: bool = False) -> int:
-    """The last step in metrics.jsonl; 0 where there is none. saved: count only steps with a checkpoint."""
-    steps = [0]
-    with contextlib.suppress(FileNotFoundError), metrics.open("rb") as file:
-        for line in file:
-            with contextlib.suppress(ValueError, RecursionError):  # cut off, or no record
-                record = json.loads(line)
-                counts = isinstance(record, dict) and isinstance(record.get("step"), int)
-                if counts and (not saved or any(key.startswith(CHECKPOINT) for key in record)):
-                    steps.append(record["step"])
-    return max(steps)
+    """The last step in metrics.jsonl; 0 where there is none. saved: count only steps with a checkpoint.
+
+    Raises OtherFormat if another version wrote one of its lines.
+    """
+    return max((line.step for line in sound_lines(metrics) if not saved or line.is_of_checkpoint), default=0)
 
 
 def prove_writable(output: Path) -> None:

@@ -118,6 +118,8 @@ def _first_problem(error: ValueError) -> str:
     message = first["msg"][:1].lower() + first["msg"][1:]
     if first["type"] == "missing":
         return f"it has no {key}"
+    if not key:  # of the whole record; the message says which part it is about
+        return message
     shown = repr(first["input"])
     return f"{key} = {shown if len(shown) <= 80 else f'{shown[:80]} …'}: {message}"
 

@@ -197,6 +197,19 @@ def test_damaged_lines_and_one_being_written(tmp_path: Path) -> None:
     assert status.step == 20 and status.warnings == ["1 damaged line in metrics.jsonl"]
 
 
+def test_lines_of_other_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines without a format are read. Those of an unknown one are counted, and are not called damaged."""
+    later = {"format": 2, "epoch": 0.9, "a new name": "of a later version"}
+    run = plant(tmp_path / "run", [step(10), {"format": 1, **step(20)}, later, {**step(30), "format": 2}])
+    status = read_status(run, now=NOW)
+    assert status.step == 20 and status.newest["loss"] == 8.0 and "format" not in status.newest
+    (warning,) = status.warnings
+    assert warning.startswith("2 lines in metrics.jsonl of a format that this version does not read; use the version")
+    assert main([str(run)]) == 0 and f"warning: {warning}" in capsys.readouterr().out
+    known = plant(tmp_path / "known", [step(10), {"format": 1, **step(20)}])
+    assert read_status(known, now=NOW).warnings == []
+
+
 def test_recipes_of_other_versions_are_read(tmp_path: Path) -> None:
     run = plant(tmp_path / "run", [step(10)])
     with (run / "recipe.toml").open("a") as file:
@@ -358,6 +371,10 @@ def test_a_section_that_is_a_number(tmp_path: Path) -> None:
         '{"step": true}',
         '{"step": -3}',
         '{"step": 1e400, "epoch": 0.1}',
+        '{"step": 20, "epoch": 0.1, "skipped_steps": 1e400}',
+        '{"step": 20, "epoch": 0.1, "samples": -1}',
+        '{"step": 20, "fault": "a cold"}',
+        '{"step": 20, "format": "1"}',
         '{"epoch": 0.1}',
         "[" * 100_000,
         "[]",
@@ -392,7 +409,6 @@ def test_lines_that_no_run_writes(
         '{"step": 20, "checkpoint/still_seconds": NaN}',
         '{"step": 20, "epoch": 0.5, "loss": null, "encoder/demi": null}',
         '{"step": 20, "evaluation/a/spearman/demi": null}',
-        '{"step": 20, "skipped_steps": 1e400, "epoch": 0.5}',
     ],
 )
 @pytest.mark.parametrize("steps", [0, 100])
@@ -426,7 +442,7 @@ def test_a_stop_that_does_not_say_why(tmp_path: Path, text: str) -> None:
 def test_escape_codes_do_not_reach_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a folder's name, a stop's reason, a fault and a task; in JSON they are JSON's."""
     red = "\x1b[31m\u202e"
-    lines = [step(10), {"step": 10, f"evaluation/{red}/ndcg_cut_10/demi": 0.5}, {"step": 10, "fault": red}]
+    lines = [step(10), {"step": 10, f"evaluation/{red}/ndcg_cut_10/demi": 0.5}, {"step": 10, "fault": red, "format": 1}]
     run = plant(tmp_path / f"run{red}", [*lines, step(20, skipped_steps=1)])
     (run / "STOPPED").write_text(json.dumps({"step": 20, "reason": red}))
     for more in ((), (str(run),), ("--json",)):

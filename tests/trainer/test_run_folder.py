@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from data.ground.errors import ConfigError
+from data.ground.errors import ConfigError, OtherFormat
+from tests.run_folder import contents
 from tests.trainer.support import recipe_of, recipe_values
 from trainer import run_folder
 from trainer.config.load import as_toml
@@ -77,6 +79,41 @@ def test_how_far_a_run_came(content: bytes, steps: int, saved: int, tmp_path: Pa
     assert steps_trained(path) == 0
     path.write_bytes(content)
     assert (steps_trained(path), steps_trained(path, saved=True)) == (steps, saved)
+
+
+def test_steps_of_a_later_version_are_not_overlooked(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 3}\n{"format": 2, "step": 5, "checkpoint/mib": 1}\n')
+    for saved in (False, True):
+        with pytest.raises(OtherFormat, match=r"metrics\.jsonl line 2 is of format 2"):
+            steps_trained(path, saved=saved)
+
+
+@pytest.mark.parametrize("resume", ["auto", "required"])
+@pytest.mark.parametrize("steps", ["", '{"step": 3}\n'])
+def test_metrics_that_a_later_version_wrote(resume: str, steps: str, tmp_path: Path) -> None:
+    """Refused before anything is changed: a resumed run could neither keep such lines nor drop them."""
+    output = tmp_path / "run"
+    output.mkdir()
+    recipe = recipe_of(recipe_values("shards", run={"output": str(output), "resume": resume}))
+    (output / "recipe.toml").write_text(as_toml(recipe))
+    (output / "metrics.jsonl").write_text(steps + '{"format": 2, "step": 5}\n')
+    before = contents(output)
+    with pytest.raises(OtherFormat, match=r"run/metrics\.jsonl line \d is of format 2, .*; use the version that wrote"):
+        check_output_folder(recipe)
+    assert contents(output) == before
+    # A replay does not touch them.
+    check_output_folder(replace(recipe, debug=replace(recipe.debug, replay=1)))
+
+
+def test_metrics_that_this_version_and_earlier_ones_wrote(tmp_path: Path) -> None:
+    """Negative control."""
+    output = tmp_path / "run"
+    output.mkdir()
+    recipe = recipe_of(recipe_values("shards", run={"output": str(output), "resume": "auto"}))
+    (output / "recipe.toml").write_text(as_toml(recipe))
+    (output / "metrics.jsonl").write_text('{"step": 3}\n{"format": 1, "step": 5}\n{"step": 7, "lo')
+    check_output_folder(recipe)
 
 
 def test_a_recipe_that_another_version_wrote(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import logging
@@ -17,14 +16,16 @@ from typing import Any
 import tomli_w
 from pydantic import ConfigDict
 
-from data.ground.errors import ConfigError, DataError
+from data.ground.errors import ConfigError
 from data.ground.files import write_atomically
 from data.ground.options import settings_among
-from data.ground.records import Record, json_of, parse_json, read_record
+from data.ground.records import Record, json_of, read_record
 from trainer.build import open_shards
 from trainer.config.load import as_tables, load_recipe
 from trainer.evaluation.tasks.read import digest_of_tasks, read_tasks
 from trainer.experiments.jobs import Job, Work, check_settings, training_job
+from trainer.monitoring.lines import FILE as METRICS_FILE
+from trainer.monitoring.lines import sound_lines
 from trainer.monitoring.names import score_of
 from trainer.objectives.collators import total_steps
 
@@ -155,16 +156,12 @@ def select(scores: Mapping[str, Mapping[str, float]], step: int) -> dict[str, An
 def scores_at(run: Path, step: int) -> dict[str, float]:
     """task/metric/size -> score of the run's evaluation at a step; empty if there was none at that step.
 
-    A score that is not defined is NaN.
+    A score that is not defined is NaN. Raises OtherFormat if another version wrote a line of the run's metrics.
     """
-    path = run / "metrics.jsonl"
     found: dict[str, float] = {}
-    for line in path.read_bytes().splitlines() if path.is_file() else []:
-        entry: Any = None
-        with contextlib.suppress(DataError):  # a truncated line
-            entry = parse_json(line, where=str(path))
-        if isinstance(entry, dict) and entry.get("step") == step:
-            for name, value in entry.items():
+    for line in sound_lines(run / METRICS_FILE):
+        if line.step == step:
+            for name, value in line.scores.items():
                 score = score_of(name)
                 if score and score.metric in _METRICS:
                     found["/".join(score)] = math.nan if value is None else value

@@ -8,22 +8,23 @@ Energy is an estimate: hours of training steps × ranks × an assumed power of o
 from __future__ import annotations
 
 import logging
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import pydantic
-
-from data.ground.errors import ConfigError
+from data.ground.errors import ConfigError, DataError
 from data.ground.files import reading
-from data.ground.records import Record, parse_record, read_record
+from data.ground.records import Record, read_record
 from data.ground.secrets import without_secrets
 from models.sizes import Size
 from trainer.config.load import as_toml, build_recipe, read_json_object, read_toml
 from trainer.environment import FILE as ENVIRONMENT_FILE
 from trainer.environment import Environment
 from trainer.evaluation.results.report import METRIC_LABELS, markdown_table
+from trainer.monitoring.lines import FILE as METRICS_FILE
+from trainer.monitoring.lines import read_lines
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +32,6 @@ log = logging.getLogger(__name__)
 WATTS_PER_RANK = {"cuda": 500.0, "cpu": 50.0}
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SHOWN_METRICS = ("spearman", "ndcg_cut_10", "recip_rank_10", "recall_100")
-
-
-class _Step(Record):
-    """The numbers in a line of metrics.jsonl that a card adds up; lines of other kinds have none of them."""
-
-    step: int | None = pydantic.Field(default=None, ge=0)
-    seconds: float | None = pydantic.Field(default=None, ge=0)
-    samples: int | None = pydantic.Field(default=None, ge=0)
 
 
 class Score(Record):
@@ -106,7 +99,7 @@ def training_section(model_folder: Path, *, watts_per_rank: float | None = None)
         rows.append(["software", ", ".join(f"{name} {version}" for name, version in environment.versions.items())])
     compute = read_compute(run, environment, watts_per_rank=watts_per_rank)
     if compute is None:
-        rows.append(["compute", "unknown: the run has no metrics.jsonl"])
+        rows.append(["compute", f"unknown: the run has no {METRICS_FILE}"])
     else:
         rows += [
             ["compute", f"{compute.steps:,} steps, {compute.samples:,} samples, {compute.hours:.3g} h"],
@@ -125,21 +118,26 @@ def training_section(model_folder: Path, *, watts_per_rank: float | None = None)
 
 def read_compute(run: Path, environment: Environment, *, watts_per_rank: float | None = None) -> Compute | None:
     """The compute of a run, from its metrics. `seconds` of a record is the mean per step since the record before."""
-    path = run / "metrics.jsonl"
+    path = run / METRICS_FILE
     if not path.is_file():
         return None
     seconds, step, samples = 0.0, 0, 0
     with reading(path, what="metrics"):
-        *lines, last = path.read_bytes().split(b"\n")
-    if last.strip():
-        log.warning("%s ends in half a line, as a killed run leaves it, which is passed over", path)
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        record = parse_record(line, _Step, where=f"metrics {path} line {number}", hint="remove that line")
-        if record.seconds is not None and record.step is not None:
-            seconds += record.seconds * (record.step - step)
-            step, samples = record.step, samples if record.samples is None else record.samples
+        for each in read_lines(path):
+            if not each.text.strip():
+                continue
+            if not each.is_complete:
+                log.warning("%s ends in half a line, as a killed run leaves it, which is passed over", path)
+                continue
+            if isinstance(each.content, DataError):
+                raise each.content
+            line = each.content
+            if line.seconds is None:
+                continue
+            if not 0 <= line.seconds < math.inf:
+                raise DataError(f"{each.where} is damaged (seconds = {line.seconds}); remove that line")
+            seconds += line.seconds * (line.step - step)
+            step, samples = line.step, line.samples if isinstance(line.samples, int) else samples
     device = environment.device or "unknown CPU"
     # The environment has the name of the CUDA device; on a CPU it has the name from platform.processor().
     kind = "cuda" if any(word in device for word in ("NVIDIA", "Tesla", "GeForce", "AMD Instinct")) else "cpu"

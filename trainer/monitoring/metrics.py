@@ -1,14 +1,13 @@
 """What a person watches: metrics.jsonl, a progress bar and the dashboard, all fed with one record a logged step.
 
-`metrics.jsonl` has one JSON object a line, in which null is what is not defined. A record has means over the steps
-since the last record; evaluations, checkpoints and faults write lines of their own. trainer/monitoring/names.py says
-what each name means.
+`metrics.jsonl` has one JSON object a line, whose schema is trainer/monitoring/lines.py. A record has means over the
+steps since the last record; evaluations, checkpoints and faults write lines of their own. trainer/monitoring/names.py
+says what each name means.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -23,12 +22,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.collate import samples_of
-from data.ground.errors import DataError
+from data.ground.errors import DataError, OtherFormat
 from data.ground.files import write_atomically
-from data.ground.records import defined, json_of, parse_json
+from data.ground.records import defined
 from trainer.costs.flops import peak_flops
 from trainer.distributed import World, gather_objects, sum_over_ranks
 from trainer.monitoring.dashboard import Dashboard
+from trainer.monitoring.lines import FILE, read_lines, text_of
 from trainer.monitoring.names import EVALUATION, FAULT, RATES, SAVED
 from trainer.objectives.backward import StepReport
 from trainer.resilience.anomalies import Fault
@@ -108,7 +108,7 @@ class Metrics:
         self._samples = _open_samples(folder / "samples", world, start_step) if samples else None
         if not world.is_main:
             return
-        path = folder / "metrics.jsonl"
+        path = folder / FILE
         forget_after(path, start_step, repeats_evaluation=repeats_evaluation)
         self._file = Lines(path)
         self._bar = tqdm(
@@ -151,7 +151,7 @@ class Metrics:
             self._losses[name] = self._losses[name] + value if name in self._losses else value
         self._counted += counts
         if self._samples is not None:
-            self._samples.write(json.dumps({"step": step, "samples": samples_of(batch)}))
+            self._samples.write(text_of({"step": step, "samples": samples_of(batch)}))
         self._last = {"epoch": epoch, "samples": samples, **rates, "grad_norm": grad_norm}
         self._skipped_steps = skipped_steps
         for index, amount in enumerate((report.tokens, report.padded_tokens, report.flops)):
@@ -229,7 +229,7 @@ class Metrics:
 
     def _write_line(self, record: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json_of(record))
+            self._file.write(text_of(record))
 
     def _write(self, record: dict[str, Any]) -> None:
         record = defined(record)
@@ -267,20 +267,18 @@ def forget_after(path: Path, step: int, *, repeats_evaluation: bool = True) -> N
     """Drop the records of steps that a resumed run repeats, and lines that are no records, such as a line cut off.
 
     repeats_evaluation: whether an evaluation at the resumed step is repeated, and so dropped as well.
+
+    Raises OtherFormat, and changes nothing, if another version wrote one of the lines.
     """
-    if not path.is_file():
-        return
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept, broken = [], 0
-    for line in lines:
-        try:
-            record = parse_json(line, where=str(path))
-        except DataError:
-            record = None
-        if not isinstance(record, dict) or type(record.get("step")) is not int or not line.endswith(b"\n"):
+    lines, kept, broken = [], [], 0
+    for each in read_lines(path):
+        if isinstance(each.content, OtherFormat):
+            raise each.content
+        lines.append(each.text)
+        if isinstance(each.content, DataError) or not each.is_complete:
             broken += 1
-        elif record["step"] < step + (not (repeats_evaluation and any(name.startswith(EVALUATION) for name in record))):
-            kept.append(line)
+        elif each.content.step < step + (not (repeats_evaluation and each.content.scores)):
+            kept.append(each.text)
     if broken:
         log.warning("%s: dropped %d line%s that %s cut off or no record", path, broken, *_plural(broken))
     if len(kept) == len(lines):

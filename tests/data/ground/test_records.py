@@ -11,6 +11,7 @@ from typing import Literal
 import pyarrow.parquet as parquet
 import pydantic
 import pytest
+from pydantic_core import PydanticCustomError
 from safetensors import safe_open
 
 from data.ground.errors import DataError, OtherFormat
@@ -140,6 +141,21 @@ def test_a_failed_write_names_the_file_and_leaves_nothing(tmp_path):
         write_atomically(folder / "a", "text")
     assert error.value.filename == str(folder / "a")
     assert [path.name for path in folder.iterdir()] == ["a"]
+
+
+def test_a_problem_of_the_whole_record_is_told_without_its_content() -> None:
+    class Pair(Record):
+        low: int
+        high: int
+
+        @pydantic.model_validator(mode="after")
+        def _check(self) -> Pair:
+            if self.low > self.high:
+                raise PydanticCustomError("order", "low is above high")
+            return self
+
+    with pytest.raises(DataError, match=r"^record is damaged \(low is above high\); restore it"):
+        parse_record(b'{"low": 2, "high": 1}', Pair, where="record")
 
 
 def test_what_pydantic_says_is_its_first_problem() -> None:

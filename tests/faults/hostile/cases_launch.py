@@ -355,6 +355,9 @@ SAID_DAMAGED = done_and_said("damaged")
         row("metrics-deep", metrics(deep())),
         row("metrics-not-utf8", lambda run: write(run / "metrics.jsonl", b"\xff\xfe\n"), expect=SAID_DAMAGED),
         row("metrics-empty", metrics(""), expect=SAID_DAMAGED),
+        row(
+            "metrics-of-a-later-version", metrics('{"format": 2}'), expect=done_and_said("1 line in metrics.jsonl of a")
+        ),
         row("loss-a-text", metrics('{"step": 1, "epoch": 0.1, "loss": "x"}'), expect=SAID_DAMAGED),
         row("epoch-a-text", metrics('{"step": 1, "loss": 1, "epoch": "x"}'), expect=SAID_DAMAGED),
         row("seconds-a-text", metrics('{"step": 1, "epoch": 0.1, "seconds": "x"}'), expect=SAID_DAMAGED),

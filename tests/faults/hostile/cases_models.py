@@ -582,6 +582,7 @@ def _(folder: Path, assets: Assets, content: str | bytes) -> Command:
         row("metrics-steps-of-letters", "metrics.jsonl", b'{"step": "x", "seconds": 1.0}\n'),
         row("metrics-latin-1", "metrics.jsonl", b"\xff\n"),
         row("metrics-a-list", "metrics.jsonl", b"[]\n"),
+        row("metrics-of-a-later-version", "metrics.jsonl", b'{"format": 2, "step": 8}\n'),
         row("environment-deep", "environment.json", DEEP.encode()),
         row("environment-a-list", "environment.json", b"[]"),
         row("environment-versions-a-list", "environment.json", b'{"versions": ["torch"]}'),

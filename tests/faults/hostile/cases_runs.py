@@ -471,6 +471,14 @@ def _(folder: Path, assets: Assets, change: Callable[[bytes], bytes]) -> Command
     return resume(folder, assets)
 
 
+@case("runs/metrics-of-a-later-version", refused("metrics.jsonl", "format 2", untouched=True), cause=13)
+def _(folder: Path, assets: Assets) -> Command:
+    stopped(folder, assets)
+    with (folder / "run" / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"format": 2, "step": 4}\n')
+    return resume(folder, assets)
+
+
 @family(
     "runs/recipe-of-the-run",
     [

@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 
 from data.ground.command import run_command
-from data.ground.errors import ConfigError
+from data.ground.errors import ConfigError, OtherFormat
 from tests.ranks import run_ranks
 from tests.run_folder import steps_of, weights
 from tests.trainer.support import float32_ds_config, recipe_values
@@ -43,6 +43,19 @@ def test_scores_are_those_of_the_step(tmp_path: Path) -> None:
     assert scores_at(tmp_path, 3) == {}
     undefined = scores_at(tmp_path, 6)  # it loses against every score
     assert math.isnan(undefined["dev/spearman/1x16"]) and undefined["dev/spearman/2x32"] == 0.2
+
+
+def test_scores_of_a_later_version_are_not_overlooked(tmp_path: Path) -> None:
+    """Without them a seed would seem to have no scores. Damaged lines, such as one cut off, are passed over."""
+    scores = '{"step": 2, "evaluation/dev/spearman/1x16": 0.1}\n'
+    damaged = '{"step": 2, "evaluation/dev/spearman/1x16": "x"}\n[]\n{"step": 2, "evalu'
+    (tmp_path / "metrics.jsonl").write_text(scores + damaged)
+    assert scores_at(tmp_path, 2) == {"dev/spearman/1x16": 0.1}
+    (tmp_path / "metrics.jsonl").write_text(scores + scores.replace("{", '{"format": 2, '))
+    with pytest.raises(OtherFormat, match=r"metrics\.jsonl line 2 is of format 2"):
+        scores_at(tmp_path, 2)
+    (tmp_path / "metrics.jsonl").write_text(scores.replace("{", '{"format": 1, '))
+    assert scores_at(tmp_path, 2) == {"dev/spearman/1x16": 0.1}
 
 
 @pytest.mark.parametrize("written", ["null", "NaN"])  # earlier versions wrote NaN, which is no JSON

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from data.ground.errors import ConfigError, DataError
+from data.ground.errors import ConfigError, DataError, OtherFormat
 from models.encoder import build_masked_lm
 from models.settings import EmbeddingSettings
 from models.sizes import Size
@@ -200,6 +200,39 @@ def test_half_a_last_line_is_passed_over_and_damage_is_not(run: Path, caplog: py
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write("\n")
     with pytest.raises(DataError, match=r"metrics\.jsonl line 5"):
+        read_compute(run, Environment())
+
+
+def test_a_fault_is_no_damage(run: Path) -> None:
+    """Its line has a list of samples, where that of a step has their number."""
+    before = read_compute(run, Environment())
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 31, "fault": "spike", "fault/loss": "9.0", "by_rank": ["9.0"], "samples": [[0, 1]]}\n')
+    assert read_compute(run, Environment()) == before
+
+
+@pytest.mark.parametrize("format_of_line", [1, None])
+def test_lines_of_two_versions_are_added_up(format_of_line: int | None, run: Path) -> None:
+    line = {"step": 40, "seconds": 1.8, "samples": 480}
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps(line if format_of_line is None else {"format": format_of_line, **line}) + "\n")
+    compute = read_compute(run, Environment())
+    assert compute is not None and (compute.steps, compute.samples) == (40, 480)
+    assert compute.hours == pytest.approx(60 / 3600)
+
+
+def test_lines_of_a_later_version_are_not_left_out_of_the_sum(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"format": 2, "step": 40, "seconds": 1.0}\n')
+    with pytest.raises(OtherFormat, match=r"metrics\.jsonl line 5 is of format 2"):
+        training_section(run / "model")
+
+
+@pytest.mark.parametrize("seconds", ["-1.0", "NaN", "Infinity", '"1"'])
+def test_seconds_that_cannot_be_added_up(seconds: str, run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write(f'{{"step": 40, "seconds": {seconds}}}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl line 5 is damaged \(seconds = .*; remove that line"):
         read_compute(run, Environment())
 
 

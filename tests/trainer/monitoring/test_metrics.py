@@ -9,13 +9,19 @@ import math
 import os
 import unittest.mock
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import torch
 
+from data.collate import SOURCE_STRIDE
+from data.ground.errors import OtherFormat
 from trainer.distributed import World
 from trainer.monitoring import metrics
+from trainer.monitoring.lines import FORMAT, sound_lines
 from trainer.monitoring.metrics import Lines, Metrics, forget_after
+from trainer.objectives.backward import StepReport
+from trainer.resilience.anomalies import Fault
 
 
 class Disk:
@@ -154,7 +160,60 @@ def test_lines_are_json(tmp_path: Path) -> None:
     lines.close()
     evaluation, saved = (tmp_path / "metrics.jsonl").read_text().splitlines()
     found = json.loads(evaluation, parse_constant=pytest.fail)
-    assert found == {"step": 3, "evaluation/a/spearman/1x16": None, "evaluation/b/spearman/1x16": 0.5}
+    values = {"step": 3, "evaluation/a/spearman/1x16": None, "evaluation/b/spearman/1x16": 0.5}
+    assert found == {"format": FORMAT, **values} and next(iter(found)) == "format"
     assert json.loads(saved, parse_constant=pytest.fail)["checkpoint/seconds"] is None
-    assert board.record.call_args_list[0].args == (found,)
+    assert board.record.call_args_list[0].args == (values,)  # the format is no curve
     assert "NaN" in json.dumps(scores)
+
+
+LATER = b'{"format": 2, "step": 2, "loss": 1.0}\n'
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "rank_00000.jsonl"])
+@pytest.mark.parametrize("content", [LATER + KEPT, KEPT + LATER, KEPT + b'{"step": 9}\n' + LATER + b'{"st'])
+def test_lines_of_a_later_version_are_neither_dropped_nor_kept(content: bytes, name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(OtherFormat, match=rf"{name} line \d is of format 2, .*; use the version that wrote it"):
+        forget_after(path, 3)
+    assert path.read_bytes() == content
+    path.write_bytes(content.replace(LATER, LATER.replace(b"2", b"1", 1)))  # negative control
+    forget_after(path, 3)
+    assert path.read_bytes().count(b'"format": 1') == 1
+
+
+def test_lines_of_two_versions_in_one_file(tmp_path: Path) -> None:
+    """A run that earlier versions began goes on in the same file."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(KEPT + b'{"step": 4}\n')
+    lines = Metrics(tmp_path, World.alone(), dashboard=None, every_steps=1, total_steps=9, start_step=3)
+    lines.checkpoint(3, seconds=1.0, still_seconds=0.5, mib=2.0)
+    lines.close()
+    assert path.read_bytes().startswith(KEPT + b'{"format": 1, "step": 3, "checkpoint/seconds": 1.0')
+
+
+def test_every_kind_of_line_has_the_schema(tmp_path: Path) -> None:
+    """A step, a fault, and the samples of both, as a run writes them."""
+    batch = unittest.mock.Mock(sample_ids=torch.tensor([5, 2 * SOURCE_STRIDE + 1]))
+    report = StepReport({"loss": torch.tensor(2.0), "loss/demi": torch.tensor(1.0)}, 10, 12, 100.0)
+    board = unittest.mock.Mock()
+    options: dict[str, Any] = {"every_steps": 1, "total_steps": 9, "start_step": 0}
+    lines = Metrics(tmp_path, World.alone(), dashboard=board, samples=True, **options)
+    kind: Any
+    for kind in get_args(Fault):
+        lines.fault(kind, 1, loss=math.nan, own_loss=math.inf, grad_norm=1.0, batch=batch)
+    counted: dict[str, Any] = {"epoch": 0.5, "samples": 2, "rates": {"lr": 0.1}, "grad_norm": 1.0}
+    lines.update(report, batch, step=1, seconds=2.0, wait_seconds=1.0, **counted)
+    lines.close()
+    drawn = [[0, 5], [2, 1]]
+    *faults, step = [line.values() for line in sound_lines(tmp_path / "metrics.jsonl")]
+    told = {"fault/loss": "nan", "fault/grad_norm": "1.0", "by_rank": ["inf"], "samples": drawn}
+    assert faults == [{"step": 1, "fault": kind, **told} for kind in get_args(Fault)]
+    assert (step["loss"], step["loss/demi"], step["samples"], step["lr"]) == (2.0, 1.0, 2, 0.1)
+    path = tmp_path / "samples" / "rank_00000.jsonl"
+    assert [line.values() for line in sound_lines(path)] == [{"step": 1, "samples": drawn}]
+    text = (tmp_path / "metrics.jsonl").read_text() + path.read_text()
+    assert len(text.splitlines()) == 5 and all(line.startswith('{"format": 1, ') for line in text.splitlines())
+    ((shown,), _) = board.record.call_args
+    assert shown["loss"] == 2.0 and "format" not in shown
