@@ -26,6 +26,7 @@ ALLOWED = {
         "trainer.costs.counts",
         "trainer.costs.exchange",
         "trainer.monitoring.names",
+        "trainer.costs.gpus",
         "trainer.costs.layers",
         "trainer.costs.objective_costs",
         "trainer.costs.parameters",
