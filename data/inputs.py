@@ -53,7 +53,7 @@ def find_inputs(names: Sequence[str], *, output: Path | None = None) -> list[Pat
     found: list[Path | str] = []
     named: dict[object, Path | str] = {}
     for pattern in names:
-        for one in (one for name in _expanded(pattern) for one in _find(name, output)):
+        for one in (one for name in expanded(pattern) for one in _find(name, output)):
             key = one if isinstance(one, str) else _identity(one)
             if key in named:
                 other = "" if str(named[key]) == str(one) else f", also as {named[key]}"
@@ -85,7 +85,7 @@ def check_name(name: str, what: str) -> None:
         raise DataError(f"the name of {what} {name!a} is not UTF-8; rename it")
 
 
-def _expanded(name: str) -> list[str]:
+def expanded(name: str) -> list[str]:
     """The names that a pattern with braces stands for, such as WebDataset's shard-{000..127}.tar."""
     check_name(name, "input")
     if "{" not in name or _status(Path(name).expanduser()) is not None:

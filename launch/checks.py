@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.ground.files import first_line
+from data.ground.files import first_line, open_regular
 
 GIB, MIB = 2**30, 2**20
 OK, WARN, BAD = "ok", "warn", "bad"
@@ -232,7 +232,8 @@ def hostfile(path: Path) -> Finding:
     """Check a hostfile: DeepSpeed would end in a traceback, or silently ignore a host without slots."""
     hint = "write one host per line, each host once, with at least one slot: node1 slots=8"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with open_regular(path) as file:
+            lines = file.read().decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         # Without a hostfile, DeepSpeed would silently train on this host alone.
         seen = error.strerror if isinstance(error, OSError) else "it is not UTF-8"

@@ -15,6 +15,7 @@ from typing import Any
 from data.ground.records import defined
 from launch.scaling import GPUS, INTERCONNECTS, Assumptions, Cluster, Lengths, Model, Prediction, predict
 from trainer.config.load import build_recipe
+from trainer.costs.gpus import product_name
 from trainer.costs.shapes import Shape
 from trainer.qualification.lines import Asked, Bound, Line, Outcome, counted, judged, not_answered
 
@@ -48,7 +49,7 @@ def remaining_seconds(expected: Sequence[float], *, done: int, before: float, he
 
 def gpu_named(device: str) -> str | None:
     """The key of GPUS whose data sheet is this device's; None where there is none."""
-    return next((key for key in GPUS if key in device.lower()), None)
+    return next((key for key, sheet in GPUS.items() if sheet.product == product_name(device)), None)
 
 
 def shares_of(gpu: str, lines: Sequence[Line], *, hosts: bool) -> dict[str, float]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from trainer.config.schema import Recipe
 from trainer.costs.counts import Texts
 from trainer.costs.exchange import RING_CHUNKS, ring_gradients_sent, ring_vectors_sent
+from trainer.costs.gpus import listed_peak_flops
 from trainer.costs.layers import kernels, wide_gradients
 from trainer.costs.objective_costs import ObjectiveCosts, costs_of, with_kept_graphs
 from trainer.costs.parameters import embedding_parameters, encoder_parameters, layer_matrices, stem_parameters
@@ -32,19 +33,26 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """A maker's data sheet: dense bf16 operations a second, bytes, bytes a second."""
+    """A maker's data sheet, by the driver's name of the product: bytes, bytes a second."""
 
-    peak_flops: float
+    product: str
     memory: float
     memory_bandwidth: float
     link_bandwidth: float  # to the node's other GPUs, one way
 
+    @property
+    def peak_flops(self) -> float:
+        """Dense bf16 operations a second."""
+        peak = listed_peak_flops(self.product)
+        assert peak is not None
+        return peak
+
 
 # SXM modules: NVIDIA A100 (80 GB), H100 and H200 data sheets.
 GPUS = {
-    "a100": Gpu(312e12, 80e9, 2.039e12, 300e9),
-    "h100": Gpu(989e12, 80e9, 3.35e12, 450e9),
-    "h200": Gpu(989e12, 141e9, 4.8e12, 450e9),
+    "a100": Gpu("A100-SXM4-80GB", 80e9, 2.039e12, 300e9),
+    "h100": Gpu("H100 80GB HBM3", 80e9, 3.35e12, 450e9),
+    "h200": Gpu("H200", 141e9, 4.8e12, 450e9),
 }
 
 

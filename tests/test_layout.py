@@ -27,6 +27,7 @@ ALLOWED = {
         "trainer.costs.exchange",
         "trainer.monitoring.lines",
         "trainer.monitoring.names",
+        "trainer.costs.gpus",
         "trainer.costs.layers",
         "trainer.costs.objective_costs",
         "trainer.costs.parameters",

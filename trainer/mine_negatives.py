@@ -37,7 +37,9 @@ from data.ground.errors import ConfigError, UserError
 from data.ground.files import sha256_of
 from data.ground.options import LARGEST_SEED, Parser, Stated, StatedEach, count, real, stated_in
 from data.ground.records import read_record
+from data.ground.secrets import without_secrets
 from data.ground.whole_folder import check_place
+from data.inputs import expanded
 from data.model_folders import SETTINGS_FILE
 from data.passages import is_built
 from models.sizes import Size
@@ -75,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ConfigError(f"--output {output} is a file; give a folder")
     miner, model_identity = load_miner(args)
     identity = {
-        "inputs": [_file_identity(path) for name in args.inputs for path in _files_of(name)],
+        "inputs": _inputs_identity(args.inputs),
         "corpora": [_file_identity(path) for path in corpora],
         "reading": {key: getattr(args, key) for key in _READING},
         "model": model_identity,
@@ -178,12 +180,22 @@ def _units(args: argparse.Namespace, scratch: Path) -> list[InputSplit]:
 
 
 def _files_of(name: str) -> list[Path]:
-    """The files behind an input, in a fixed order; none for a name on the hub."""
+    """The files behind an input, in a fixed order; none for an address or a name on the hub."""
     path = Path(name).expanduser()
     if path.is_dir():
         return sorted(each for each in path.rglob("*") if each.is_file())
     found = glob.glob(str(path), recursive=True)  # noqa: PTH207 (Path.glob takes no absolute pattern)
     return sorted(each for each in map(Path, found) if each.is_file())
+
+
+def _inputs_identity(inputs: Sequence[str]) -> list[dict[str, Any]]:
+    """The files behind inputs, with their content. Addresses and data sets of the hub are told apart by name alone."""
+    return [
+        each
+        for pattern in inputs
+        for name in expanded(pattern)
+        for each in [_file_identity(path) for path in _files_of(name)] or [{"name": without_secrets(name)}]
+    ]
 
 
 def _file_identity(path: Path) -> dict[str, Any]:

@@ -29,9 +29,9 @@ from data.ground.errors import ConfigError
 from data.ground.options import Parser, Stated, real, stated_in
 from trainer.experiments.checks import check_files, check_given
 from trainer.experiments.jobs import Work
-from trainer.experiments.plan import Result, Run, load_study
+from trainer.experiments.plan import Result, Run, Study, load_study
 from trainer.experiments.report import write_report
-from trainer.experiments.study_jobs import chosen, has_results, is_done, jobs_of
+from trainer.experiments.study_jobs import chosen, has_results, is_done, is_evaluated, jobs_of
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # All recipes are resolved and all evaluation files read before anything starts.
     runs, results = chosen(study, args.arms)
     if args.list:
-        _list(runs, results)
+        _list(study, runs, results)
         return
     check_files(study, runs)
     check_given(study, runs, results)
@@ -106,17 +106,24 @@ def _gpus(jobs: int, ranks: int) -> list[str]:
     return (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
 
 
-def _list(runs: Sequence[Run], results: Sequence[Result]) -> None:
+def _list(study: Study, runs: Sequence[Run], results: Sequence[Result]) -> None:
     """Write a line for each run and its evaluation, then one for each evaluation without a run of its own."""
     own = {result.name: result for result in results}
     for run in runs:
         state = "done" if is_done(run) else "stopped" if (run.folder / "STOPPED").is_file() else "to do"
         result = own.pop(run.name.removeprefix("runs/"), None)
         if result is not None and is_done(run):
-            state += ", evaluated" if has_results(result) else ", not evaluated"
+            state += f", {_evaluated(study, result, absent='not evaluated')}"
         sys.stdout.write(f"{run.name}\t{state}\n")
     for result in own.values():
-        sys.stdout.write(f"results/{result.name}\t{'evaluated' if has_results(result) else 'to do'}\n")
+        sys.stdout.write(f"results/{result.name}\t{_evaluated(study, result, absent='to do')}\n")
+
+
+def _evaluated(study: Study, result: Result, *, absent: str) -> str:
+    """Whether a result is there, and of this model, these tests and this command."""
+    if is_evaluated(study, result):
+        return "evaluated"
+    return "to be evaluated again" if has_results(result) else absent
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ The texts are the files from which the recipe's shards were made. The model is t
 reads the texts themselves, with its own prompts. Queries and passages are cut as the recipe cuts them and at the
 model's own lengths, so a stored vector is the one that the model would compute in training; documents are cut at the
 model's own length alone. A text that occurs several times is embedded once. Under a launcher, ranks share the work;
-after a kill the same command goes on.
+after a kill the same command goes on. Blocks of vectors that are damaged are made anew.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from trainer.objectives.guide import Guide
 from trainer.objectives.stored_texts import Rooms, refuse_prepared_prompts, rooms_of
 from trainer.objectives.vector_store import (
     StoreRecord,
-    keys_path,
+    has_block,
     query_keys,
     read_store_record,
     write_block,
@@ -143,14 +143,19 @@ def store_vectors(recipe: Recipe, units: Sequence[InputSplit], world: World, *, 
     gather_objects(None)
     record = cast(StoreRecord, read_store_record(folder))
     if record.format == 1 and record.blocks is not None:
-        return  # finished by an earlier version, whose blocks hold other texts
+        # Finished by an earlier version, whose blocks hold other texts.
+        if not all(has_block(folder, number, record) for number in range(record.blocks)):
+            raise ConfigError(
+                f"{section}.store {folder} was made by an earlier version and is damaged; name another folder"
+            )
+        return
     vectors_of = _reader(model, student, record, shards, world.device)
     blocks = 0
     with tqdm(unit="text", desc=section, disable=not (world.is_main and sys.stderr.isatty())) as bar:
         for number, (texts, is_query) in enumerate(_blocks(units)):
             blocks += 1
             bar.update(len(texts))
-            if number % world.size != world.rank or keys_path(folder, number).exists():
+            if number % world.size != world.rank or has_block(folder, number, record):
                 continue
             log.info("block %d: %s texts", number, f"{len(texts):,}")
             block = student.read(texts, is_query)

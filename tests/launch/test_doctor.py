@@ -280,6 +280,14 @@ def test_a_hostfile_is_read_before_deepspeed_reads_it(
     assert found.status == status and said in found.seen and bool(found.hint) == (status == BAD)
 
 
+def test_a_hostfile_is_a_regular_file(tmp_path: Path) -> None:
+    """A device stands for a pipe here, for which an ordinary read would wait for ever."""
+    path = tmp_path / "hosts"
+    path.symlink_to("/dev/null")
+    found = checks.hostfile(path)
+    assert found.status == BAD and "cannot be read: it is no regular file" in found.seen and found.hint
+
+
 @pytest.mark.launcher
 def test_hosts_that_fit_together_and_hosts_that_do_not(tmp_path: Path) -> None:
     """Sound; then the loopback trap in /etc/hosts of the first, and the second has a shared folder of its own."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launch import qualified, qualify
-from launch.qualified import Page, calibration, plan_asked, prediction_of, remaining_seconds, shares_of
+from launch.qualified import Page, calibration, gpu_named, plan_asked, prediction_of, remaining_seconds, shares_of
 from launch.qualify import PARTS, SUBJECTS, Part, Phase, ended, main
 from launch.scaling import GPUS, Assumptions
 from trainer.config.load import as_tables
@@ -99,6 +99,26 @@ def test_what_the_plan_does_not_know_is_not_answered(record: dict[str, Any]) -> 
     record |= {"seconds": 1.0, "peak_bytes": 1.0, "device": "NVIDIA GeForce RTX 4090"}
     for found in (outcomes({"SMAE": record}), outcomes({}, cuda=False)):
         assert {each.verdict for each in found} == {"not answered"}
+
+
+@pytest.mark.parametrize(
+    ("device", "sheet"),
+    [
+        (H100, "h100"),
+        ("H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
+        ("NVIDIA RTX A1000", None),
+    ],
+)
+def test_the_sheet_of_a_device_is_the_one_of_its_product(device: str, sheet: str | None) -> None:
+    """Each of these shares a part of its name with a product that has another memory, another link or another peak."""
+    assert gpu_named(device) == sheet
 
 
 def test_measured_speeds_become_options_of_the_plan(record: dict[str, Any]) -> None:

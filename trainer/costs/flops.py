@@ -13,21 +13,18 @@ from torch import Tensor
 from models.sizes import Size
 from trainer.costs import counts
 from trainer.costs.counts import FORWARD_AND_BACKWARD, Shape, needed_passes
+from trainer.costs.gpus import listed_peak_flops
 
 __all__ = [
     "FORWARD_AND_BACKWARD",
     "Shape",
     "bf16_slowdown",
     "encoder_flops",
-    "listed_peak_flops",
     "masked_flops",
     "needed_passes",
     "peak_flops",
     "sizes_flops",
 ]
-
-# Dense bf16 peak, operations a second, from the makers' data sheets.
-_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12, "RTX 4090": 165e12}
 
 
 def encoder_flops(shape: Shape, lengths: Tensor) -> float:
@@ -79,11 +76,6 @@ def peak_flops(device: torch.device) -> float:
         return 2 * 4096**3 / _product_seconds(4096, torch.bfloat16, device)
     dtype = torch.float32 if bf16_slowdown(device) > 1 else torch.bfloat16
     return 2 * 1024**3 / _product_seconds(1024, dtype, device)
-
-
-def listed_peak_flops(name: str) -> float | None:
-    """The maker's figure for a GPU of this name; None where it is not known here."""
-    return next((value for key, value in _PEAKS.items() if key in name), None)
 
 
 @functools.cache

@@ -199,7 +199,7 @@ def load_frozen(
             "the model folder again"
         )
     if settings is None and not pooling:
-        raise ConfigError(f"{named} has no barista.json to say how it pools; set {section}.pooling")
+        raise ConfigError(f"{named} does not say how it pools; set {section}.pooling")
     if needs_temperature and not temperature and not (Path(source) / SETTINGS_FILE).is_file():
         raise ConfigError(f"{named} has no barista.json with a temperature; set {section}.temperature")
     try:

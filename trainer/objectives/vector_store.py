@@ -4,7 +4,7 @@ A store is a folder:
     store.json          format, the model's and the students' tokenizer's fingerprints, width, number of blocks
     000007.f16.npy      float16 [n, width]: a block's vectors
     000007.keys.npy     int64 [n, r]: each vector's keys
-A block's keys are written last, by rename, and are the block's completion marker.
+A block's keys are written last, by rename, so that a kill leaves no keys without vectors.
 
 A key is the hash of a text's ids (data/collate.py). The ids are the STUDENT's, cut as the student reads them, so the
 stored model may have any tokenizer; texts that a student cannot tell apart share a vector. A query's key is the hash
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from data.collate import PairBatch
-from data.ground.errors import ConfigError
+from data.ground.errors import ConfigError, UserError
 from data.ground.files import reading, refused_by, sha256_of, write_atomically
 from data.ground.records import Record, read_record
 from data.keyed_random import mix64
@@ -39,7 +39,7 @@ STORE_FILE = "store.json"
 _Count = Annotated[int, pydantic.Field(ge=1, lt=1 << 40)]
 _MAKER = "`python -m trainer.teacher_vectors`"
 MAKE_AGAIN = f"make it again with {_MAKER}"
-_REPAIR = f"delete the block's files and run {_MAKER} again, which makes them anew"
+_REPAIR = f"run {_MAKER} again, which makes the block anew"
 _OF_QUERIES = np.uint64(0x71756572696573)  # "queries"
 
 
@@ -68,7 +68,7 @@ def query_keys(hashes: Tensor) -> Tensor:
     return torch.from_numpy(mix64(hashes.cpu().numpy().view(np.uint64) ^ _OF_QUERIES).view(np.int64))
 
 
-def keys_path(folder: Path, block: int) -> Path:
+def _keys_path(folder: Path, block: int) -> Path:
     return folder / f"{block:06d}.keys.npy"
 
 
@@ -77,9 +77,33 @@ def _vectors_path(folder: Path, block: int) -> Path:
 
 
 def write_block(folder: Path, block: int, keys: np.ndarray, vectors: np.ndarray) -> None:
-    """keys: int64 [n, r]; vectors: float16 [n, width]. Keys are written last: a block with keys is complete."""
+    """keys: int64 [n, r]; vectors: float16 [n, width]."""
     write_atomically(_vectors_path(folder, block), npy_bytes(vectors))
-    write_atomically(keys_path(folder, block), npy_bytes(keys))
+    write_atomically(_keys_path(folder, block), npy_bytes(keys))
+
+
+def has_block(folder: Path, block: int, record: StoreRecord) -> bool:
+    """Whether a block is there, both its files whole and of the record's shape."""
+    try:
+        _read_block(folder, block, record)
+    except UserError:
+        return False
+    return True
+
+
+def _read_block(folder: Path, block: int, record: StoreRecord) -> tuple[np.ndarray, np.ndarray]:
+    """Keys int64 [n, r], and vectors float16 [n, width], memory-mapped. Raises ConfigError for a damaged block."""
+    named = f"block of vectors {folder / f'{block:06d}.*'}"
+    for path in (_keys_path(folder, block), _vectors_path(folder, block)):
+        if not path.is_file():
+            raise ConfigError(f"{named} lacks {path.name}; {_REPAIR}")
+    refused = refused_by("numpy", named, hint=_REPAIR, kind=ConfigError)
+    with refused, reading(folder, what="store", hint=_REPAIR):
+        keys = np.load(_keys_path(folder, block), allow_pickle=False)
+        vectors = _mapped(_vectors_path(folder, block))
+    if keys.shape != (len(vectors), record.keys_a_vector) or vectors.shape[1:] != (record.width,):
+        raise ConfigError(f"{named} does not fit {STORE_FILE}; {_REPAIR}")
+    return keys, vectors
 
 
 @dataclass(frozen=True)
@@ -121,13 +145,7 @@ class VectorStore:
             )
         keys, blocks = [], []
         for number in range(record.blocks):
-            block_named = f"block of vectors {folder / f'{number:06d}.*'}"
-            refused = refused_by("numpy", block_named, hint=_REPAIR, kind=ConfigError)
-            with refused, reading(folder, what="store", hint=_REPAIR):
-                found = np.load(keys_path(folder, number), allow_pickle=False)
-                block = _mapped(_vectors_path(folder, number))
-                if found.shape != (len(block), record.keys_a_vector) or block.shape[1:] != (record.width,):
-                    raise ConfigError(f"{named}: block {number} does not fit its record; {_REPAIR}")
+            found, block = _read_block(folder, number, record)
             keys.append(found)
             blocks.append(block)
         starts = np.concatenate(([0], np.cumsum([len(block) for block in blocks])))

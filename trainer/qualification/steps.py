@@ -21,7 +21,7 @@ import torch
 from data.collate import PairBatch
 from trainer.config.load import as_tables
 from trainer.config.schema import Recipe
-from trainer.costs.flops import listed_peak_flops
+from trainer.costs.gpus import listed_peak_flops
 from trainer.distributed import start
 from trainer.ds_config import read_ds_config
 from trainer.engine import Engine
@@ -220,7 +220,7 @@ def utilisation(costs: Costs, setting: Setting) -> Outcome:
         return not_answered("no data sheet says the peak of this CPU")
     peak = listed_peak_flops(torch.cuda.get_device_name())
     if peak is None:
-        return not_answered(f"the peak of {torch.cuda.get_device_name()} is not in trainer/costs/flops.py")
+        return not_answered(f"the peak of {torch.cuda.get_device_name()} is not in trainer/costs/gpus.py")
     ours = costs("ours")
     share = ours["flops"] / ours["seconds"] / peak
     return measured(f"{share:.1%} of {peak / 1e12:.0f} Tflop/s; {_milliseconds(ours)} a step", {"mfu": share})

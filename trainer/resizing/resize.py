@@ -45,7 +45,7 @@ from trainer.evaluation.results.output import results_content, write_json
 from trainer.evaluation.results.report import Record
 from trainer.evaluation.run import Outputs, evaluate_tasks
 from trainer.evaluation.subject import check_sizes, choose_device, load_model
-from trainer.evaluation.tasks.read import read_tasks
+from trainer.evaluation.tasks.read import digest_of_tasks, read_tasks
 from trainer.evaluation.tasks.retrieval import RetrievalData
 from trainer.evaluation.tasks.sts import STSTask
 from trainer.exporting.folders import weights_megabytes
@@ -136,7 +136,9 @@ def resize(asked: Resize, *, prepare_only: bool = False) -> str:
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    # Read before anything is computed, so that a wrong path fails at once.
+    # Read before anything is computed, so that a wrong path fails at once. The digest comes first: should a file change
+    # in between, the next command notices.
+    tests = digest_of_tasks(asked.sts, asked.beir)
     tasks = read_tasks(asked.sts, asked.beir, taken=[AGREEMENT])
     asked.plan()
     world = join(_device())
@@ -165,7 +167,7 @@ def resize(asked: Resize, *, prepare_only: bool = False) -> str:
             if asked.teacher:
                 store_vectors(recipe, units, world)
             execute(recipe, last=name == stages[-1][0])
-    return _report(asked, tasks) if world.is_main else ""
+    return _report(asked, tasks, tests) if world.is_main else ""
 
 
 def _begin(asked: Resize) -> None:
@@ -428,22 +430,27 @@ def agreement(encoder: Encoder, tokenizer: Any, settings: EmbeddingSettings, tex
     return STSTask(AGREEMENT, tuple(pairs), tuple(scores))
 
 
-def _report(asked: Resize, tasks: tuple[list[STSTask], list[RetrievalData]]) -> str:
-    """The table as Markdown. It is measured and the sizes are exported only if resize.json does not exist yet.
+def _report(asked: Resize, tasks: tuple[list[STSTask], list[RetrievalData]], tests: str) -> str:
+    """The table as Markdown. tests: the digest of the files of the tasks.
 
-    The table and the figures are made from resize.json, every time.
+    The table is measured and the sizes are exported only if there is no resize.json of these tests yet. The table and
+    the figures are made from resize.json, every time.
     """
     path = asked.output / "resize.json"
-    if not path.exists():
-        write_atomically(path, _measured(asked, *tasks).model_dump_json(indent=2) + "\n")
-    rows = read_record(path, Table, hint="delete it, and the same command evaluates again").records
-    text = as_markdown(rows)
+    table = read_record(path, Table, hint="delete it, and the same command evaluates again") if path.exists() else None
+    if table is not None and table.tests_sha256 != tests:
+        log.info("evaluating again: %s is of other files of --sts and --beir", path)
+        table = None
+    if table is None:
+        table = Table(records=_measured(asked, *tasks), tests_sha256=tests)
+        write_atomically(path, table.model_dump_json(indent=2) + "\n")
+    text = as_markdown(table.records)
     write_atomically(asked.output / "table.md", text)
-    draw(rows, asked.output / "figures")
+    draw(table.records, asked.output / "figures")
     return text
 
 
-def _measured(asked: Resize, sts: Sequence[STSTask], beir: Sequence[RetrievalData]) -> Table:
+def _measured(asked: Resize, sts: Sequence[STSTask], beir: Sequence[RetrievalData]) -> tuple[Row, ...]:
     """Evaluate all models, export the sizes, and measure their costs: one row per task and size."""
     trained = asked.output / (PAIR_TRAINING if asked.pairs else TRAINING) / "model"
     folders = {AS_IT_IS: asked.output / START, RESIZED: trained}
@@ -457,13 +464,12 @@ def _measured(asked: Resize, sts: Sequence[STSTask], beir: Sequence[RetrievalDat
         scores |= scores_of(method, records)
         if method == RESIZED:
             _write_results(asked, trained, records)
-    exported = asked.output / EXPORT
-    if not exported.exists():
-        export_sizes(trained, exported, results=asked.output / EVALUATION / "results.json")
+    exported = asked.output / EXPORT  # replaced where it exists, because model cards show scores
+    export_sizes(trained, exported, results=asked.output / EVALUATION / "results.json")
     encoder, tokenizer, settings = _load(trained)
     costs = measure_costs(encoder, tokenizer, list(settings.sizes), settings, asked.held_out[:_TIMED_TEXTS])
     columns = [*(f"{method}{to}" for method in (AS_IT_IS, CLOSED_FORM, RESIZED) for to in ("", TO_WHOLE))]
-    rows = [
+    return tuple(
         Row(
             task=task,
             layers=size.layers,
@@ -475,8 +481,7 @@ def _measured(asked: Resize, sts: Sequence[STSTask], beir: Sequence[RetrievalDat
         )
         for task in (*(task.name for task in sts), *(data.name for data in beir))
         for size in settings.sizes
-    ]
-    return Table(records=tuple(rows))
+    )
 
 
 def _evaluate(folder: Path, sts: Sequence[STSTask], beir: Sequence[RetrievalData]) -> list[Record]:

@@ -10,6 +10,7 @@ from typing import Literal
 from data.ground.records import Record
 from models.sizes import Size
 from trainer.evaluation.results import report
+from trainer.evaluation.tasks.read import digest_of_tasks
 
 # Methods; each is a column of the table.
 AS_IT_IS, CLOSED_FORM, RESIZED = "as_it_is", "closed_form", "resized"
@@ -41,9 +42,10 @@ class Row(Record):
 
 
 class Table(Record):
-    """resize.json."""
+    """resize.json. Tables of earlier versions lack the digest, so those with other tasks than agreement are remade."""
 
     format: Literal[1] = 1
+    tests_sha256: str = digest_of_tasks((), ())  # of the files of --sts and --beir
     records: tuple[Row, ...]
 
 

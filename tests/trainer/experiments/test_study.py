@@ -290,11 +290,15 @@ def test_a_list_names_what_is_only_evaluated(as_it_is: Path, capsys: pytest.Capt
     given = next(result for result in results if result.run is None)
     given.folder.mkdir(parents=True)
     (given.folder / "raw.jsonl.gz").touch()
+    study_jobs.marker_of(given).write_text(json.dumps(study_jobs.marker_content(study, given)))
     command.main([str(as_it_is), "--list"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "pretrain/small\tto do"
     assert lines[-2:] == ["results/tiny/as_it_is/seed_1\tevaluated", "results/small/as_it_is/seed_1\tto do"]
     assert len(lines) == len(runs_of(study)) + 2
+    study_jobs.marker_of(given).write_text(json.dumps({"command": [], "weights_sha256": "", "tests_sha256": ""}))
+    command.main([str(as_it_is), "--list"])
+    assert "results/tiny/as_it_is/seed_1\tto be evaluated again" in capsys.readouterr().out.splitlines()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -420,6 +421,44 @@ def test_user_errors_are_one_sentence_and_leave_nothing(
     error = capfd.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and message in error
     assert not (tmp_path / "out").exists()
+
+
+def test_inputs_that_are_no_files_here_are_told_apart(tmp_path: Path) -> None:
+    """Otherwise the output of one data set of the hub, or of one address, would go on with another's texts."""
+    (tmp_path / "a1.jsonl").write_text("a")
+    (tmp_path / "a2.jsonl").write_text("b")
+
+    def identity(*names: str) -> list[dict[str, Any]]:
+        return command._inputs_identity(names)
+
+    assert identity("org/one") == [{"name": "org/one"}] != identity("org/two")
+    address = "https://me:{}@host/{}.tar"
+    assert identity(address.format("secret", "one")) == identity(address.format("changed", "one"))
+    assert identity(address.format("secret", "one")) != identity(address.format("secret", "two"))
+    assert "secret" not in json.dumps(identity(address.format("secret", "one")))
+    # Files behind a pattern with braces are known by their content.
+    pattern = str(tmp_path / "a{1,2}.jsonl")
+    before = identity(pattern)
+    assert [Path(each["path"]).name for each in before] == ["a1.jsonl", "a2.jsonl"]
+    (tmp_path / "a2.jsonl").write_text("c")
+    assert identity(pattern) != before
+
+
+def test_the_output_of_one_address_is_not_continued_with_another(
+    pairs: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    units = command._units
+
+    def units_here(args: argparse.Namespace, scratch: Path) -> Any:
+        """Those of the file that stands for each address."""
+        return units(argparse.Namespace(**{**vars(args), "inputs": [str(pairs)]}), scratch)
+
+    monkeypatch.setattr(command, "_units", units_here)
+    arguments = ["--model", str(model), "--output", str(tmp_path / "out"), *RULES]
+    main(["https://host/one.tar", *arguments])
+    main(["https://host/one.tar", *arguments])
+    with pytest.raises(ConfigError, match="was begun with other inputs"):
+        main(["https://host/two.tar", *arguments])
 
 
 def test_folders_of_others_are_left_alone(pairs: Path, model: Path, tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_a_folder_that_cannot_guide(good: Values, guide_folder: Path, tiny_token
     plain = tmp_path / "plain"
     shutil.copytree(guide_folder, plain)
     (plain / "barista.json").unlink()
-    with pytest.raises(ConfigError, match=r"no barista\.json.*set guide\.pooling"):
+    with pytest.raises(ConfigError, match=r"guide\.model = .* does not say how it pools; set guide\.pooling"):
         load(plain)
     with pytest.raises(ConfigError, match=r"no barista\.json.*set guide\.temperature"):
         load(plain, pooling="mean")

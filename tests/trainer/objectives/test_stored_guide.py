@@ -20,6 +20,7 @@ from data import prepare
 from data.collate import PairBatch, text_hashes
 from data.ground.errors import ConfigError
 from data.shards.reader import ShardFolder
+from data.shards.writer import npy_bytes
 from data.stream import Sample
 from models.encoder import Encoder, load_encoder
 from models.settings import EmbeddingSettings
@@ -41,6 +42,7 @@ from trainer.objectives.vector_store import StoreRecord, VectorStore, query_keys
 CPU = torch.device("cpu")
 GUIDED = {"filter_false_negatives": True, "filter_by": "guide", "kl_teacher": "guide"}
 COUNT = 24  # tuples
+FEW_TEXTS = 16  # of a block
 QUERY_ROOM, PASSAGE_ROOM = 14, 30  # what the recipe's lengths leave beside [CLS] and [SEP]
 
 Values = dict[str, dict[str, Any]]
@@ -375,10 +377,12 @@ def test_blocks_hold_no_files_open(shards: Path, file: Path, guide_folder: Path,
 def whole(
     shards: Path, file: Path, guide_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Values, Path]:
-    """A recipe and its store."""
+    """A recipe and its store, of several blocks."""
     folder = tmp_path_factory.mktemp("whole")
     values = values_of(shards, guide_folder, folder / "store")
-    stored(values, file, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(teacher_vectors, "BLOCK_TEXTS", FEW_TEXTS)
+        stored(values, file, folder)
     return values, folder / "store"
 
 
@@ -391,7 +395,7 @@ def whole(
         ({"query_rooms": []}, "guide.store .* has no vectors of queries; make it again"),
         ({"rooms": [11]}, "data.passage_max_length and the prompts leave 30 tokens, and its vectors are of 11"),
         ({"query_rooms": [9, 11]}, "data.query_max_length and the prompts leave 14 tokens.*of 9 or 11"),
-        ({"width": 23}, "guide.store .*: block 0 does not fit its record; delete the block's files and run"),
+        ({"width": 23}, r"block of vectors .*store/000000\.\* does not fit store\.json; run .* again"),
         ({"temperature": None}, "guide.store .* without a barista.json that names its temperature; set guide.temp"),
         ({"similarity": "angle"}, "record of stored vectors .* is damaged"),
         ({"format": 9}, "of format 9, and this version reads format 1 and 2"),
@@ -417,22 +421,52 @@ def test_a_store_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("part", ["keys", "f16"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "other rows"])
 def test_a_damaged_block_is_refused_and_made_again(
-    part: str, whole: tuple[Values, Path], file: Path, tmp_path: Path
+    part: str,
+    damage: str,
+    whole: tuple[Values, Path],
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(teacher_vectors, "BLOCK_TEXTS", FEW_TEXTS)
     values, store = copy.deepcopy(whole[0]), tmp_path / "store"
     shutil.copytree(whole[1], store)
     values["guide"]["store"] = str(store)
     path = store / f"000000.{part}.npy"
     content = path.read_bytes()
-    path.write_bytes(content[:-10])
+    if damage == "cut":
+        path.write_bytes(content[:-10])
+    elif damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(npy_bytes(np.load(path)[1:]))
     recipe = loaded(values, tmp_path)
-    with pytest.raises(ConfigError, match=r"delete the block's files and run .* again, which makes them"):
+    with pytest.raises(ConfigError, match=r"block of vectors .*000000.* run .* again, which makes the block anew"):
         load_guide(recipe, open_shards(recipe))
-    for each in store.glob("000000.*"):
-        each.unlink()
+    others = {each: each.stat().st_mtime_ns for each in store.glob("*.npy") if not each.name.startswith("000000.")}
+    assert others
     teacher_vectors.main(["--config", str(tmp_path / "written.toml"), "--texts", str(file)])
     assert path.read_bytes() == content
+    assert others == {each: each.stat().st_mtime_ns for each in others}, "sound blocks stay as they are"
+    load_guide(recipe, open_shards(recipe))
+
+
+def test_a_damaged_store_of_an_earlier_version_cannot_be_mended(
+    whole: tuple[Values, Path], file: Path, tmp_path: Path
+) -> None:
+    """Its blocks hold other texts than this version's, so that none of them can be made anew."""
+    values, store = copy.deepcopy(whole[0]), tmp_path / "store"
+    shutil.copytree(whole[1], store)
+    values["guide"]["store"] = str(store)
+    record = json.loads((store / "store.json").read_text())
+    (store / "store.json").write_text(json.dumps(record | {"format": 1}))
+    stored(values, file, tmp_path)  # which has nothing to do
+    (store / "000000.f16.npy").unlink()
+    with pytest.raises(ConfigError, match=r"guide.store .* was made by an earlier version and is damaged; name"):
+        stored(values, file, tmp_path)
+    assert not (store / "000000.f16.npy").exists()
 
 
 def test_texts_that_are_not_in_it_are_refused(whole: tuple[Values, Path]) -> None:

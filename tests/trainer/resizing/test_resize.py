@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,9 +25,10 @@ from tests.run_folder import steps_of
 from trainer import resize
 from trainer.config.load import load_recipe
 from trainer.evaluation.subject import load_model
+from trainer.evaluation.tasks.read import digest_of_tasks
 from trainer.resizing import resize as resizing
 from trainer.resizing.resize import START, TRAINING, Resize, agreement, propose_ladder
-from trainer.resizing.table import AS_IT_IS, CLOSED_FORM, RESIZED
+from trainer.resizing.table import AS_IT_IS, CLOSED_FORM, RESIZED, Row
 
 SIZES = "1x8,2x16,3x24"
 FAST = ("--train.steps=4", "--train.global_batch_size=8", "--train.micro_batch_size=4", "--log.tensorboard=false")
@@ -133,6 +137,52 @@ def test_the_same_command_is_done_and_another_is_refused(resized: Path, model_fo
     assert before == {path: path.stat().st_mtime_ns for path in (resized / TRAINING).rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match="is of another command"):
         resize.main([*command, "--train", "heads"])
+
+
+def test_a_changed_test_file_is_evaluated_and_exported_again(
+    resized: Path, model_folder: Path, texts: Path, docstrings: list[str], tmp_path: Path
+) -> None:
+    """Its scores are also those of the exported model cards."""
+    run, sts = tmp_path / "run", tmp_path / "pairs.tsv"
+    shutil.copytree(resized, run)
+    asked = json.loads((run / "command.json").read_text())
+    (run / "command.json").write_text(json.dumps(asked | {"sts": [str(sts)]}, indent=2) + "\n")
+    command = [str(model_folder), "--texts", str(texts), "--output", str(run), "--sizes", SIZES, *FAST]
+
+    def scores_on(sentences: list[str]) -> tuple[str, str]:
+        plain = [" ".join(sentence.split()) for sentence in sentences]
+        pairs = enumerate(itertools.pairwise(plain))
+        sts.write_text("".join(f"{score}\t{first}\t{second}\n" for score, (first, second) in pairs))
+        resize.main([*command, "--sts", str(sts)])
+        return (run / "table.md").read_text(), (run / "export" / "1x8" / "README.md").read_text()
+
+    before, after = scores_on(docstrings[:20]), scores_on(docstrings[20:40])
+    assert before[0] != after[0] and before[1] != after[1]
+    written = (run / "resize.json").stat().st_mtime_ns
+    assert scores_on(docstrings[20:40]) == after
+    assert (run / "resize.json").stat().st_mtime_ns == written, "an unchanged file is not evaluated again"
+
+
+def test_results_are_kept_while_the_test_files_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that an earlier version left without a digest are kept only if no files are named."""
+    scores = dict.fromkeys(f"{method}{to}" for method in (AS_IT_IS, CLOSED_FORM, RESIZED) for to in ("", "_to_whole"))
+    row = Row(task="agreement", layers=1, dim=8, milliseconds=1.0, megabytes=1.0, **scores)
+    measured = Mock(return_value=(row,))
+    monkeypatch.setattr(resizing, "_measured", measured)
+    asked = Resize("m", ("t.txt",), tmp_path)
+
+    def times_measured(tests: str) -> int:
+        before = measured.call_count
+        resizing._report(asked, ([], []), tests)
+        return measured.call_count - before
+
+    nothing, first, second = digest_of_tasks((), ()), "1" * 64, "2" * 64
+    assert [times_measured(tests) for tests in (first, first, second, second, first)] == [1, 0, 1, 0, 1]
+    values = json.loads((tmp_path / "resize.json").read_text())
+    del values["tests_sha256"]
+    for tests, again in ((nothing, 0), (first, 1)):
+        (tmp_path / "resize.json").write_text(json.dumps(values))
+        assert times_measured(tests) == again
 
 
 def test_heads_leave_the_model_as_it_is_to_the_last_bit(heads_alone: Path) -> None:
