@@ -91,8 +91,8 @@ from trainer.evaluation.tasks.retrieval import (
 from trainer.evaluation.tasks.sts import STSTask, read_sts
 
 _RERANK_FILES = ("rerank.json", "rerank.md", "rerank.png")
-_FUSED_FILES = ("fused.json", "fused.md", "figures")
-_QUANTISED_FILES = ("quantised.json", "quantised.md", "figures", *RAW_FOLDERS.values())
+_FUSED_FILES = ("fused.json", "fused.md", "figures/")
+_QUANTISED_FILES = ("quantised.json", "quantised.md", "figures/", *(f"{name}/" for name in RAW_FOLDERS.values()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,20 +17,25 @@ from trainer.evaluation.results.parts import PARTS_FOLDER
 from trainer.evaluation.results.raw import RAW_FILE
 from trainer.evaluation.results.report import Record, Verdict
 
-RESULT_FILES = ("results.json", "table.md", "figures", "runs", RAW_FILE, f"{RAW_FILE}.partial", PARTS_FOLDER)
+# What a command writes into its output; the names of folders end with a slash.
+RESULT_FILES = ("results.json", "table.md", "figures/", "runs/", RAW_FILE, f"{RAW_FILE}.partial", f"{PARTS_FOLDER}/")
 
 
 def output_folder(path: Path | None, ours: Sequence[str] = RESULT_FILES) -> Path | None:
     """The checked output folder; the first file written creates it.
 
-    A folder that cannot be created, or that holds files not named in `ours`, is refused.
+    A folder that cannot be created, or that holds anything not named in `ours`, is refused. There, the names of folders
+    end with a slash.
     """
     if path is None:
         return None
     if path.exists() and not path.is_dir():
         raise ConfigError(f"--output {path} is a file; give a folder")
     check_place(path, link=True)
-    if path.is_dir() and (strangers := sorted({entry.name for entry in path.iterdir()} - set(ours))):
+    found = (
+        sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in path.iterdir()) if path.is_dir() else []
+    )
+    if strangers := [name for name in found if name not in ours]:
         raise ConfigError(f"--output {path} holds something else ({strangers[0]}); give a new or an empty folder")
     return path
 
