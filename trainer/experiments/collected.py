@@ -77,18 +77,23 @@ def collect(study: Study) -> Collected:
     if not found:
         raise ConfigError(f"{study.output / 'results'} holds no result of {study.path}; run the study first")
     order = [name for name in study.evaluation.task_names if name in tasks]
-    latency = study.output / "results" / LATENCY_FILE
-    latency_ms = {}
-    if latency.is_file():
-        sizes = read_record(latency, _Latencies, hint="remove it; it is then measured again").sizes
-        latency_ms = {Size.parse(name): values.milliseconds for name, values in sizes.items()}
+    latency_ms = latencies_of(study)
     return Collected(
         {task: tasks[task][0].kind for task in order},
         _in_columns(study, found),
         _in_columns(study, references),
         missing,
-        latency_ms,
+        {size: latency_ms[size] for size in study.ladder if size in latency_ms},
     )
+
+
+def latencies_of(study: Study) -> dict[Size, float]:
+    """Milliseconds a query by size, of the ladder that the study had when they were measured; empty before that."""
+    path = study.output / "results" / LATENCY_FILE
+    if not path.is_file():
+        return {}
+    sizes = read_record(path, _Latencies, hint="remove it; it is then measured again").sizes
+    return {Size.parse(name): values.milliseconds for name, values in sizes.items()}
 
 
 def _reference(study: Study, result: Result, method: str) -> str:

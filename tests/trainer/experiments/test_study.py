@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +282,21 @@ def test_a_smaller_ladder_gives_neither_the_control_nor_the_latency(as_it_is: Pa
     assert words[words.index("--sizes") + 1] == ",".join(map(str, SIZES))
     runs, results = study_jobs.chosen(study, ["tiny/separate"])
     assert "latency" not in [job.name for job in study_jobs.jobs_of(study, runs, results, Work(study.output))]
+
+
+def test_latency_is_measured_again_at_the_sizes_of_another_ladder(as_it_is: Path) -> None:
+    study = load_study(as_it_is)
+
+    def measured(sizes: Sequence[Size]) -> bool:
+        path = study.output / "results" / "latency.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"sizes": {str(size): {"milliseconds": 1.5} for size in sizes}}))
+        jobs = study_jobs.jobs_of(study, *study_jobs.chosen(study, None), Work(study.output))
+        return "latency" not in [job.name for job in jobs]
+
+    assert measured(SIZES)
+    assert not measured(SIZES[:-1])
+    assert not measured([*SIZES, Size(1, 2)])
 
 
 def test_a_list_names_what_is_only_evaluated(as_it_is: Path, capsys: pytest.CaptureFixture[str]) -> None:
