@@ -207,7 +207,18 @@ def test_the_recipe_in_the_run_folder_is_the_recipe(runs: dict[str, Path]) -> No
 @pytest.mark.needs("srl_bf16-resumed", "smae_zero0", "srl_zero1")
 def test_records(runs: dict[str, Path]) -> None:
     names = [f"{n}x{d}" for n, d in LADDER]
-    common = {"step", "epoch", "samples", "loss", "lr", "grad_norm", "padding_share", "skipped_steps", *CLOCKED}
+    common = {
+        "format",
+        "step",
+        "epoch",
+        "samples",
+        "loss",
+        "lr",
+        "grad_norm",
+        "padding_share",
+        "skipped_steps",
+        *CLOCKED,
+    }
     expected = {
         "srl_bf16-resumed": {f"loss/{name}" for name in names} | {f"kl/{name}" for name in names[:-1]},
         "smae_zero0": {f"{side}/{name}" for side in ("encoder", "decoder") for name in names},
