@@ -28,7 +28,7 @@ from data.documentation import (
 )
 from data.ground.command import INTERRUPTED_CODE, exit_code_of, log_to_stderr
 from data.ground.errors import DataError
-from data.ground.options import Parser, Stated, StatedEach, SubParsers
+from data.ground.options import Parser, Stated, StatedEach, SubParsers, flag_of
 from data.inputs import check_name
 from data.keyed_random import check_seed
 from data.lines import LONGEST_LINE
@@ -315,7 +315,7 @@ def _run(arguments: argparse.Namespace) -> None:
     for name, (low, high) in BOUNDS.items():
         value = getattr(arguments, name, None)
         if value is not None and not low <= value <= high:
-            raise DataError(f"--{name.replace('_', '-')} {value} is not possible; give between {low} and {high}")
+            raise DataError(f"{flag_of(name)} {value} is not possible; give between {low} and {high}")
     for name, value in vars(arguments).items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str):

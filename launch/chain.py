@@ -75,13 +75,12 @@ def read_chain(path: Path, given: Mapping[str, Any], *, resume: bool, waits: boo
     _check_keys(values, {"output": str, "options": dict, "stages": list}, str(path))
     if not values.get("output") or not values.get("stages"):
         raise ConfigError(f"{path}: a chain needs output, a folder for its records, and at least one of [[stages]]")
-    output, made, jobs, tasks = Path(values["output"]), Made(), [], set[str]()
+    output, made, jobs = Path(values["output"]), Made(), []
     for number, stage in enumerate(values["stages"], 1):
         where = f"{path}, stage {number}"
         task = stage.get("task") if isinstance(stage, Mapping) else None
         if not isinstance(task, str) or task not in _STAGE_KEYS:
             raise ConfigError(f"{where}: task = {task!r} is unknown; choose one of {', '.join(_STAGE_KEYS)}")
-        tasks.add(task)
         _check_keys(stage, {"task": str, "options": dict, **_STAGE_KEYS[task]}, where)
         merged = {**values.get("options", {}), **given, **stage.get("options", {})}
         merged = {"gpus_per_node": 0, **merged} if task == "prepare" else merged
@@ -105,7 +104,7 @@ def read_chain(path: Path, given: Mapping[str, Any], *, resume: bool, waits: boo
         else:
             commands = _evaluation(stage, made, where)
             jobs.append(evaluate_job(commands, options, where=where, folder=folder, chdir=chdir))
-    refuse_unread(given, tasks=tasks, chain=path)
+    refuse_unread(given, tasks={stage["task"] for stage in values["stages"]}, chain=path)
     return jobs
 
 

@@ -32,7 +32,7 @@ from typing import Any
 from data.ground.command import exit_code_of, printable
 from data.ground.errors import UserError
 from data.ground.files import first_line
-from data.ground.options import Parser
+from data.ground.options import Parser, flag_of
 from launch import checks
 from launch.checks import BAD, OK, SEVERITY, Finding
 from launch.record import commit
@@ -72,7 +72,7 @@ def _diagnose(args: argparse.Namespace) -> int:
     for name, (least, most) in _BOUNDS.items():
         value = getattr(args, name)
         if value is not None and not least <= value <= most:
-            raise UserError(f"--{name.replace('_', '-')} {value} must lie between {least} and {most:,}")
+            raise UserError(f"{flag_of(name)} {value} must lie between {least} and {most:,}")
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a hang then raises and becomes a finding
     ranks_from_slurm()
     rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)

@@ -30,6 +30,7 @@ from launch.options import JobOptions
 from trainer.config.checks import check_world
 from trainer.config.load import as_tables, as_toml
 from trainer.config.schema import Recipe
+from trainer.monitoring.lines import FILE as METRICS_FILE
 from trainer.resilience.run_lock import is_begun
 
 TEMPLATES = Path(__file__).resolve().parent / "slurm"
@@ -67,7 +68,7 @@ def training_job(recipe: Recipe, options: JobOptions, *, where: str, resume: boo
         raise ConfigError(
             f"engine.ds_config {recipe.engine.ds_config} does not exist; the shipped ones are ds_configs/*"
         )
-    trained = any((run / part).exists() for part in ("checkpoints", "metrics.jsonl"))
+    trained = any((run / part).exists() for part in ("checkpoints", METRICS_FILE))
     if run.exists() and not run.is_dir():
         raise ConfigError(f"run.output {run} is a file; name a folder")
     foreign = run.is_dir() and any(not is_begun(path.name) for path in run.iterdir())

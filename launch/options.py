@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from data.ground.errors import ConfigError
+from data.ground.options import flag_of
 
 
 def _help(text: str, metavar: str) -> dict[str, str]:
@@ -122,7 +123,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for each in dataclasses.fields(JobOptions):
         several = typing.get_origin(_TYPES[each.name]) is list
         parser.add_argument(
-            f"--{each.name.replace('_', '-')}",
+            flag_of(each.name),
             type=int if _TYPES[each.name] is int else str,
             action="append" if several else "store",
             default=argparse.SUPPRESS,
@@ -166,10 +167,10 @@ def job_options(values: Mapping[str, Any], *, where: str, task: str = "train", o
 
 
 def refuse_unread(given: Collection[str], *, tasks: Collection[str], chain: Path) -> None:
-    """Refuse options of the command line that no stage of a chain reads. tasks: those of its stages."""
+    """Refuse options of the command line that no stage of a chain reads. tasks: the tasks of the stages."""
     for name in given:
         if (reader := _READ_BY.get(name)) is not None and reader not in tasks:
-            option = f"--{name.replace('_', '-')}"
+            option = flag_of(name)
             raise ConfigError(
                 f"{option} is read by stages of task {reader!r} alone, and {chain} has none; leave {option} out"
             )
@@ -291,7 +292,7 @@ _OWN = (
 
 
 def _shown(name: str, value: object) -> str:
-    return f"--{name.replace('_', '-')} {value}" if not isinstance(value, list) else f"--{name} {', '.join(value)}"
+    return f"{flag_of(name)} {value}" if not isinstance(value, list) else f"--{name} {', '.join(value)}"
 
 
 def time_limit_seconds(text: str) -> int | None:

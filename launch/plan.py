@@ -19,7 +19,7 @@ from typing import Any
 
 from data.ground.command import exit_code_of
 from data.ground.errors import ConfigError
-from data.ground.options import Parser, Stated, settings_among, stated_in
+from data.ground.options import Parser, Stated, flag_of, settings_among, stated_in
 from launch.scaling import (
     GPUS,
     INTERCONNECTS,
@@ -241,7 +241,7 @@ def _assumptions(args: argparse.Namespace) -> Assumptions:
     shares = {"matrix_share": args.matrix_share, "memory_share": args.memory_share, "link_share": args.link_share}
     for name, value in shares.items():
         if not _LEAST_SHARE <= value <= 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {_LEAST_SHARE} and at most 1")
+            raise ConfigError(f"{flag_of(name)} {value} must be at least {_LEAST_SHARE} and at most 1")
     return Assumptions(**shares)
 
 

@@ -21,7 +21,7 @@ _PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "tokenizers")
 
 
 class Environment(Record):
-    """The fields of environment.json in a run's folder, of the run's last start."""
+    """The fields of environment.json in a run's folder. Each start of the run writes the file anew."""
 
     format: Literal[1] = 1
     command: list[str] = pydantic.Field(default_factory=list)
@@ -33,7 +33,7 @@ class Environment(Record):
 
     @classmethod
     def of(cls, world: World) -> Environment:
-        """That of this process, one of the ranks of `world`."""
+        """The environment of this process, which is one of the ranks of `world`."""
         on_gpu = world.device.type == "cuda"
         return cls(
             command=[without_secrets(word) for word in sys.argv],

@@ -10,8 +10,8 @@ With --train heads the model itself does not change by a bit, so that vectors th
 linear maps of its depths are trained.
 
 RUN holds start/ (the model as it is), shards/, closed_form/, training/ (a run like any other), evaluation/, export/,
-figures/, resize.json and table.md. After a kill the same command goes on; after a change of the
-files of --sts or --beir it evaluates again. Under the deepspeed launcher all ranks train.
+figures/, resize.json and table.md. After a kill the same command goes on. If the files of --sts or
+--beir have changed since, it evaluates again. Under the deepspeed launcher all ranks train.
 With --prepare-only the command ends before training, and without it goes on from there.
 --section.key=value sets a recipe key of the training on the texts. The training on --pairs keeps its own settings.
 """

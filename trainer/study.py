@@ -26,7 +26,7 @@ import torch
 
 from data.ground.command import run_command
 from data.ground.errors import ConfigError
-from data.ground.options import Parser, Stated, real, stated_in
+from data.ground.options import Parser, Stated, flag_of, real, stated_in
 from trainer.experiments.checks import check_files, check_given
 from trainer.experiments.jobs import Work
 from trainer.experiments.plan import Result, Run, Study, load_study
@@ -94,8 +94,7 @@ def _refuse_unread(args: argparse.Namespace) -> None:
     for stronger, unread in _NOT_READ_WITH.items():
         for name in unread if getattr(args, stronger) else ():
             if name in stated:
-                option, other = (f"--{each.replace('_', '-')}" for each in (name, stronger))
-                raise ConfigError(f"{option} is not read with {other}; leave one of the two out")
+                raise ConfigError(f"{flag_of(name)} is not read with {flag_of(stronger)}; leave one of the two out")
 
 
 def _gpus(jobs: int, ranks: int) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from data.corpora.splits import DocumentLayout, TupleLayout
 from data.ground.errors import DataError
+from data.ground.options import flag_of
 from data.inputs import FileKind
 from data.lines import LONGEST_LINE
 
@@ -115,8 +116,8 @@ def refuse_unread(stated: Collection[str], readers: Mapping[str, Readers], kinds
     """Refuse an option that the user states and that no input reads. kinds: those of all inputs."""
     for option, read_by in readers.items():
         if option in stated and not any(kind in read_by.kinds for kind in kinds):
-            name = f"--{option.replace('_', '-')}"
-            raise DataError(f"no input reads {name}, which is for {read_by.name}; leave {name} out")
+            flag = flag_of(option)
+            raise DataError(f"no input reads {flag}, which is for {read_by.name}; leave {flag} out")
 
 
 DEFAULT_LAYOUT = DocumentLayout()

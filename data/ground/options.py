@@ -43,6 +43,11 @@ class StatedEach(Stated):
         super().__call__(parser, namespace, [*getattr(namespace, self.dest), values], option)
 
 
+def flag_of(name: str) -> str:
+    """The option as the command line has it, by the name of its value among the parsed arguments."""
+    return f"--{name.replace('_', '-')}"
+
+
 def stated_in(arguments: argparse.Namespace) -> Collection[str]:
     """The names of the options of the actions `Stated` and `StatedEach` that the command line states."""
     stated: Collection[str] = getattr(arguments, "stated", ())

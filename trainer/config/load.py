@@ -33,7 +33,7 @@ from trainer.config.checks import check
 from trainer.config.kinds import kind_named
 from trainer.config.presets import preset_settings
 from trainer.config.read_keys import is_read, says_nothing, why_unread
-from trainer.config.schema import SECTIONS, Recipe, bounds_of, flat, keys_of
+from trainer.config.schema import SECTIONS, Recipe, bounds_of, by_key, flat, keys_of
 
 _MOST_BASES = 32
 # Lists of sentences: on the command line a comma does not end an entry.
@@ -178,11 +178,7 @@ def _refuse_unread(layers: Sequence[_Layer], recipe: Recipe) -> None:
     defaults = flat(Recipe())
     above: set[str] = set()
     for number in reversed(range(len(layers))):
-        written = {
-            f"{section}.{name}": value
-            for section, table in layers[number].values.items()
-            for name, value in table.items()
-        }
+        written = by_key(layers[number].values)
         own = {key: value for key, value in written.items() if key not in above}
         above |= set(written)
         unread = [key for key in _judged(own, layers[number], defaults) if not is_read(recipe, key)]
@@ -301,9 +297,10 @@ def as_toml(recipe: Recipe) -> str:
     It is a recipe file that `load_recipe` reads. Its first line lists the inherited values that nothing reads.
     """
     tables = as_tables(recipe)
-    shown = {f"{section}.{name}": value for section, table in tables.items() for name, value in table.items()}
     defaults = flat(Recipe())
-    unread = {key: value for key, value in shown.items() if value != defaults[key] and not is_read(recipe, key)}
+    unread = {
+        key: value for key, value in by_key(tables).items() if value != defaults[key] and not is_read(recipe, key)
+    }
     return f"{_RESOLVED}{json.dumps(unread)}\n{tomli_w.dumps(tables)}"
 
 

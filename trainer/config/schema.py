@@ -144,9 +144,14 @@ class Recipe(Sections):
         return StepSizes(self.objective.sizes, self.ladder, self.single_size)
 
 
+def by_key(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The values of tables by section, as SECTION.KEY -> value."""
+    return {f"{section}.{name}": value for section, table in tables.items() for name, value in table.items()}
+
+
 def flat(recipe: Recipe) -> dict[str, Any]:
     """Every key, as SECTION.KEY, with its value."""
-    return {f"{section}.{key}": value for section, table in vars(recipe).items() for key, value in vars(table).items()}
+    return by_key({section: vars(table) for section, table in vars(recipe).items()})
 
 
 # section -> its class, in the order in which recipes are written out.

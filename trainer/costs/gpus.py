@@ -1,4 +1,4 @@
-"""The peak of a GPU, by the name that its driver gives it. Torch-free."""
+"""The peak speed of a GPU, found by the name that its driver reports. Torch-free."""
 
 from __future__ import annotations
 

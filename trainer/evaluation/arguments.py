@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from data.ground.errors import ConfigError
-from data.ground.options import LARGEST_SEED, Parser, Stated, SubParsers, count, stated_in
+from data.ground.options import LARGEST_SEED, Parser, Stated, SubParsers, count, flag_of, stated_in
 from models.choices import Pooling
 from trainer.evaluation.encoding.encode import DEFAULT_BATCH_TOKENS
 from trainer.evaluation.senteval import TASKS as SENTEVAL_TASKS
@@ -274,7 +274,7 @@ def refuse_unread(args: argparse.Namespace) -> None:
     for name in given:
         readers = [each for each in (_EMPTY_READ_WITH | _STATED_READ_WITH)[name] if hasattr(args, each)]
         if readers and not any(getattr(args, each) for each in readers):
-            option, *needed = (f"--{each.replace('_', '-')}" for each in (name, *readers))
+            option, *needed = map(flag_of, (name, *readers))
             one = " or ".join(filter(None, (", ".join(needed[:-1]), needed[-1])))
             raise ConfigError(f"{option} is read with {one} alone; give {one}, or leave {option} out")
 

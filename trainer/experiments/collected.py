@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from data.ground.errors import ConfigError
 from data.ground.records import Record, read_record
@@ -12,7 +13,6 @@ from trainer.evaluation.results.raw import BM25, RAW_FILE, Key, RawResults, RawT
 from trainer.experiments.plan import Result, Study, results_of
 
 AVERAGE = "average"
-LATENCY_FILE = "latency.json"
 
 
 class _Latency(Record):
@@ -87,9 +87,13 @@ def collect(study: Study) -> Collected:
     )
 
 
+def latency_file(study: Study) -> Path:
+    return study.output / "results" / "latency.json"
+
+
 def latencies_of(study: Study) -> dict[Size, float]:
     """Milliseconds a query by size, of the ladder that the study had when they were measured; empty before that."""
-    path = study.output / "results" / LATENCY_FILE
+    path = latency_file(study)
     if not path.is_file():
         return {}
     sizes = read_record(path, _Latencies, hint="remove it; it is then measured again").sizes

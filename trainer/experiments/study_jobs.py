@@ -14,7 +14,7 @@ from data.ground.files import sha256_of, write_atomically
 from data.ground.records import read_json
 from trainer.evaluation.results.raw import RAW_FILE
 from trainer.evaluation.tasks.read import digest_of_tasks
-from trainer.experiments.collected import LATENCY_FILE, latencies_of
+from trainer.experiments.collected import latencies_of, latency_file
 from trainer.experiments.jobs import Job, Work, training_job
 from trainer.experiments.plan import Result, Run, Study, results_of, runs_of
 
@@ -65,11 +65,19 @@ def jobs_of(study: Study, runs: Sequence[Run], results: Sequence[Result], work: 
             jobs.append(_training(study, run, work, needs=frozenset(each.name for each in read_by(run, makers))))
         of_run = (result for result in results if result.run is not None and result.run.name == run.name)
         jobs += [_evaluation(study, result) for result in of_run if to_train or not is_evaluated(study, result)]
-    latency = study.output / "results" / LATENCY_FILE
     whole = next((result for result in results if study.arms[result.arm].has_all_sizes), None)
     if whole is not None and set(latencies_of(study)) != set(study.ladder):
         sizes = ",".join(map(str, study.ladder))
-        command = ["trainer.evaluate", "latency", "--model", whole.model, "--sizes", sizes, "--json", latency]
+        command = [
+            "trainer.evaluate",
+            "latency",
+            "--model",
+            whole.model,
+            "--sizes",
+            sizes,
+            "--json",
+            latency_file(study),
+        ]
         tests = study.evaluation
         command += ["--sts", tests.sts[0]] if tests.sts else ["--beir", tests.beir[0], "--split", tests.split]
         command += ["--queries", str(_LATENCY_QUERIES)]

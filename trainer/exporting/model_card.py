@@ -75,7 +75,7 @@ class Compute:
 def training_section(model_folder: Path, *, watts_per_rank: float | None = None) -> str:
     """Markdown about the run that made a model; if the folder is not inside a run's, the text says so."""
     run = model_folder.resolve().parent
-    if watts_per_rank is not None and not all((run / name).is_file() for name in ("recipe.toml", "metrics.jsonl")):
+    if watts_per_rank is not None and not all((run / name).is_file() for name in ("recipe.toml", METRICS_FILE)):
         raise ConfigError(
             f"--watts-per-rank is for the energy of a run, and {model_folder} is not in the folder of a run with its "
             "metrics.jsonl; leave --watts-per-rank out"

@@ -20,7 +20,7 @@ from typing import Any
 from models.sizes import Ladder, Size
 from trainer.config.load import as_tables
 from trainer.config.read_keys import is_read
-from trainer.config.schema import Recipe
+from trainer.config.schema import Recipe, by_key
 from trainer.evaluation.results.report import HEADLINE_METRICS, METRIC_LABELS, close_figure, draw_heat_map
 from trainer.monitoring.names import EVALUATION, score_of
 from trainer.monitoring.trackers import Layout, MLflow, Settings, Sink, TensorBoard, WeightsAndBiases, size_run
@@ -204,7 +204,7 @@ def layout_of(recipe: Recipe) -> Layout:
 
 def settings_of(recipe: Recipe) -> Settings:
     """The settings by which runs are compared, without those that this run does not read."""
-    values = {f"{s}.{k}": v for s, table in as_tables(recipe).items() for k, v in table.items()}
+    values = by_key(as_tables(recipe))
     ladder = " ".join(str(size) for size in recipe.ladder)
     return {name: values[name] for name in COMPARED if is_read(recipe, name)} | {"model.ladder": ladder}
 

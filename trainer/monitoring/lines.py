@@ -34,7 +34,7 @@ _MOST = 2**53  # of a whole number, beyond which it is no count
 
 
 def _is_number(value: object) -> bool:
-    """Whether a JSON value is a number of usable size; whole numbers in JSON are unbounded."""
+    """Whether a JSON value is a number. Whole numbers in JSON have no bound; those from 2**53 on are refused."""
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST)
 
 

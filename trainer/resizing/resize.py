@@ -273,7 +273,7 @@ def _write_shards(asked: Resize) -> None:
     if (folder / MANIFEST).is_file():
         return
     command = ["documents", *asked.texts, "--output", str(folder), *tokenizer]
-    # A default is left out: data.prepare refuses what is stated and not read, such as what divides .txt files.
+    # Only what differs from the default is passed on: data.prepare refuses a given option that no input reads.
     for option, value, default in (
         ("--text-column", asked.text_column, DEFAULT_LAYOUT.text_column),
         ("--text-split", asked.text_split, DEFAULT_LAYOUT.text_split),

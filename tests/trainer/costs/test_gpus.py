@@ -1,4 +1,4 @@
-"""A GPU's peak is that of its own product, whose name may hold another product's."""
+"""A GPU is known by the whole name of its product, even where this name contains that of another product."""
 
 from __future__ import annotations
 

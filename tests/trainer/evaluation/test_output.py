@@ -1,4 +1,4 @@
-"""The output folder of an evaluation is looked at before anything is computed."""
+"""An evaluation checks its output folder before it computes anything."""
 
 from __future__ import annotations
 

@@ -436,7 +436,7 @@ def test_inputs_that_are_no_files_here_are_told_apart(tmp_path: Path) -> None:
     assert identity(address.format("secret", "one")) == identity(address.format("changed", "one"))
     assert identity(address.format("secret", "one")) != identity(address.format("secret", "two"))
     assert "secret" not in json.dumps(identity(address.format("secret", "one")))
-    # Files behind a pattern with braces are known by their content.
+    # Files that a pattern with braces names are told apart by their content.
     pattern = str(tmp_path / "a{1,2}.jsonl")
     before = identity(pattern)
     assert [Path(each["path"]).name for each in before] == ["a1.jsonl", "a2.jsonl"]

@@ -194,7 +194,7 @@ def test_lines_of_two_versions_in_one_file(tmp_path: Path) -> None:
 
 
 def test_every_kind_of_line_has_the_schema(tmp_path: Path) -> None:
-    """A step, a fault, and the samples of both, as a run writes them."""
+    """The lines are those that a run writes: of a step, of each kind of fault, and of the samples of a step."""
     batch = unittest.mock.Mock(sample_ids=torch.tensor([5, 2 * SOURCE_STRIDE + 1]))
     report = StepReport({"loss": torch.tensor(2.0), "loss/demi": torch.tensor(1.0)}, 10, 12, 100.0)
     board = unittest.mock.Mock()

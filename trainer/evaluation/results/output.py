@@ -24,17 +24,16 @@ RESULT_FILES = ("results.json", "table.md", "figures/", "runs/", RAW_FILE, f"{RA
 def output_folder(path: Path | None, ours: Sequence[str] = RESULT_FILES) -> Path | None:
     """The checked output folder; the first file written creates it.
 
-    A folder that cannot be created, or that holds anything not named in `ours`, is refused. There, the names of folders
-    end with a slash.
+    A folder that cannot be created, or that holds anything not named in `ours`, is refused. The names of folders in
+    `ours` end with a slash.
     """
     if path is None:
         return None
     if path.exists() and not path.is_dir():
         raise ConfigError(f"--output {path} is a file; give a folder")
     check_place(path, link=True)
-    found = (
-        sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in path.iterdir()) if path.is_dir() else []
-    )
+    entries = path.iterdir() if path.is_dir() else ()
+    found = sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries)
     if strangers := [name for name in found if name not in ours]:
         raise ConfigError(f"--output {path} holds something else ({strangers[0]}); give a new or an empty folder")
     return path
