@@ -166,6 +166,11 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+def file_name(text: str) -> str:
+    """The text with every character replaced that a file name should not have."""
+    return "".join(c if c.isalnum() or c in "-_.+" else "_" for c in text)
+
+
 def read_bytes(path: Path | str, *, what: str = "file", hint: str = _RESTORE) -> bytes:
     """The content of a file."""
     with reading(path, what=what, hint=hint), open_regular(path) as file:

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from data.ground.files import file_name
 from models.encoder import Encoder
 from models.settings import EmbeddingSettings
 from models.sizes import Body, Size
@@ -38,7 +39,6 @@ from trainer.evaluation.results.report import (
     NDCG,
     SPEARMAN,
     draw_numbers,
-    file_name,
     markdown_table,
     save_figure,
 )

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from data.ground.files import file_name
 from models.encoder import Encoder
 from models.quantisation import from_int8, int8_ranges, int8_table, to_int8, to_signs
 from models.sizes import Size
@@ -36,7 +37,6 @@ from trainer.evaluation.results.report import (
     NDCG,
     SPEARMAN,
     add_legend,
-    file_name,
     markdown_table,
     new_axes,
     save_figure,

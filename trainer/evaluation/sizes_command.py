@@ -22,6 +22,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from data.ground.errors import ConfigError
+from data.ground.files import file_name
 from data.ground.records import digest_of
 from data.ground.whole_folder import check_place
 from data.tokens import tokenizer_fingerprint
@@ -38,7 +39,6 @@ from trainer.evaluation.results.parts import PARTS_FOLDER, Parts, Results
 from trainer.evaluation.results.raw import BM25, RAW_FILE, RawResults, read_raw, write_raw
 from trainer.evaluation.results.report import (
     Record,
-    file_name,
     grids_markdown,
     grids_of,
     plot_grids,

@@ -14,13 +14,13 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from data.ground.files import file_name
 from models.sizes import Size
 from trainer.evaluation.results.comparison import Sample
 from trainer.evaluation.results.report import (
     HEADLINE_METRICS,
     METRIC_LABELS,
     add_legend,
-    file_name,
     new_axes,
     plot_heat_map,
     plot_score_by_size,

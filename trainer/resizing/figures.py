@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+from data.ground.files import file_name
 from models.sizes import Size
-from trainer.evaluation.results.report import add_legend, file_name, new_axes, plot_score_by_size, save_figure
+from trainer.evaluation.results.report import add_legend, new_axes, plot_score_by_size, save_figure
 from trainer.resizing.table import AS_IT_IS, CLOSED_FORM, RESIZED, Row
 
 _METHODS = {"resized": RESIZED, "closed form, no training": CLOSED_FORM, "truncated as it is": AS_IT_IS}

@@ -16,7 +16,7 @@ from tests.trainer.support import recipe_of, recipe_values
 from trainer.evaluate import main
 from trainer.evaluation.during_training import Evaluator
 from trainer.evaluation.results.raw import read_raw
-from trainer.evaluation.tasks.inputs import whole_number
+from trainer.evaluation.tasks.inputs import check_task_names, whole_number
 from trainer.evaluation.tasks.retrieval import check_run_names, load_beir, read_qrels, read_run
 from trainer.evaluation.tasks.sts import read_sts
 
@@ -183,6 +183,13 @@ def test_damaged_raw_results(row: Any, tmp_path: Path) -> None:
 def test_whole_numbers() -> None:
     assert [whole_number(text, most=99) for text in ("7", "+7", "-99")] == [7, 7, -99]
     assert {whole_number(text, most=99) for text in ("100", "", " 7", "٣", "7\n", "1e1")} == {None}
+
+
+def test_two_tasks_whose_results_would_be_files_of_one_name_are_refused() -> None:
+    """The second task's figure or run would replace the first one's."""
+    with pytest.raises(ConfigError, match="the results of the tasks 'a b' and 'a_b' would be files of the same name"):
+        check_task_names(["a b", "a_b"])
+    check_task_names(["a-b", "a_b", "a+b"])  # negative control
 
 
 def test_two_tasks_of_one_name_are_refused_wherever_tasks_are_read(tmp_path: Path, capsys) -> None:

@@ -18,10 +18,10 @@ from typing import Any
 
 from data.ground import records
 from data.ground.errors import UserError
-from data.ground.files import write_atomically
+from data.ground.files import file_name, write_atomically
 from data.ground.records import read_record
 from trainer.evaluation.results.raw import RawResults, read_raw, write_raw
-from trainer.evaluation.results.report import Record, file_name
+from trainer.evaluation.results.report import Record
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from data.ground.files import file_name
 from models.sizes import Size
 from trainer.evaluation.results.significance import p_text
 
@@ -351,11 +352,6 @@ def _number(value: float | None) -> str:
 
 def _in_order(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
-
-
-def file_name(text: str) -> str:
-    """The text with every character replaced that a file name should not have."""
-    return "".join(c if c.isalnum() or c in "-_." else "_" for c in text)
 
 
 def _pyplot() -> Any:

@@ -13,17 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from data.ground.errors import ConfigError, DataError
-from data.ground.files import first_line, is_unicode, reading
+from data.ground.files import file_name, first_line, is_unicode, reading
 
 _HINT = "fix or remove it"
 _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
 def check_task_names(names: Sequence[str]) -> None:
-    """Refuse two tasks of the same name, because results are told apart by it."""
+    """Refuse two tasks of one name, by which results are told apart, and two whose files would have one name."""
+    by_file: dict[str, str] = {}
     for name in names:
-        if names.count(name) > 1:
+        other = by_file.get(file_name(name))
+        if other == name:
             raise ConfigError(f"two of the tasks are named {name!r}; rename one of the files or folders")
+        if other is not None:
+            raise ConfigError(
+                f"the results of the tasks {other!r} and {name!r} would be files of the same name; rename one of the "
+                "files or folders of the tasks"
+            )
+        by_file[file_name(name)] = name
 
 
 def text_lines(path: Path, what: str) -> Iterator[tuple[int, str]]:
