@@ -18,7 +18,7 @@ from models.direction import looks_ahead
 from models.encoder import base_of, build_masked_lm, load_encoder
 from models.masked_autoencoder import MaskedAutoencoder
 from models.settings import EmbeddingSettings
-from tests.trainer.support import LADDER, MODEL, loaded, recipe_values
+from tests.trainer.support import LADDER, MODEL, loaded, recipe_of, recipe_values
 from trainer.build import build_model, open_shards
 from trainer.exporting.model_folder import embedding_settings, write_model_folder
 
@@ -100,6 +100,15 @@ def test_directions_that_cannot_be(
     recipe = loaded({**values, "model": {"ladder": LADDER, **model}}, tmp_path)
     with pytest.raises(UserError, match=words):
         build_model(recipe, open_shards(recipe))
+
+
+def test_a_models_settings_are_what_its_run_reads(document_shards: Path, tuple_shards: Path) -> None:
+    """Retrieval compares by objective.similarity, whatever was trained; only a contrastive term has a temperature."""
+    chosen = {"similarity": "dot", "temperature": 0.5}
+    for shards, name, temperature in ((document_shards, "masked", 0.05), (tuple_shards, "contrastive", 0.5)):
+        recipe = recipe_of(recipe_values(shards, objective={"name": name, **chosen}))
+        settings = embedding_settings(recipe, open_shards(recipe))
+        assert (settings.similarity, settings.temperature) == ("dot", temperature)
 
 
 @pytest.mark.parametrize("direction", ["causal", "bidirectional"])

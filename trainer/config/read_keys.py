@@ -57,7 +57,6 @@ COMPARISONS = Condition(
     'a contrastive term (objective.name = "contrastive", or objective.pairs beside masked losses)',
     lambda recipe: recipe.kind.contrasts or recipe.pairs != "none",
 )
-SIMILARITY = Condition(COMPARISONS.words, lambda recipe: COMPARISONS.holds(recipe) or recipe.is_taught)
 COSINE = Condition('objective.similarity = "cosine"', lambda recipe: recipe.objective.similarity == "cosine")
 NEGATIVES = Condition(
     'objective.loss = "infonce"',
@@ -217,7 +216,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "objective.pair_weight": (MASKED, PAIRS),
     "objective.loss_scale": (MASKED,),
     "objective.loss": (CONTRASTIVE,),
-    "objective.similarity": (SIMILARITY,),
+    "objective.similarity": ALWAYS,  # also by retrieval with the model
     "objective.temperature": (COMPARISONS,),
     "objective.kl": (CONTRASTIVE, STUDENTS_OR_NO_KL),
     "objective.kl_weight": (CONTRASTIVE, KL, STUDENTS),

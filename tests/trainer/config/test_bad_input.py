@@ -440,6 +440,17 @@ def test_a_key_that_nothing_reads_may_leave_a_runs_recipe(values: Values, tmp_pa
                 check_output_folder(recipe_of(changed(values, key, value)))
 
 
+def test_a_masked_run_is_resumed_with_the_similarity_of_its_model(masked_values: Values, tmp_path: Path) -> None:
+    """It trains nothing by it, but its evaluations and whoever searches with its model compare by it."""
+    values = changed(masked_values, "run.resume", "auto")
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / "recipe.toml").write_text(as_toml(recipe_of(changed(values, "objective.similarity", "dot"))))
+    with pytest.raises(ConfigError, match=r"holds a run with objective\.similarity = 'dot'"):
+        check_output_folder(recipe_of(values))
+    check_output_folder(recipe_of(changed(values, "objective.similarity", "dot")))
+
+
 def test_output_folders(values: Values, refusal: Callable[..., str], tmp_path: Path) -> None:
     output = tmp_path / "run"
     output.mkdir()

@@ -100,7 +100,6 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     "objective.pair_weight": ("0.5", SPANS, [[], MASKED]),
     "objective.loss_scale": ("0.5", MASKED, [[]]),
     "objective.loss": ("infonce", [], [MASKED, SPANS]),
-    "objective.similarity": ("dot", SPANS, [MASKED]),
     "objective.temperature": ("0.1", [], [MASKED]),
     "objective.kl": (
         "scores",
@@ -231,7 +230,6 @@ def test_the_cases_of_the_audit(pairs: Path) -> None:
         ["objective.encoder_mask_ratio=0.3"],
         [*MASKED, "objective.temperature=0.1"],
         [*MASKED, "objective.kl=scores"],
-        [*MASKED, "objective.similarity=dot"],
     ):
         with pytest.raises(ConfigError, match="is read by nothing in this run"):
             load_recipe(pairs, settings)
