@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from data.ground.errors import ConfigError
+from data.ground.options import flag_of
 from launch.job import Job, evaluate_job, prepare_job, training_job
 from launch.options import job_options, refuse_unread
 from trainer.config.load import load_recipe, parse_toml
@@ -104,7 +105,9 @@ def read_chain(path: Path, given: Mapping[str, Any], *, resume: bool, waits: boo
         else:
             commands = _evaluation(stage, made, where)
             jobs.append(evaluate_job(commands, options, where=where, folder=folder, chdir=chdir))
-    refuse_unread(given, tasks={stage["task"] for stage in values["stages"]}, chain=path)
+    named = {name: f"key {name} of [options]" for name in values.get("options", {})}
+    named |= {name: flag_of(name) for name in given}
+    refuse_unread(named, tasks={stage["task"] for stage in values["stages"]}, chain=path)
     return jobs
 
 

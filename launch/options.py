@@ -166,13 +166,15 @@ def job_options(values: Mapping[str, Any], *, where: str, task: str = "train", o
     return options
 
 
-def refuse_unread(given: Collection[str], *, tasks: Collection[str], chain: Path) -> None:
-    """Refuse options of the command line that no stage of a chain reads. tasks: the tasks of the stages."""
-    for name in given:
+def refuse_unread(given: Mapping[str, str], *, tasks: Collection[str], chain: Path) -> None:
+    """Refuse options for all stages of a chain that none of them reads.
+
+    given: option -> how it was written. tasks: the tasks of the stages.
+    """
+    for name, option in given.items():
         if (reader := _READ_BY.get(name)) is not None and reader not in tasks:
-            option = flag_of(name)
             raise ConfigError(
-                f"{option} is read by stages of task {reader!r} alone, and {chain} has none; leave {option} out"
+                f"{option} is read by stages of task {reader!r} alone, and {chain} has none; leave it out"
             )
 
 

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     identity = {
         "inputs": _inputs_identity(args.inputs),
         "corpora": [_file_identity(path) for path in corpora],
-        "reading": {key: getattr(args, key) for key in _READING},
+        "reading": _reading_identity(args),
         "model": model_identity,
         "rules": dataclasses.asdict(rules),
         "keep_negatives": args.keep_negatives,
@@ -124,6 +124,8 @@ def load_miner(args: argparse.Namespace) -> tuple[Miner, dict[str, Any]]:
     small = ladder.find(args.size) if args.size else ladder.full
     large = ladder.find(args.rerank) if args.rerank else small
     check_sizes((small, large), encoder)
+    if args.rerank and small == large:
+        raise ConfigError(f"--rerank {large} is the size that searches, too; give a larger one, or leave --rerank out")
     if args.rerank and not small.fits_in(large):
         raise ConfigError(f"--rerank {large} is no larger than --size {small}, which searches; exchange them")
     device = str(choose_device(args.device))
@@ -164,7 +166,7 @@ def _files_that_decide(folder: Path) -> list[Path]:
 
 _READING = (
     *("format", "split", "columns", "query_column", "positive_column", "negative_column"),
-    *("skip_rows", "skip_empty", "limit"),
+    *("skip_empty", "limit"),
 )
 
 
@@ -198,9 +200,14 @@ def _inputs_identity(inputs: Sequence[str]) -> list[dict[str, Any]]:
     ]
 
 
+def _reading_identity(args: argparse.Namespace) -> dict[str, Any]:
+    skip_rows = _file_identity(Path(args.skip_rows)) if args.skip_rows else None
+    return {key: getattr(args, key) for key in _READING} | {"skip_rows": skip_rows}
+
+
 def _file_identity(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ConfigError(f"file {path} does not exist; check --corpus and the inputs")
+        raise ConfigError(f"file {path} does not exist; check --corpus, --skip-rows and the inputs")
     return {"path": str(path.resolve()), "bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 

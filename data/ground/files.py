@@ -12,7 +12,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from io import BufferedReader
 from pathlib import Path
 
@@ -169,6 +169,15 @@ def is_unicode(text: str) -> bool:
 def file_name(text: str) -> str:
     """The text with every character replaced that a file name should not have."""
     return "".join(c if c.isalnum() or c in "-_.+" else "_" for c in text)
+
+
+def one_file_name(names: Iterable[str]) -> tuple[str, str] | None:
+    """The first two different names of which `file_name` makes the same; None if there are no such two."""
+    by_file: dict[str, str] = {}
+    for name in names:
+        if (other := by_file.setdefault(file_name(name), name)) != name:
+            return other, name
+    return None
 
 
 def read_bytes(path: Path | str, *, what: str = "file", hint: str = _RESTORE) -> bytes:

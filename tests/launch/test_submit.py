@@ -377,10 +377,16 @@ def test_options_that_no_stage_reads_are_refused(chain, capsys, task, option):
     kept = [stage for stage in stages if not stage.startswith(f'task = "{task}"')]
     model = 'model = "runs/r/model"\narguments = ["--beir"'
     text = "[[stages]]\n".join([head, *kept]).replace('arguments = ["--beir"', model)
-    (chain / "c.toml").write_text(text.replace("shards/web", "shards/a") if task == "prepare" else text)
-    name = option.partition("=")[0]
+    text = text.replace("nodes = 3\n", "") if task == "train" else text
+    text = text.replace("shards/web", "shards/a") if task == "prepare" else text
+    (chain / "c.toml").write_text(text)
+    name, _, value = option.partition("=")
     said = refusal(capsys, chain, "--chain=c.toml", "--dry-run", "--after=7", option)
-    assert f"{name} is read by stages of task '{task}' alone, and c.toml has none; leave {name} out" in said
+    assert f"{name} is read by stages of task '{task}' alone, and c.toml has none; leave it out" in said
+    key = name.removeprefix("--").replace("-", "_")
+    (chain / "c.toml").write_text(text.replace("[options]\n", f"[options]\n{key} = {value}\n"))
+    said = refusal(capsys, chain, "--chain=c.toml", "--dry-run", "--after=7")
+    assert f"key {key} of [options] is read by stages of task '{task}' alone, and c.toml has none; leave it out" in said
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import time
 from collections.abc import Sequence
 
@@ -25,6 +26,8 @@ __all__ = [
     "peak_flops",
     "sizes_flops",
 ]
+
+log = logging.getLogger(__name__)
 
 
 def encoder_flops(shape: Shape, lengths: Tensor) -> float:
@@ -70,9 +73,11 @@ def _texts(shape: Shape, lengths: Tensor) -> counts.Texts:
 def peak_flops(device: torch.device) -> float:
     """Operations a second: the maker's figure for a known GPU, else a large product measured now."""
     if device.type == "cuda":
-        listed = listed_peak_flops(torch.cuda.get_device_name(device))
+        name = torch.cuda.get_device_name(device)
+        listed = listed_peak_flops(name)
         if listed is not None:
             return listed
+        log.info("the data sheet of %s is not known here; mfu is relative to a large matrix product", name)
         return 2 * 4096**3 / _product_seconds(4096, torch.bfloat16, device)
     dtype = torch.float32 if bf16_slowdown(device) > 1 else torch.bfloat16
     return 2 * 1024**3 / _product_seconds(1024, dtype, device)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 # Dense bf16 operations a second with float32 accumulation, from NVIDIA's data sheets of each product, without the
 # factor of 2 for sparsity that those print. The figures of B200 and GB200 are a GPU's share of HGX B200 (36 Pflop/s of
-# eight, sparse) and of GB200 NVL72 (360 of 72, sparse). That of RTX 6000 Ada is computed: 142 multiprocessors, each with
-# 512 multiply-adds a cycle, at 2.505 GHz. Names are whole ones: a GH200 is no H200, a laptop's RTX 4090 is another chip,
-# and a MIG slice has a part of its GPU's peak.
+# eight, sparse) and of GB200 NVL72 (360 of 72, sparse). That of RTX 6000 Ada is computed: 142 multiprocessors with 512
+# multiply-adds a cycle each, at 2.505 GHz. Names are whole ones: a GH200 is no H200, a laptop's RTX 4090 is another
+# chip, and a MIG slice has a part of its GPU's peak.
 _PEAKS = {
     "A10G": 70e12,
     "A100-PCIE-40GB": 312e12,

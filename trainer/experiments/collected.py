@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
-from data.ground.errors import ConfigError
+from data.ground.errors import ConfigError, DataError
 from data.ground.records import Record, read_record
-from models.sizes import Size
+from models.sizes import ModelError, Size
 from trainer.evaluation.results.comparison import Sample, average, samples_of
 from trainer.evaluation.results.raw import BM25, RAW_FILE, Key, RawResults, RawTask, read_raw
 from trainer.experiments.plan import Result, Study, results_of
@@ -20,6 +23,7 @@ class _Latency(Record):
 
 
 class _Latencies(Record):
+    model: str
     sizes: dict[str, _Latency]
 
 
@@ -77,7 +81,7 @@ def collect(study: Study) -> Collected:
     if not found:
         raise ConfigError(f"{study.output / 'results'} holds no result of {study.path}; run the study first")
     order = [name for name in study.evaluation.task_names if name in tasks]
-    latency_ms = latencies_of(study)
+    latency_ms = latencies_of(study).milliseconds
     return Collected(
         {task: tasks[task][0].kind for task in order},
         _in_columns(study, found),
@@ -91,13 +95,24 @@ def latency_file(study: Study) -> Path:
     return study.output / "results" / "latency.json"
 
 
-def latencies_of(study: Study) -> dict[Size, float]:
-    """Milliseconds a query by size, of the ladder that the study had when they were measured; empty before that."""
+class Latencies(NamedTuple):
+    """Milliseconds a query by size, and the model that was timed, of the study as it was at that time."""
+
+    model: str = ""
+    milliseconds: Mapping[Size, float] = MappingProxyType({})
+
+
+def latencies_of(study: Study) -> Latencies:
+    """Empty before they are measured."""
     path = latency_file(study)
     if not path.is_file():
-        return {}
-    sizes = read_record(path, _Latencies, hint="remove it; it is then measured again").sizes
-    return {Size.parse(name): values.milliseconds for name, values in sizes.items()}
+        return Latencies()
+    hint = "remove it; it is then measured again"
+    found = read_record(path, _Latencies, hint=hint)
+    try:
+        return Latencies(found.model, {Size.parse(name): each.milliseconds for name, each in found.sizes.items()})
+    except ModelError as error:
+        raise DataError(f"{path} is damaged ({error}); {hint}") from None
 
 
 def _reference(study: Study, result: Result, method: str) -> str:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from data.ground.errors import ConfigError
+from data.ground.files import one_file_name
 from models.sizes import Ladder, ModelError, Size
 from trainer.config.kinds import names_that
 from trainer.config.load import load_recipe, parse_toml
@@ -149,6 +150,7 @@ def load_study(path: str | Path) -> Study:
     methods = {name: _method(name, table, path, tuple(backbones)) for name, table in top.tables("methods")}
     ablations = tuple(map(_ablation, top.list_of_tables("ablations")))
     top.refuse_rest()
+    states_split = tests.has("split")
     evaluation = EvaluationPlan(
         tuple(tests.list_of("sts", str)),
         tests.text("sts_subsets"),
@@ -160,6 +162,8 @@ def load_study(path: str | Path) -> Study:
         tests.number("max_length", 0),
     )
     tests.refuse_rest()
+    if states_split and not evaluation.beir:
+        raise ConfigError("evaluation.split is read with evaluation.beir alone; give beir, or remove split")
     ranks = head.number("ranks", 1)
     study = Study(
         path,
@@ -370,6 +374,11 @@ def _check(study: Study) -> None:
             )
     if study.baseline not in study.arms:
         raise ConfigError(f"study.baseline = {study.baseline!r} is no arm; the arms are {', '.join(study.arms)}")
+    for what, called in (("arms", [*study.arms]), ("ablations", [each.name for each in study.ablations])):
+        if (two := one_file_name(called)) is not None:
+            raise ConfigError(
+                f"the figures of the {what} {two[0]!r} and {two[1]!r} would be files of the same name; rename one"
+            )
     for number, ablation in enumerate(study.ablations):
         if ablation.name in (each.name for each in study.ablations[:number]):
             raise ConfigError(f"two ablations are called {ablation.name!r}; give each a name of its own")

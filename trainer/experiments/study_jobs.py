@@ -66,7 +66,7 @@ def jobs_of(study: Study, runs: Sequence[Run], results: Sequence[Result], work: 
         of_run = (result for result in results if result.run is not None and result.run.name == run.name)
         jobs += [_evaluation(study, result) for result in of_run if to_train or not is_evaluated(study, result)]
     whole = next((result for result in results if study.arms[result.arm].has_all_sizes), None)
-    if whole is not None and set(latencies_of(study)) != set(study.ladder):
+    if whole is not None and not _is_timed(study, whole.model):
         sizes = ",".join(map(str, study.ladder))
         command = [
             "trainer.evaluate",
@@ -84,6 +84,11 @@ def jobs_of(study: Study, runs: Sequence[Run], results: Sequence[Result], work: 
         # Latency is measured last and alone, so that no other job disturbs the timing.
         jobs.append(Job("latency", "latency", lambda: command, frozenset(job.name for job in jobs)))
     return jobs
+
+
+def _is_timed(study: Study, model: str) -> bool:
+    measured = latencies_of(study)
+    return measured.model == model and set(measured.milliseconds) == set(study.ladder)
 
 
 def is_done(run: Run) -> bool:

@@ -101,7 +101,8 @@ def _read_block(folder: Path, block: int, record: StoreRecord) -> tuple[np.ndarr
     with refused, reading(folder, what="store", hint=_REPAIR):
         keys = np.load(_keys_path(folder, block), allow_pickle=False)
         vectors = _mapped(_vectors_path(folder, block))
-    if keys.shape != (len(vectors), record.keys_a_vector) or vectors.shape[1:] != (record.width,):
+    shapes = (*vectors.shape[:1], record.keys_a_vector), (*vectors.shape[:1], record.width)
+    if (keys.shape, vectors.shape) != shapes or keys.dtype != np.int64:
         raise ConfigError(f"{named} does not fit {STORE_FILE}; {_REPAIR}")
     return keys, vectors
 

@@ -284,19 +284,23 @@ def test_a_smaller_ladder_gives_neither_the_control_nor_the_latency(as_it_is: Pa
     assert "latency" not in [job.name for job in study_jobs.jobs_of(study, runs, results, Work(study.output))]
 
 
-def test_latency_is_measured_again_at_the_sizes_of_another_ladder(as_it_is: Path) -> None:
+def test_latency_is_measured_again_at_the_sizes_of_another_ladder_and_with_another_model(as_it_is: Path) -> None:
     study = load_study(as_it_is)
+    timed = next(each.model for each in study_jobs.chosen(study, None)[1] if study.arms[each.arm].has_all_sizes)
 
-    def measured(sizes: Sequence[Size]) -> bool:
+    def measured(sizes: Sequence[Size | str], model: str = timed) -> bool:
         path = study.output / "results" / "latency.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"sizes": {str(size): {"milliseconds": 1.5} for size in sizes}}))
+        path.write_text(json.dumps({"model": model, "sizes": {str(size): {"milliseconds": 1.5} for size in sizes}}))
         jobs = study_jobs.jobs_of(study, *study_jobs.chosen(study, None), Work(study.output))
         return "latency" not in [job.name for job in jobs]
 
     assert measured(SIZES)
     assert not measured(SIZES[:-1])
     assert not measured([*SIZES, Size(1, 2)])
+    assert not measured(SIZES, "another/model")
+    with pytest.raises(DataError, match=r"latency\.json is damaged \(size 'abc' .*; remove it"):
+        measured(["abc"])
 
 
 def test_a_list_names_what_is_only_evaluated(as_it_is: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -458,11 +462,25 @@ def test_chosen_arms_bring_what_they_start_from(study_file: Path) -> None:
             "two ablations are called 'KL'",
         ),
         (
+            "",
+            {
+                "backbones": {"tiny": {"source": "tiny"}, "tiny_no": {"source": "tiny"}},
+                "methods": {name: {"recipe": "srl.toml"} for name in ("separate", "no_kl", "kl")},
+            },
+            "the figures of the arms 'tiny/no_kl' and 'tiny_no/kl' would be files of the same name",
+        ),
+        (
+            "",
+            {"ablations": [{"name": name, "with": "tiny/srl", "without": "tiny/no_kl"} for name in ("a b", "a_b")]},
+            "the figures of the ablations 'a b' and 'a_b' would be files of the same name",
+        ),
+        (
             "settings",
             {"data.shards": ["https://me:geheim@h/a"]},
             'run runs/tiny/separate/seed_1/1x16: data.shards=["https://***@h/a"] holds a password',
         ),
         ("evaluation", {"beir": [], "bm25": True}, "evaluation.bm25 is read with evaluation.beir alone"),
+        ("evaluation", {"beir": [], "split": "test"}, "evaluation.split is read with evaluation.beir alone"),
         ("evaluation", {"sts": [], "sts_subsets": "s.tsv"}, "evaluation.sts_subsets is read with evaluation.sts alone"),
         ("evaluation", {"max_length": 3}, "evaluation.max_length = 3 must be at least 4"),
         ("evaluation", {"max_length": "48"}, "must be a whole number"),
@@ -519,7 +537,7 @@ def test_report_has_the_numbers_of_the_raw_results(study_file: Path) -> None:
     made = _fill(study_file)
     study = load_study(study_file)
     (study.output / "results" / "latency.json").write_text(
-        json.dumps({"sizes": {str(size): {"milliseconds": 1.5 + i} for i, size in enumerate(SIZES)}})
+        json.dumps({"model": "m", "sizes": {str(size): {"milliseconds": 1.5 + i} for i, size in enumerate(SIZES)}})
     )
     report = write_report(study)
     rows = list(csv.DictReader(io.StringIO((report.parent / "report.csv").read_text())))

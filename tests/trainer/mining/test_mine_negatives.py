@@ -297,6 +297,17 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bytes(pairs: Path, model: Path,
     assert seeded != [json.loads(line) for line in want[0].splitlines()]
 
 
+def test_other_rows_to_skip_are_another_command(pairs: Path, model: Path, tmp_path: Path) -> None:
+    """The output would have tuples of rows that are to be left out now."""
+    skipped, output = tmp_path / "rows.txt", tmp_path / "out"
+    skipped.write_text("0\n1\n")
+    run(pairs, model, output, "--skip-rows", str(skipped))
+    run(pairs, model, output, "--skip-rows", str(skipped))  # negative control
+    skipped.write_text("0\n1\n2\n")
+    with pytest.raises(ConfigError, match="begun with other reading"):
+        run(pairs, model, output, "--skip-rows", str(skipped))
+
+
 def test_a_signal_stops_between_blocks(
     pairs: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -403,6 +414,7 @@ def test_what_is_mined_trains(pairs: Path, model: Path, tiny_tokenizer_path: Pat
     [
         (["--num-negatives", "9", "--range-max", "3"], "widen the range"),
         (["--rerank", "1x16"], "no larger than"),
+        (["--size", "1x16", "--rerank", "1x16"], "--rerank 1x16 is the size that searches, too"),
         (["--size", "2x16"], "outgrows"),
         (["--corpus", "absent.jsonl"], "absent.jsonl does not exist"),
         (["--query-column", "absent"], "'absent'"),

@@ -421,7 +421,7 @@ def test_a_store_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("part", ["keys", "f16"])
-@pytest.mark.parametrize("damage", ["cut", "gone", "other rows"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "other rows", "a number", "other numbers"])
 def test_a_damaged_block_is_refused_and_made_again(
     part: str,
     damage: str,
@@ -440,6 +440,10 @@ def test_a_damaged_block_is_refused_and_made_again(
         path.write_bytes(content[:-10])
     elif damage == "gone":
         path.unlink()
+    elif damage == "a number":
+        np.save(path, np.load(path)[0, 0])  # an array without dimensions
+    elif damage == "other numbers":
+        path.write_bytes(npy_bytes(np.load(path).astype(np.float64)))
     else:
         path.write_bytes(npy_bytes(np.load(path)[1:]))
     recipe = loaded(values, tmp_path)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data.ground.errors import ConfigError, DataError
-from data.ground.files import file_name, first_line, is_unicode, reading
+from data.ground.files import first_line, is_unicode, one_file_name, reading
 
 _HINT = "fix or remove it"
 _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
@@ -21,17 +21,14 @@ _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 def check_task_names(names: Sequence[str]) -> None:
     """Refuse two tasks of one name, by which results are told apart, and two whose files would have one name."""
-    by_file: dict[str, str] = {}
     for name in names:
-        other = by_file.get(file_name(name))
-        if other == name:
+        if names.count(name) > 1:
             raise ConfigError(f"two of the tasks are named {name!r}; rename one of the files or folders")
-        if other is not None:
-            raise ConfigError(
-                f"the results of the tasks {other!r} and {name!r} would be files of the same name; rename one of the "
-                "files or folders of the tasks"
-            )
-        by_file[file_name(name)] = name
+    if (two := one_file_name(names)) is not None:
+        raise ConfigError(
+            f"the results of the tasks {two[0]!r} and {two[1]!r} would be files of the same name; rename one of the "
+            "files or folders of the tasks"
+        )
 
 
 def text_lines(path: Path, what: str) -> Iterator[tuple[int, str]]:
