@@ -9,12 +9,15 @@ a GPU stack.
 
 A resolved recipe, as runs write it, has every key, also those that nothing in the run reads. Its first line, a comment,
 lists the values of such keys that are no defaults. A reader accepts exactly these, so an edit of such a key is refused.
+A version with other defaults or conditions would misjudge the list. It accepts all keys of such a file, as it does of
+files without a list, which the first versions wrote.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import tomllib
 import typing
@@ -28,11 +31,12 @@ from pydantic.fields import FieldInfo
 
 from data.ground.errors import ConfigError
 from data.ground.files import is_unicode, reading
+from data.ground.records import digest_of
 from data.ground.secrets import without_secrets
 from trainer.config.checks import check
 from trainer.config.kinds import kind_named
 from trainer.config.presets import preset_settings
-from trainer.config.read_keys import is_read, says_nothing, why_unread
+from trainer.config.read_keys import READ_WHEN, is_read, says_nothing, why_unread
 from trainer.config.schema import SECTIONS, Recipe, bounds_of, by_key, flat, keys_of
 
 _MOST_BASES = 32
@@ -52,7 +56,7 @@ _PLACES = (
     "evaluation.sts",
     "evaluation.beir",
 )
-_RESOLVED = "# Every key of a run. Nothing in it reads these values, which it inherited: "
+_RESOLVED = "# Every key of a run, schema {}. Nothing in it reads these values, which it inherited: "
 
 
 class _Layer(NamedTuple):
@@ -145,15 +149,23 @@ def _layers(path: Path, _seen: tuple[Path, ...] = ()) -> list[_Layer]:
 
 
 def _inherited(text: str) -> Mapping[str, Any] | None:
-    """The unread values that the first line of a resolved recipe lists; None for any other recipe."""
-    first = text.partition("\n")[0]
-    if not first.startswith(_RESOLVED):
+    """The unread values that a resolved recipe of this schema lists in a comment; None for any other recipe."""
+    begin = _RESOLVED.format(_schema())
+    line = next((line for line in text.split("\n") if line.startswith(begin)), None)
+    if line is None:
         return None
     with contextlib.suppress(ValueError, RecursionError):
-        values = json.loads(first.removeprefix(_RESOLVED))
+        values = json.loads(line.removeprefix(begin))
         if isinstance(values, dict):
             return values
     return {}  # edited by hand: nothing is excused
+
+
+@functools.cache
+def _schema() -> str:
+    """A digest of all by which keys are found to be unread: their defaults, and the words of their conditions."""
+    conditions = {key: [each.words for each in needed] for key, needed in READ_WHEN.items()}
+    return digest_of([flat(Recipe()), conditions])[:8]
 
 
 def _merged(layers: Sequence[_Layer]) -> dict[str, Any]:
@@ -188,17 +200,19 @@ def _refuse_unread(layers: Sequence[_Layer], recipe: Recipe) -> None:
             before = build_recipe(_merged([name, *layers[: number + 1]]))
             unread = [key for key in unread if not is_read(before, key)]
         if unread:
-            raise ConfigError(why_unread(recipe, unread[0], own[unread[0]]))
+            first, *others = unread
+            more = f"; nothing reads {', '.join(others)}, either" if others else ""
+            raise ConfigError(f"{why_unread(recipe, first, own[first])}{more}")
 
 
 def _judged(own: Mapping[str, Any], layer: _Layer, defaults: Mapping[str, Any]) -> list[str]:
     """Which of a layer's keys must be read: those that say something, and that a resolved recipe did not inherit."""
     if layer.inherited is not None:
         inherited = {**defaults, **layer.inherited}
-        return [key for key, value in own.items() if value != inherited[key]]
+        return [key for key, value in own.items() if value != inherited[key] and not says_nothing(value, defaults[key])]
     size = sum(len(table) for table in layer.values.values())
     if 2 * size >= len(defaults):
-        return []  # a resolved recipe of an earlier version, without a list
+        return []  # a resolved recipe of another version
     return [key for key, value in own.items() if not says_nothing(value, defaults[key])]
 
 
@@ -301,7 +315,7 @@ def as_toml(recipe: Recipe) -> str:
     unread = {
         key: value for key, value in by_key(tables).items() if value != defaults[key] and not is_read(recipe, key)
     }
-    return f"{_RESOLVED}{json.dumps(unread)}\n{tomli_w.dumps(tables)}"
+    return f"{_RESOLVED.format(_schema())}{json.dumps(unread)}\n{tomli_w.dumps(tables)}"
 
 
 def _key(section: str, name: str) -> FieldInfo:

@@ -405,7 +405,7 @@ def _(folder: Path, assets: Assets) -> Command:
 @family(
     "evaluation/output-file-of",
     [row("fused", "fused", "figures"), row("quantised", "quantised", "float32")],
-    refused("o/"),
+    refused("--output o holds something else"),
     cause="own",
 )
 def _(folder: Path, assets: Assets, command: str, name: str) -> Command:

@@ -13,6 +13,7 @@ import tomli_w
 
 from data.ground.errors import ConfigError
 from tests import ROOT
+from trainer.config import load, read_keys
 from trainer.config.load import as_toml, load_recipe
 from trainer.config.read_keys import READ_WHEN, is_read, says_nothing
 from trainer.config.schema import Recipe
@@ -369,6 +370,43 @@ def test_edits_of_a_resolved_recipe_are_judged(
     assert text.count(before) == 1
     with pytest.raises(ConfigError, match=f"^{re.escape(refused)} is read by nothing"):
         load_recipe(write(tmp_path, "recipe.toml", text.replace(before, after)))
+
+
+def test_a_comment_above_a_resolved_recipe_changes_nothing(without_kl: Path, tmp_path: Path) -> None:
+    text = "# my copy\n\n" + as_toml(load_recipe(without_kl))
+    load_recipe(write(tmp_path, "recipe.toml", text))
+    with pytest.raises(ConfigError, match=r"^objective\.kl_weight = 5\.0 is read by nothing"):
+        load_recipe(write(tmp_path, "recipe.toml", text.replace("kl_weight = 0.7\n", "kl_weight = 5.0\n")))
+
+
+def test_what_a_resolved_recipe_inherited_may_be_switched_off(pairs: Path, tmp_path: Path) -> None:
+    pairs.write_text(f"{PAIRS}\n[evaluation]\nbeir = ['docs']\nevery_steps = 1\nmax_documents = 100\n")
+    child = write(tmp_path, "none.toml", 'base = "pairs.toml"\n[evaluation]\nbeir = []\nevery_steps = 0\n')
+    text = as_toml(load_recipe(child))
+    assert '"evaluation.max_documents": 100' in text
+    edited = text.replace("max_documents = 100\n", "max_documents = 0\n")
+    assert load_recipe(write(tmp_path, "recipe.toml", edited)).evaluation.max_documents == 0
+
+
+def test_a_resolved_recipe_of_another_version_is_not_judged(
+    without_kl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job in the queue must not be refused after an upgrade for keys that nobody edited."""
+    path = write(tmp_path, "recipe.toml", as_toml(load_recipe(without_kl)))
+    monkeypatch.setitem(read_keys.READ_WHEN, "log.samples", (read_keys.MASKED,))
+    monkeypatch.setattr(load, "_schema", load._schema.__wrapped__)
+    path.write_text(path.read_text().replace("samples = false", "samples = true"))
+    load_recipe(path)
+    # Negative control: this version's own files are judged.
+    mine = as_toml(load_recipe(without_kl)).replace("samples = false", "samples = true")
+    with pytest.raises(ConfigError, match=r"^log\.samples = true is read by nothing"):
+        load_recipe(write(tmp_path, "mine.toml", mine))
+
+
+def test_all_keys_that_nothing_reads_are_named_at_once(pairs: Path) -> None:
+    settings = ["objective.kl=none", "objective.kl_weight=5", "objective.kl_temperature=0.3"]
+    with pytest.raises(ConfigError, match=r"kl_weight = 5.*remove the key; nothing reads objective\.kl_temperature, e"):
+        load_recipe(pairs, settings)
 
 
 def test_resolved_recipes_of_earlier_versions_are_not_judged(pairs: Path, tmp_path: Path) -> None:
