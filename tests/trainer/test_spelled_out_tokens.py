@@ -173,6 +173,13 @@ def test_a_token_whose_spelling_has_no_ordinary_ids_is_refused(setting: Setting)
         SpelledOut.of(tokenizer, 2000)
 
 
+def test_a_missing_guide_is_named_by_its_key(setting: Setting, tmp_path: Path) -> None:
+    values = values_of(setting, "tuples", objective={"filter_false_negatives": True, "filter_by": "guide"})
+    recipe = loaded(values | {"guide": {"model": str(tmp_path / "absent")}}, tmp_path)
+    with pytest.raises(ConfigError, match=r"^guide\.model = '.*absent': "):
+        open_stream(recipe, open_shards(recipe), rank=0, world_size=1)
+
+
 def test_a_prompt_with_such_a_token_is_refused(setting: Setting, tmp_path: Path) -> None:
     data = {"query_prompts": [f"{IMAGE} query: "]}
     recipe = loaded(values_of(setting, "tuples", data=data), tmp_path)

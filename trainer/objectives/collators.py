@@ -12,6 +12,7 @@ from data.ground.errors import ConfigError, DataError
 from data.shards.reader import ShardFolder
 from data.tokens import SpelledOut, Vocabulary, left_out_length, load_tokenizer, prompt_ids, prompt_length
 from models.loading import load_config
+from models.sizes import ModelError
 from trainer.config.read_keys import is_read
 from trainer.config.schema import Recipe
 from trainer.objectives.prompts import folder_prompts
@@ -99,13 +100,13 @@ def _vocabulary(recipe: Recipe, sources: Sequence[ShardFolder]) -> Vocabulary:
     vocabulary = sources[0].vocabulary
     if not vocabulary.spelled_only:
         return vocabulary
-    models = [recipe.model.source]
+    models = {"model.source": recipe.model.source}
     if recipe.uses_guide and not recipe.guide.store:
-        models.append(recipe.guide.model)
+        models["guide.model"] = recipe.guide.model
     if recipe.is_taught and recipe.teacher.vectors == "live":
-        models.append(recipe.teacher.model)
+        models["teacher.model"] = recipe.teacher.model
     # A model of model.config has a row for every id.
-    rows = min((int(load_config(name).vocab_size) for name in models if name), default=vocabulary.size)
+    rows = min((_rows_of(key, name) for key, name in models.items() if name), default=vocabulary.size)
     tokenizer = load_tokenizer(sources[0].tokenizer_path)
     if vocabulary.rows_needed > rows or (spelled_out := SpelledOut.of(tokenizer, rows)) is None:
         return vocabulary  # a table that is too small is refused where its model is loaded
@@ -116,6 +117,14 @@ def _vocabulary(recipe: Recipe, sources: Sequence[ShardFolder]) -> Vocabulary:
             except DataError as error:
                 raise ConfigError(f"data.{side}_prompts: {error}") from None
     return replace(vocabulary, spelled_out=spelled_out)
+
+
+def _rows_of(key: str, name: str) -> int:
+    """How many rows the token table of the model that a recipe's key names has."""
+    try:
+        return int(load_config(name).vocab_size)
+    except ModelError as error:
+        raise ConfigError(f"{key} = {name!r}: {error}") from None
 
 
 def _prompt_ids(name: str, prompts: Sequence[str], sources: Sequence[ShardFolder]) -> list[np.ndarray]:
