@@ -30,8 +30,8 @@ import numpy as np
 from transformers.utils import logging as hf_logging
 
 from data.corpora.options import TUPLE_FORMATS, SourceOptions, TupleOptions
-from data.corpora.plan import corpus_of, plan_tuples
-from data.corpora.splits import InputSplit, TupleLayout
+from data.corpora.plan import check_tuples, corpus_of, plan_tuples
+from data.corpora.splits import TupleLayout
 from data.ground.command import run_command
 from data.ground.errors import ConfigError, UserError
 from data.ground.files import sha256_of
@@ -75,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_place(output)
     if output.exists() and not output.is_dir():
         raise ConfigError(f"--output {output} is a file; give a folder")
+    tuples, source = _options(args)
+    check_tuples(args.inputs, tuples, source)
     miner, model_identity = load_miner(args)
     identity = {
         "inputs": _inputs_identity(args.inputs),
@@ -96,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 output,
                 miner,
                 rules,
-                plan=lambda scratch: _units(args, scratch),
+                plan=lambda scratch: plan_tuples(args.inputs, tuples, source, scratch=scratch),
                 corpora=corpora,
                 blocks=blocks,
                 keep_negatives=args.keep_negatives,
@@ -170,15 +172,14 @@ _READING = (
 )
 
 
-def _units(args: argparse.Namespace, scratch: Path) -> list[InputSplit]:
+def _options(args: argparse.Namespace) -> tuple[TupleOptions, SourceOptions]:
     tuples = TupleOptions(
         args.format,
         TupleLayout(args.query_column or "", tuple(args.positive_column), tuple(args.negative_column)),
         tuple(args.columns),
         skip_rows=args.skip_rows,
     )
-    source = SourceOptions(args.limit, skip_empty=args.skip_empty, split=args.split, stated=stated_in(args))
-    return plan_tuples(args.inputs, tuples, source, scratch=scratch)
+    return tuples, SourceOptions(args.limit, skip_empty=args.skip_empty, split=args.split, stated=stated_in(args))
 
 
 def _files_of(name: str) -> list[Path]:

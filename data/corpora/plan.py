@@ -127,17 +127,7 @@ def plan_tuples(
     `scratch` is an empty folder that holds the index of MS MARCO and BEIR passages until the input splits have been
     read. Files in the folder `output` are no inputs.
     """
-    skipped = _read_row_numbers(tuples.skip_rows) if tuples.skip_rows else ()
-    if skipped and len(inputs) > 1:
-        raise DataError("rows to skip are counted within one file; prepare one input at a time")
-    folders, files = _folders_by_id(inputs, tuples, scratch=scratch)
-    if tuples.negatives_file and files:
-        raise DataError(f"{files[0]} is no MS MARCO or BEIR folder, so the hard negatives file does not apply to it")
-    paths = find_inputs(files, output=output)
-    if skipped and len(paths) > 1:
-        raise DataError("rows to skip are counted within one file; prepare one input at a time")
-    of_folders: list[FileKind] = ["ids"] * len(folders)
-    refuse_unread(source.stated, TUPLE_READERS, [*of_folders, *map(kind_of, paths)])
+    folders, paths, skipped = _find_tuples(inputs, tuples, source, scratch=scratch, output=output)
     by_id = [each for folder in folders for each in _id_splits(folder, tuples, split=source.split)]
     # Rows to skip are counted over a whole input, so one process reads it.
     split_bytes = None if skipped else _split_bytes(paths)
@@ -149,6 +139,29 @@ def plan_tuples(
         for input_split in input_splits
     ]
     return _limited(input_splits, source.limit)
+
+
+def check_tuples(inputs: Sequence[str], tuples: TupleOptions, source: SourceOptions) -> None:
+    """Raises DataError for inputs and options that `plan_tuples` would refuse before it reads the inputs."""
+    _find_tuples(inputs, tuples, source, scratch=Path(), output=None)
+
+
+def _find_tuples(
+    inputs: Sequence[str], tuples: TupleOptions, source: SourceOptions, *, scratch: Path | None, output: Path | None
+) -> tuple[list[_FolderById], list[Path | str], tuple[int, ...]]:
+    """(The MS MARCO and BEIR folders, all other inputs, the numbers of the rows to skip)."""
+    skipped = _read_row_numbers(tuples.skip_rows) if tuples.skip_rows else ()
+    if skipped and len(inputs) > 1:
+        raise DataError("rows to skip are counted within one file; prepare one input at a time")
+    folders, files = _folders_by_id(inputs, tuples, scratch=scratch)
+    if tuples.negatives_file and files:
+        raise DataError(f"{files[0]} is no MS MARCO or BEIR folder, so the hard negatives file does not apply to it")
+    paths = find_inputs(files, output=output)
+    if skipped and len(paths) > 1:
+        raise DataError("rows to skip are counted within one file; prepare one input at a time")
+    of_folders: list[FileKind] = ["ids"] * len(folders)
+    refuse_unread(source.stated, TUPLE_READERS, [*of_folders, *map(kind_of, paths)])
+    return folders, paths, skipped
 
 
 class _Columns(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -18,7 +17,7 @@ from transformers import BertConfig, BertModel
 
 from data.collate import PairCollator
 from data.ground.command import run_command
-from data.ground.errors import ConfigError, UserError
+from data.ground.errors import ConfigError, DataError, UserError
 from data.passages import text_key
 from data.prepare import main as prepare
 from data.shards.reader import ShardFolder
@@ -435,6 +434,16 @@ def test_user_errors_are_one_sentence_and_leave_nothing(
     assert not (tmp_path / "out").exists()
 
 
+def test_options_are_refused_before_the_model_is_loaded(
+    pairs: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(DataError, match="no input reads --split"):
+        run(pairs, model, tmp_path / "out", "--split", "train")
+    with pytest.raises(DataError, match=r"absent\.jsonl"):
+        run(tmp_path / "absent.jsonl", model, tmp_path / "out")
+
+
 def test_inputs_that_are_no_files_here_are_told_apart(tmp_path: Path) -> None:
     """Otherwise the output of one data set of the hub, or of one address, would go on with another's texts."""
     (tmp_path / "a1.jsonl").write_text("a")
@@ -459,13 +468,13 @@ def test_inputs_that_are_no_files_here_are_told_apart(tmp_path: Path) -> None:
 def test_the_output_of_one_address_is_not_continued_with_another(
     pairs: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    units = command._units
+    plan = command.plan_tuples
 
-    def units_here(args: argparse.Namespace, scratch: Path) -> Any:
-        """Those of the file that stands for each address."""
-        return units(argparse.Namespace(**{**vars(args), "inputs": [str(pairs)]}), scratch)
+    def plan_here(inputs: object, *options: Any, scratch: Path) -> Any:
+        """The input splits of the file that stands for each address."""
+        return plan([str(pairs)], *options, scratch=scratch)
 
-    monkeypatch.setattr(command, "_units", units_here)
+    monkeypatch.setattr(command, "plan_tuples", plan_here)
     arguments = ["--model", str(model), "--output", str(tmp_path / "out"), *RULES]
     main(["https://host/one.tar", *arguments])
     main(["https://host/one.tar", *arguments])
