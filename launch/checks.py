@@ -237,7 +237,7 @@ def hostfile(path: Path) -> Finding:
     except (OSError, UnicodeDecodeError) as error:
         # Without a hostfile, DeepSpeed would silently train on this host alone.
         seen = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        return Finding("hostfile", BAD, f"{path} cannot be read: {seen}", hint)
+        return Finding("hostfile", BAD, f"{path} cannot be read: {seen}", f"name a text file; {hint}")
     slots: dict[str, int] = {}
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line.startswith("#"):

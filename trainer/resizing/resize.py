@@ -99,16 +99,21 @@ class Resize:
     def held_out(self) -> list[str]:
         """The first texts, at most a tenth of all unless they are very few; training does not see them."""
         most = _HELD_OUT_SHARE * _HELD_OUT
-        texts = itertools.chain.from_iterable(map(_texts_of, self.plan()))
+        texts = itertools.chain.from_iterable(map(_texts_of, self.all_units))
         first = list(itertools.islice(texts, min(most, self.limit or most)))
         return first[: max(_LEAST_HELD_OUT, len(first) // _HELD_OUT_SHARE)]
 
     @cached_property
+    def all_units(self) -> list[InputSplit]:
+        """All texts. Raises DataError for texts and options that cannot be read."""
+        return self._plan()
+
+    @cached_property
     def units(self) -> list[InputSplit]:
         """The texts of the shards, on which the model is trained."""
-        return self.plan(skip=len(self.held_out), limit=self.limit)
+        return self._plan(skip=len(self.held_out), limit=self.limit)
 
-    def plan(self, *, skip: int = 0, limit: int | None = None) -> list[InputSplit]:
+    def _plan(self, *, skip: int = 0, limit: int | None = None) -> list[InputSplit]:
         layout = DocumentLayout(self.text_column, self.text_split)
         source = SourceOptions(limit, skip_empty=True, stated=self.stated)
         return plan_documents(self.texts, layout, source, skip=skip)
@@ -140,7 +145,7 @@ def resize(asked: Resize, *, prepare_only: bool = False) -> str:
     # in between, the next command notices.
     tests = digest_of_tasks(asked.sts, asked.beir)
     tasks = read_tasks(asked.sts, asked.beir, taken=[AGREEMENT])
-    asked.plan()
+    _ = asked.all_units
     world = join(_device())
     if world.is_main:
         _begin(asked)
