@@ -36,6 +36,7 @@ from launch.scaling import (
 )
 from launch.sources import config_of, frame_length
 from trainer.config.load import load_recipe, read_json_object
+from trainer.config.read_keys import as_read
 from trainer.config.schema import Recipe
 from trainer.costs.objective_costs import costs_of
 from trainer.costs.shapes import Shape
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan_and_print(args: argparse.Namespace, rest: Sequence[str]) -> None:
-    recipe = load_recipe(args.recipe, settings_among(rest))
+    recipe = as_read(load_recipe(args.recipe, settings_among(rest)))
     shape = _shape_of(recipe, args)
     nodes = parse_nodes(args.nodes)
     gpus = _within("--gpus-per-node", args.gpus_per_node, 1, _MOST_GPUS)

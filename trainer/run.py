@@ -32,7 +32,7 @@ from trainer.build import ModelParts, build_model, build_objective, check_shared
 from trainer.checkpoint import Checkpointer, SavedCheckpoint, Saves
 from trainer.config.checks import check_world
 from trainer.config.load import as_toml, load_recipe
-from trainer.config.read_keys import is_read
+from trainer.config.read_keys import as_read, is_read
 from trainer.config.reference import help_text
 from trainer.config.schema import Recipe
 from trainer.costs.flops import bf16_slowdown
@@ -128,6 +128,7 @@ def execute(recipe: Recipe, *, last: bool = True) -> Path:
 
 def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: StopRequests) -> tuple[int, str | None]:
     """(The last step taken, why the run stopped before its end or None). With debug.replay no step is taken."""
+    written, recipe = recipe, as_read(recipe)
     sources = open_shards(recipe)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     stream = open_stream(recipe, sources, rank=rank, world_size=world_size)
@@ -152,7 +153,7 @@ def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: Stop
             # The ranks' weights are equal, and at stage 3 only rank 0 has them.
             frozen = gather_objects(frozen_fingerprint(parts.module) if world.is_main else "")[0]
             _claim(recipe, world, stack)
-            write_run_folder(recipe, ds_config, world)
+            write_run_folder(written, ds_config, world)
             engine = Engine(parts.module, recipe, world, ds_config)
             engine.heartbeat = watchdog.heartbeat
             if world.is_main:

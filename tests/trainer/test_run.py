@@ -22,6 +22,8 @@ from tests.trainer.support import recipe_of, recipe_values
 from trainer import run
 from trainer.build import build_model, open_shards
 from trainer.config.load import as_toml
+from trainer.config.read_keys import as_read
+from trainer.config.schema import Recipe
 from trainer.distributed import Refused, World
 from trainer.environment import FILE as ENVIRONMENT_FILE
 from trainer.environment import Environment
@@ -107,6 +109,35 @@ def test_an_end_that_cannot_be_noted_is_a_crash(
         (output / blocked).rmdir()
     save_model(engine, parts, recipe, settings)
     assert (output / "DONE").is_file() and load_encoder(output / "model").num_layers == 3
+
+
+@pytest.mark.parametrize(
+    "unread",
+    [
+        {"sizes": "two_d_listed", "layer_weighting": "linear", "compression_weight": 1.0},
+        {"sizes": "espresso", "size_weights": [1.0, 2.0], "kl_size_weights": [3.0]},
+    ],
+)
+def test_what_a_run_inherits_and_does_not_read_trains_nothing(
+    unread: dict[str, Any], tuple_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these once changed the training, or ended it in a traceback."""
+    values = recipe_values(tuple_shards, run={"output": str(tmp_path / "run")})
+    kept = {**values, "objective": {**values["objective"], "name": "contrastive", "sizes": unread["sizes"]}}
+    want = recipe_of(kept)
+    inherited = recipe_of({**kept, "objective": {**kept["objective"], **unread}})
+    assert inherited != want
+    seen = []
+
+    def build(recipe: Recipe, *_: object, **__: object) -> None:
+        seen.append(recipe)
+        raise NotImplementedError
+
+    monkeypatch.setattr(run, "build_model", build)
+    for recipe in (want, inherited):
+        with pytest.raises(NotImplementedError):
+            run.execute(recipe)
+    assert seen[0] == seen[1] == as_read(want)
 
 
 @pytest.mark.parametrize(("steps", "warmup", "warned"), [(1, 0.1, True), (1, 0.0, False), (2, 0.9, False)])

@@ -99,7 +99,7 @@ class Contrastive(Kind):
     contrasts = True
 
     def is_taught(self, recipe: Sections) -> bool:
-        return bool(recipe.teacher.model or recipe.teacher.store)
+        return bool(recipe.teacher.model or (recipe.teacher.store and recipe.teacher.vectors == "stored"))
 
     def grades_pairs(self, recipe: Sections) -> bool:
         return recipe.objective.loss == "cosent"

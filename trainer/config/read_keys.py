@@ -2,14 +2,15 @@
 
 A key that is written out but not read misleads its author, because it changes nothing. So
 `trainer.config.load.load_recipe` refuses such a key and says what would make it read. A key that nobody wrote, and that
-has its default, is not refused. Torch-free, like trainer/config/sections.py.
+has its default, is not refused, and neither is one that a base wrote. A run takes the default of every key that it does
+not read (`as_read`), so that an inherited value has no effect either. Torch-free, like trainer/config/sections.py.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from models.choices import MEANS
@@ -43,7 +44,7 @@ DOCUMENTS = Condition(
     lambda recipe: recipe.reads_documents,
 )
 TAUGHT = Condition(
-    'a teacher (objective.name = "distill", or teacher.model beside objective.name = "contrastive")',
+    'a teacher (objective.name = "distill", or teacher.model or a store beside objective.name = "contrastive")',
     lambda recipe: recipe.is_taught,
 )
 LIVE = Condition('teacher.vectors = "live"', lambda recipe: recipe.teacher.vectors == "live")
@@ -57,13 +58,13 @@ COMPARISONS = Condition(
     'a contrastive term (objective.name = "contrastive", or objective.pairs beside masked losses)',
     lambda recipe: recipe.kind.contrasts or recipe.pairs != "none",
 )
-COSINE = Condition('objective.similarity = "cosine"', lambda recipe: recipe.objective.similarity == "cosine")
 NEGATIVES = Condition(
     'objective.loss = "infonce"',
     lambda recipe: not recipe.kind.contrasts or recipe.objective.loss == "infonce",
 )
 SCORED = Condition(
-    'a contrastive term with objective.loss = "infonce", or teacher.similarity_weight or order_weight above 0',
+    'a contrastive term with objective.loss = "infonce", or a teacher with teacher.similarity_weight or order_weight '
+    "above 0",
     lambda recipe: (
         (COMPARISONS.holds(recipe) and NEGATIVES.holds(recipe)) or (recipe.is_taught and recipe.teacher.gathers)
     ),
@@ -107,6 +108,7 @@ NARROW_SIZES = Condition(
     lambda recipe: recipe.objective.sizes in NARROWED and _trains(recipe, lambda sizes: sizes.has_narrower),
 )
 COMPRESSION = Condition("objective.compression_weight above 0", lambda recipe: recipe.compresses)
+KL_WEIGHT = Condition("objective.kl_weight above 0", lambda recipe: recipe.objective.kl_weight > 0)
 KL = Condition('objective.kl other than "none"', lambda recipe: recipe.objective.kl != "none")
 SCORES = Condition('objective.kl = "scores" or "margins"', lambda recipe: recipe.objective.kl in ("scores", "margins"))
 COORDINATES = Condition('objective.kl = "coordinates"', lambda recipe: recipe.objective.kl == "coordinates")
@@ -120,18 +122,26 @@ STUDENTS = Condition(
     f'{SMALLER_SIZES.words}, or objective.kl_teacher = "guide"',
     lambda recipe: SMALLER_SIZES.holds(recipe) or recipe.guide_teaches,
 )
-STUDENTS_OR_NO_KL = Condition(STUDENTS.words, lambda recipe: recipe.objective.kl == "none" or STUDENTS.holds(recipe))
+STUDENTS_OR_NO_KL = Condition(
+    f'{SMALLER_SIZES.words}, or, for kl = "scores" or "margins", objective.kl_teacher = "guide"',
+    lambda recipe: recipe.objective.kl == "none" or STUDENTS.holds(recipe),
+)
 OWN_TEACHER = Condition('objective.kl_teacher = "full"', lambda recipe: not recipe.guide_teaches)
 FILTER = Condition("objective.filter_false_negatives = true", lambda recipe: recipe.objective.filter_false_negatives)
 GUIDED = Condition(
-    'objective.kl_teacher = "guide", or objective.filter_false_negatives = true with objective.filter_by = "guide"',
+    'objective.kl_teacher = "guide" with objective.kl = "scores" or "margins" and a weight above 0, or '
+    'objective.filter_false_negatives = true with objective.filter_by = "guide" and objective.loss = "infonce"',
     lambda recipe: recipe.guide_filters or recipe.guide_teaches,
 )
 TAUGHT_BY_GUIDE = Condition('objective.kl_teacher = "guide"', lambda recipe: recipe.guide_teaches)
 LAYERS = Condition('an encoder with layers (not model_type = "static")', lambda recipe: not recipe.is_static)
-LAYERS_OR_GUIDE = Condition(
-    f"{LAYERS.words} or a guide without guide.store",
-    lambda recipe: LAYERS.holds(recipe) or (GUIDED.holds(recipe) and not recipe.guide.store),
+LAYERS_OR_LIVE = Condition(
+    f'{LAYERS.words}, a guide without guide.store, or a teacher with teacher.vectors = "live"',
+    lambda recipe: (
+        LAYERS.holds(recipe)
+        or (GUIDED.holds(recipe) and not recipe.guide.store)
+        or (TAUGHT.holds(recipe) and LIVE.holds(recipe))
+    ),
 )
 MEAN = Condition(
     "model.pooling = " + " or ".join(f'"{kind}"' for kind in MEANS), lambda recipe: recipe.model.pooling in MEANS
@@ -181,11 +191,11 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "data.weights": ALWAYS,
     "data.mixture_temperature": (NO_WEIGHTS,),
     "data.batches": ALWAYS,
-    "data.no_duplicates": (CONTRASTIVE,),
+    "data.no_duplicates": (EMBEDS, TUPLES),
     "data.max_length": (DOCUMENTS,),
     "data.query_max_length": (TUPLES,),
     "data.passage_max_length": (TUPLES,),
-    "data.query_prompts": (CONTRASTIVE,),
+    "data.query_prompts": (EMBEDS, TUPLES),
     "data.passage_prompts": (EMBEDS,),
     "data.num_positives": (TUPLES, NEGATIVES),
     "data.num_negatives": (TUPLES, NEGATIVES),
@@ -220,10 +230,10 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "objective.temperature": (COMPARISONS,),
     "objective.kl": (CONTRASTIVE, STUDENTS_OR_NO_KL),
     "objective.kl_weight": (CONTRASTIVE, KL, STUDENTS),
-    "objective.kl_teacher": (CONTRASTIVE, SCORES, STUDENTS),
-    "objective.kl_size_weights": (CONTRASTIVE, KL, FIXED_SIZES, STUDENTS),
-    "objective.kl_temperature": (CONTRASTIVE, COORDINATES, STUDENTS),
-    "objective.detach_teacher": (CONTRASTIVE, KL, OWN_TEACHER, STUDENTS),
+    "objective.kl_teacher": (CONTRASTIVE, SCORES, KL_WEIGHT, STUDENTS),
+    "objective.kl_size_weights": (CONTRASTIVE, KL, KL_WEIGHT, FIXED_SIZES, STUDENTS),
+    "objective.kl_temperature": (CONTRASTIVE, COORDINATES, KL_WEIGHT, SMALLER_SIZES),
+    "objective.detach_teacher": (CONTRASTIVE, KL, KL_WEIGHT, OWN_TEACHER, SMALLER_SIZES),
     "objective.asymmetric_weight": (CONTRASTIVE, NEGATIVES, LAYERS, SMALLER_SIZES),
     "objective.spread_weight": (COMPARISONS,),
     "objective.compression_weight": (CONTRASTIVE, NARROW_SIZES),
@@ -235,12 +245,12 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "objective.filter_by": (COMPARISONS, NEGATIVES, FILTER),
     "objective.false_negative_margin": (COMPARISONS, NEGATIVES, FILTER),
     "objective.backward": (EMBEDS, CACHES, LAYERS),
-    "guide.model": (GUIDED,),
-    "guide.store": (GUIDED,),
-    "guide.pooling": (GUIDED,),
-    "guide.temperature": (TAUGHT_BY_GUIDE,),
+    "guide.model": (COMPARISONS, GUIDED),
+    "guide.store": (COMPARISONS, GUIDED),
+    "guide.pooling": (COMPARISONS, GUIDED),
+    "guide.temperature": (CONTRASTIVE, SCORES, KL_WEIGHT, TAUGHT_BY_GUIDE),
     "teacher.model": (EMBEDS,),
-    "teacher.pooling": (TAUGHT, LIVE),
+    "teacher.pooling": (TAUGHT,),
     "teacher.vectors": (TAUGHT,),
     "teacher.store": (EMBEDS, STORED),
     "teacher.vector_weight": (TAUGHT,),
@@ -267,7 +277,7 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
     "train.hang_seconds": ALWAYS,
     "train.max_skipped_steps": ALWAYS,
     "train.global_batch_size": ALWAYS,
-    "train.micro_batch_size": (LAYERS_OR_GUIDE,),
+    "train.micro_batch_size": (LAYERS_OR_LIVE,),
     "train.activation_memory_mib": (EMBEDS, CACHES, LAYERS, CACHED, KEPT),
     "train.activation_checkpointing": (LAYERS,),
     "train.compile": (LAYERS,),
@@ -298,6 +308,16 @@ READ_WHEN: Mapping[str, tuple[Condition, ...]] = {
 def is_read(recipe: Recipe, key: str) -> bool:
     """Whether a run of this recipe reads `section.key`."""
     return key in recipe.kind.own_keys or all(condition.holds(recipe) for condition in READ_WHEN[key])
+
+
+def as_read(recipe: Recipe) -> Recipe:
+    """The recipe as its run reads it: every key that nothing reads has its default."""
+    defaults = Recipe()
+    sections = {}
+    for section, table in vars(recipe).items():
+        unread = [name for name in vars(table) if not is_read(recipe, f"{section}.{name}")]
+        sections[section] = replace(table, **{name: getattr(getattr(defaults, section), name) for name in unread})
+    return replace(recipe, **sections)
 
 
 def why_unread(recipe: Recipe, key: str, value: Any) -> str:

@@ -96,7 +96,7 @@ class Recipe(Sections):
     def guide_teaches(self) -> bool:
         """Whether every size learns the guide's scores."""
         objective = self.objective
-        learns = self.kind.contrasts and objective.kl in ("scores", "margins")
+        learns = self.kind.contrasts and objective.kl in ("scores", "margins") and objective.kl_weight > 0
         return learns and objective.kl_teacher == "guide"
 
     @property

@@ -61,7 +61,7 @@ def pair_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> PairCollato
         query_max_length=recipe.data.query_max_length,
         passage_max_length=recipe.data.passage_max_length,
         num_positives=recipe.data.num_positives if is_read(recipe, "data.num_positives") else 1,
-        num_negatives=recipe.data.num_negatives,
+        num_negatives=recipe.data.num_negatives if is_read(recipe, "data.num_negatives") else 0,
         seed=recipe.run.seed,
         graded=sources[0].graded,
         weighted=any(source.weighted for source in sources),

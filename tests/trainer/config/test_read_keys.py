@@ -15,7 +15,7 @@ from data.ground.errors import ConfigError
 from tests import ROOT
 from trainer.config import load, read_keys
 from trainer.config.load import as_toml, load_recipe
-from trainer.config.read_keys import READ_WHEN, is_read, says_nothing
+from trainer.config.read_keys import READ_WHEN, as_read, is_read, says_nothing
 from trainer.config.schema import Recipe
 
 PAIRS = """
@@ -40,6 +40,7 @@ STS = ['evaluation.sts=["a.tsv"]']
 DISTILL = ["objective.name=distill"]
 TAUGHT = ["teacher.model=a/teacher"]
 MUON = ["optim.name=muon"]
+NO_WEIGHT = ["objective.kl_weight=0"]
 ONE_SIZE = ["objective.sizes=one", "objective.size=2x32"]
 
 # key -> value, settings under which it is read, and settings under each of which it is not.
@@ -53,7 +54,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     "model.lora_dropout": ("0.1", ["model.lora_rank=4"], [[], MASKED]),
     "model.lora_targets": ("query", ["model.lora_rank=4"], [[], MASKED]),
     "data.mixture_temperature": ("2.0", [], [["data.weights=[1.0]"]]),
-    "data.no_duplicates": ("true", [], [MASKED, SPANS]),
+    "data.no_duplicates": ("true", [], [MASKED, SPANS, DISTILL]),
     "data.max_length": ("64", DISTILL, [[], COSENT]),
     "data.query_max_length": ("16", [*MASKED, "objective.pairs=tuples"], [MASKED, SPANS]),
     "data.passage_max_length": ("16", [], [MASKED, SPANS]),
@@ -108,17 +109,21 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [MASKED, SPANS, ["objective.sizes=full"], ONE_SIZE],
     ),
     "objective.kl_weight": ("5.0", [], [["objective.kl=none"], ["objective.sizes=full"], SPANS]),
-    "objective.kl_teacher": ("guide", GUIDE, [["objective.kl=coordinates"], ["objective.kl=none"], MASKED]),
+    "objective.kl_teacher": ("guide", GUIDE, [["objective.kl=coordinates"], ["objective.kl=none"], NO_WEIGHT, MASKED]),
     "objective.kl_size_weights": (
         "[1.0, 1.0, 2.0, 1.0, 1.0]",
         [],
-        [["objective.kl=none"], ["objective.sizes=two_d"], ["objective.sizes=full"], MASKED],
+        [["objective.kl=none"], NO_WEIGHT, ["objective.sizes=two_d"], ["objective.sizes=full"], MASKED],
     ),
-    "objective.kl_temperature": ("0.3", ["objective.kl=coordinates"], [[], ["objective.kl=none"], MASKED]),
+    "objective.kl_temperature": (
+        "0.3",
+        ["objective.kl=coordinates"],
+        [[], ["objective.kl=none"], [*NO_WEIGHT, "objective.kl=coordinates"], MASKED],
+    ),
     "objective.detach_teacher": (
         "false",
         [],
-        [["objective.kl=none"], [*GUIDE, "objective.kl_teacher=guide"], ["objective.sizes=full"], MASKED],
+        [["objective.kl=none"], NO_WEIGHT, [*GUIDE, "objective.kl_teacher=guide"], ["objective.sizes=full"], MASKED],
     ),
     "objective.asymmetric_weight": ("0.5", [], [MASKED, COSENT, ["objective.sizes=full"], ONE_SIZE]),
     "objective.spread_weight": ("0.5", COSENT, [MASKED, DISTILL]),
@@ -147,9 +152,9 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     "model.trains": ("heads", DISTILL, [MASKED, STATIC]),
     "model.dropout": ("0.0", MASKED, [STATIC]),
     "teacher.model": ("a/teacher", [], [MASKED]),
-    "teacher.pooling": ("mean", TAUGHT, [[], [*DISTILL, "teacher.vectors=stored", "teacher.store=s"], MASKED]),
+    "teacher.pooling": ("mean", TAUGHT, [[], MASKED]),
     "teacher.vectors": ("live", DISTILL, [[], MASKED]),
-    "teacher.store": ("a/store", [*DISTILL, "teacher.vectors=stored"], [DISTILL, MASKED]),
+    "teacher.store": ("a/store", [*DISTILL, "teacher.vectors=stored"], [[], DISTILL, MASKED]),
     "teacher.vector_weight": ("2.0", TAUGHT, [[], MASKED]),
     "teacher.similarity_weight": ("2.0", TAUGHT, [[], MASKED]),
     "teacher.gram_weight": ("2.0", DISTILL, [[], MASKED]),
@@ -163,7 +168,11 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     "train.micro_batch_size": (
         "8",
         [*STATIC, *FILTERED_BY_GUIDE],
-        [STATIC, [*STATIC, *FILTERED_BY_GUIDE, "guide.store=s"]],
+        [
+            STATIC,
+            [*STATIC, *FILTERED_BY_GUIDE, "guide.store=s"],
+            [*STATIC, "teacher.vectors=stored", "teacher.store=s"],
+        ],
     ),
     "train.activation_checkpointing": ("true", [], [STATIC]),
     "train.compile": ("true", [], [STATIC]),
@@ -234,6 +243,34 @@ def test_the_cases_of_the_audit(pairs: Path) -> None:
     ):
         with pytest.raises(ConfigError, match="is read by nothing in this run"):
             load_recipe(pairs, settings)
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_a_run_takes_the_default_of_what_it_does_not_read(key: str, pairs: Path) -> None:
+    """Whatever is unread before is unread after, so that no other key changes its meaning."""
+    value, read, unread = CASES[key]
+    section, _, name = key.partition(".")
+    for settings in unread:
+        recipe = load_recipe(pairs, settings)
+        given = getattr(getattr(load_recipe(pairs, [*read, f"{key}={value}"]), section), name)
+        inherited = dataclasses.replace(
+            recipe, **{section: dataclasses.replace(getattr(recipe, section), **{name: given})}
+        )
+        assert not is_read(inherited, key)
+        run = as_read(inherited)
+        assert run == as_read(recipe) and run == as_read(run), settings
+        assert {each for each in DEFAULTS if is_read(run, each)} == {each for each in DEFAULTS if is_read(recipe, each)}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "launch" / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_a_shipped_recipe_is_run_as_it_is_read(path: Path) -> None:
+    recipe = load_recipe(path)
+    run = as_read(recipe)
+    for key in DEFAULTS:
+        section, _, name = key.partition(".")
+        got, written = (getattr(getattr(each, section), name) for each in (run, recipe))
+        assert is_read(run, key) == is_read(recipe, key), key
+        assert got == (written if is_read(recipe, key) else DEFAULTS[key]), key
 
 
 ONE_RUNG = ["model.ladder=[[12, 768]]"]
