@@ -197,8 +197,8 @@ class _StoredModel:
             )
         if settings is None:
             raise ConfigError(
-                f"{section}.model = {chosen.model!r} does not say how it pools; give a folder that does"
-                + (", or set guide.pooling" if section == "guide" else "")
+                f"{section}.model = {chosen.model!r} does not say how it pools; set {section}.pooling, or give a "
+                "folder that does"
             )
         return cls(chosen.model, encoder, tokenizer, settings)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -133,6 +134,23 @@ def test_a_killed_command_goes_on_and_another_is_refused(
         teacher_vectors.main([*command, f"--teacher.model={guide_folder}"])
     with pytest.raises(ConfigError, match="by another tokenizer"):
         VectorStore.open(folder, tokenizer="f" * 64)
+
+
+def test_a_recipe_says_how_a_teacher_pools_whose_folder_does_not(
+    tmp_path: Path, corpus: tuple[Path, Path, list[str]], teacher_folder: Path
+) -> None:
+    file, shards, _ = corpus
+    shutil.copytree(teacher_folder, tmp_path / "bare")
+    (tmp_path / "bare" / "barista.json").unlink()
+    values = values_of(shards, tmp_path / "bare", tmp_path / "store")
+    command = ["--config", str(tmp_path / "written.toml"), "--texts", str(file)]
+    loaded(values, tmp_path)
+    with pytest.raises(ConfigError, match=r"does not say how it pools; set teacher\.pooling"):
+        teacher_vectors.main(command)
+    values["teacher"]["pooling"] = "mean"
+    recipe = loaded(values, tmp_path)
+    teacher_vectors.main(command)
+    assert isinstance(load_teacher(recipe, [ShardFolder(shards)]), StoredTeacher)
 
 
 def test_a_recipe_without_a_store_is_refused(
