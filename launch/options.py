@@ -167,9 +167,9 @@ def job_options(values: Mapping[str, Any], *, where: str, task: str = "train", o
 
 
 def refuse_unread(given: Mapping[str, str], *, tasks: Collection[str], chain: Path) -> None:
-    """Refuse options for all stages of a chain that none of them reads.
+    """Refuse an option that was given for a whole chain if no stage of the chain reads it.
 
-    given: option -> how it was written. tasks: the tasks of the stages.
+    given: the option's name -> how the user wrote it. tasks: the tasks of the stages.
     """
     for name, option in given.items():
         if (reader := _READ_BY.get(name)) is not None and reader not in tasks:
@@ -294,7 +294,7 @@ _OWN = (
 
 
 def _shown(name: str, value: object) -> str:
-    return f"{flag_of(name)} {value}" if not isinstance(value, list) else f"--{name} {', '.join(value)}"
+    return f"{flag_of(name)} {', '.join(value) if isinstance(value, list) else value}"
 
 
 def time_limit_seconds(text: str) -> int | None:

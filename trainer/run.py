@@ -126,9 +126,12 @@ def execute(recipe: Recipe, *, last: bool = True) -> Path:
     return output
 
 
-def _run(recipe: Recipe, ds_config: Mapping[str, Any], output: Path, stops: StopRequests) -> tuple[int, str | None]:
-    """(The last step taken, why the run stopped before its end or None). With debug.replay no step is taken."""
-    written, recipe = recipe, as_read(recipe)
+def _run(written: Recipe, ds_config: Mapping[str, Any], output: Path, stops: StopRequests) -> tuple[int, str | None]:
+    """(The last step taken, why the run stopped before its end or None). With debug.replay no step is taken.
+
+    written: the recipe for the run folder. All else takes it as it is read, so nothing below asks which keys are.
+    """
+    recipe = as_read(written)
     sources = open_shards(recipe)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     stream = open_stream(recipe, sources, rank=rank, world_size=world_size)

@@ -20,6 +20,7 @@ from models.masked_autoencoder import MaskedAutoencoder
 from models.settings import EmbeddingSettings
 from tests.trainer.support import LADDER, MODEL, loaded, recipe_of, recipe_values
 from trainer.build import build_model, open_shards
+from trainer.config.read_keys import as_read
 from trainer.exporting.model_folder import embedding_settings, write_model_folder
 
 MORE_ROWS = 7  # Many models pad the word table for speed: it then has more rows than there are tokens.
@@ -103,11 +104,11 @@ def test_directions_that_cannot_be(
 
 
 def test_a_models_settings_are_what_its_run_reads(document_shards: Path, tuple_shards: Path) -> None:
-    """Retrieval compares by objective.similarity, whatever was trained; only a contrastive term has a temperature."""
+    """Every model records how retrieval compares its vectors. A temperature is recorded where one was trained with."""
     chosen = {"similarity": "dot", "temperature": 0.5}
     for shards, name, temperature in ((document_shards, "masked", 0.05), (tuple_shards, "contrastive", 0.5)):
         recipe = recipe_of(recipe_values(shards, objective={"name": name, **chosen}))
-        settings = embedding_settings(recipe, open_shards(recipe))
+        settings = embedding_settings(as_read(recipe), open_shards(recipe))
         assert (settings.similarity, settings.temperature) == ("dot", temperature)
 
 

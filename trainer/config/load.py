@@ -9,8 +9,8 @@ a GPU stack.
 
 A resolved recipe, as runs write it, has every key, also those that nothing in the run reads. Its first line, a comment,
 lists the values of such keys that are no defaults. A reader accepts exactly these, so an edit of such a key is refused.
-A version with other defaults or conditions would misjudge the list. It accepts all keys of such a file, as it does of
-files without a list, which the first versions wrote.
+A version of barista with other defaults or conditions would misjudge this list, so it accepts all keys of the file.
+Files without a list, which the first versions wrote, are accepted in the same way.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _inherited(text: str) -> Mapping[str, Any] | None:
 
 @functools.cache
 def _schema() -> str:
-    """A digest of all by which keys are found to be unread: their defaults, and the words of their conditions."""
+    """A digest of what decides whether a key is unread: the defaults of all keys, and the words of their conditions."""
     conditions = {key: [each.words for each in needed] for key, needed in READ_WHEN.items()}
     return digest_of([flat(Recipe()), conditions])[:8]
 
@@ -207,13 +207,14 @@ def _refuse_unread(layers: Sequence[_Layer], recipe: Recipe) -> None:
 
 def _judged(own: Mapping[str, Any], layer: _Layer, defaults: Mapping[str, Any]) -> list[str]:
     """Which of a layer's keys must be read: those that say something, and that a resolved recipe did not inherit."""
+    said = [key for key, value in own.items() if not says_nothing(value, defaults[key])]
     if layer.inherited is not None:
         inherited = {**defaults, **layer.inherited}
-        return [key for key, value in own.items() if value != inherited[key] and not says_nothing(value, defaults[key])]
+        return [key for key in said if own[key] != inherited[key]]
     size = sum(len(table) for table in layer.values.values())
     if 2 * size >= len(defaults):
         return []  # a resolved recipe of another version
-    return [key for key, value in own.items() if not says_nothing(value, defaults[key])]
+    return said
 
 
 def build_recipe(values: Mapping[str, Any]) -> Recipe:

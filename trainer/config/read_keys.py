@@ -312,11 +312,13 @@ def is_read(recipe: Recipe, key: str) -> bool:
 
 def as_read(recipe: Recipe) -> Recipe:
     """The recipe as its run reads it: every key that nothing reads has its default."""
-    defaults = Recipe()
+    defaults = vars(Recipe())
     sections = {}
     for section, table in vars(recipe).items():
-        unread = [name for name in vars(table) if not is_read(recipe, f"{section}.{name}")]
-        sections[section] = replace(table, **{name: getattr(getattr(defaults, section), name) for name in unread})
+        unread = {
+            name: value for name, value in vars(defaults[section]).items() if not is_read(recipe, f"{section}.{name}")
+        }
+        sections[section] = replace(table, **unread)
     return replace(recipe, **sections)
 
 

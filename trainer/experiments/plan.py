@@ -47,7 +47,7 @@ class EvaluationPlan:
     sts: tuple[str, ...] = ()
     sts_subsets: str = ""
     beir: tuple[str, ...] = ()
-    split: str = "test"
+    split: str = "test"  # of the judgements of `beir`; empty where there are none
     dtype: str = ""  # of the encoder's matrix products; empty: float32
     bm25: bool = False
     untrained: bool = False  # also evaluate the same architecture with fresh weights, once per backbone
@@ -150,20 +150,18 @@ def load_study(path: str | Path) -> Study:
     methods = {name: _method(name, table, path, tuple(backbones)) for name, table in top.tables("methods")}
     ablations = tuple(map(_ablation, top.list_of_tables("ablations")))
     top.refuse_rest()
-    states_split = tests.has("split")
+    sts, beir = tuple(tests.list_of("sts", str)), tuple(tests.list_of("beir", str))
     evaluation = EvaluationPlan(
-        tuple(tests.list_of("sts", str)),
+        sts,
         tests.text("sts_subsets"),
-        tuple(tests.list_of("beir", str)),
-        tests.text("split") or "test",
+        beir,
+        tests.text("split") or ("test" if beir else ""),
         tests.text("dtype"),
         tests.flag("bm25"),
         tests.flag("untrained"),
         tests.number("max_length", 0),
     )
     tests.refuse_rest()
-    if states_split and not evaluation.beir:
-        raise ConfigError("evaluation.split is read with evaluation.beir alone; give beir, or remove split")
     ranks = head.number("ranks", 1)
     study = Study(
         path,
@@ -398,6 +396,7 @@ def _check(study: Study) -> None:
     check_task_names(names)
     for key, given, needed in (
         ("bm25", study.evaluation.bm25, "beir"),
+        ("split", study.evaluation.split, "beir"),
         ("sts_subsets", study.evaluation.sts_subsets, "sts"),
     ):
         if given and not getattr(study.evaluation, needed):

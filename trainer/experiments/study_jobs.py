@@ -67,20 +67,7 @@ def jobs_of(study: Study, runs: Sequence[Run], results: Sequence[Result], work: 
         jobs += [_evaluation(study, result) for result in of_run if to_train or not is_evaluated(study, result)]
     whole = next((result for result in results if study.arms[result.arm].has_all_sizes), None)
     if whole is not None and not _is_timed(study, whole.model):
-        sizes = ",".join(map(str, study.ladder))
-        command = [
-            "trainer.evaluate",
-            "latency",
-            "--model",
-            whole.model,
-            "--sizes",
-            sizes,
-            "--json",
-            latency_file(study),
-        ]
-        tests = study.evaluation
-        command += ["--sts", tests.sts[0]] if tests.sts else ["--beir", tests.beir[0], "--split", tests.split]
-        command += ["--queries", str(_LATENCY_QUERIES)]
+        command = latency_command(study, whole)
         # Latency is measured last and alone, so that no other job disturbs the timing.
         jobs.append(Job("latency", "latency", lambda: command, frozenset(job.name for job in jobs)))
     return jobs
@@ -121,6 +108,13 @@ def evaluation_command(study: Study, result: Result) -> list[str]:
     command += ["--max-length", str(tests.max_length)] if tests.max_length else []
     command += ["--bm25"] if result.bm25 and tests.beir else []
     return [*command, "--output", str(result.folder)]
+
+
+def latency_command(study: Study, result: Result) -> list[str]:
+    tests = study.evaluation
+    command = ["trainer.evaluate", "latency", "--model", result.model, "--sizes", ",".join(map(str, study.ladder))]
+    command += ["--sts", tests.sts[0]] if tests.sts else ["--beir", tests.beir[0], "--split", tests.split]
+    return [*command, "--queries", str(_LATENCY_QUERIES), "--json", str(latency_file(study))]
 
 
 def _training(study: Study, run: Run, work: Work, *, needs: frozenset[str]) -> Job:

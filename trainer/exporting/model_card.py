@@ -78,7 +78,7 @@ def training_section(model_folder: Path, *, watts_per_rank: float | None = None)
     if watts_per_rank is not None and not all((run / name).is_file() for name in ("recipe.toml", METRICS_FILE)):
         raise ConfigError(
             f"--watts-per-rank is for the energy of a run, and {model_folder} is not in the folder of a run with its "
-            "metrics.jsonl; leave --watts-per-rank out"
+            f"{METRICS_FILE}; leave --watts-per-rank out"
         )
     if not (run / "recipe.toml").is_file():
         return "## Training\n\nUnknown: the model folder is not inside the folder of a run.\n"

@@ -22,7 +22,6 @@ from models.heads import save_heads
 from models.settings import EmbeddingSettings
 from models.sizes import Ladder
 from trainer.build import ModelParts
-from trainer.config.read_keys import is_read
 from trainer.config.schema import Recipe
 from trainer.distributed import gather_objects
 from trainer.engine import Engine
@@ -134,7 +133,6 @@ def _is_the_disks(error: Exception) -> bool:
 def embedding_settings(recipe: Recipe, sources: Sequence[ShardFolder]) -> EmbeddingSettings:
     """The settings for barista.json. A size that was trained on its own has a ladder of one size."""
     ladder = recipe.ladder if recipe.single_size is None else Ladder((recipe.single_size,))
-    divides = is_read(recipe, "objective.temperature")
     alike = recipe.reads_documents  # queries and passages are cut alike
     query_prompts, passage_prompts = folder_prompts(recipe, sources)
     if alike and recipe.is_taught:
@@ -151,7 +149,7 @@ def embedding_settings(recipe: Recipe, sources: Sequence[ShardFolder]) -> Embedd
         passage_max_length=recipe.data.max_length if alike else recipe.data.passage_max_length,
         query_prompt=_common(query_prompts),
         passage_prompt=_common(passage_prompts),
-        temperature=recipe.objective.temperature if divides else EmbeddingSettings.temperature,
+        temperature=recipe.objective.temperature,
     )
 
 

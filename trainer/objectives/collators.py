@@ -13,7 +13,6 @@ from data.shards.reader import ShardFolder
 from data.tokens import SpelledOut, Vocabulary, left_out_length, load_tokenizer, prompt_ids, prompt_length
 from models.loading import load_config
 from models.sizes import ModelError
-from trainer.config.read_keys import is_read
 from trainer.config.schema import Recipe
 from trainer.objectives.prompts import folder_prompts
 
@@ -60,8 +59,8 @@ def pair_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> PairCollato
         _vocabulary(recipe, sources),
         query_max_length=recipe.data.query_max_length,
         passage_max_length=recipe.data.passage_max_length,
-        num_positives=recipe.data.num_positives if is_read(recipe, "data.num_positives") else 1,
-        num_negatives=recipe.data.num_negatives if is_read(recipe, "data.num_negatives") else 0,
+        num_positives=recipe.data.num_positives,
+        num_negatives=recipe.data.num_negatives,
         seed=recipe.run.seed,
         graded=sources[0].graded,
         weighted=any(source.weighted for source in sources),
@@ -75,7 +74,7 @@ def pair_collator(recipe: Recipe, sources: Sequence[ShardFolder]) -> PairCollato
 
 def _negatives_from(recipe: Recipe, sources: Sequence[ShardFolder]) -> list[int]:
     """The stream position, in samples, from which on each negative is drawn; it is the beginning of a step."""
-    if not is_read(recipe, "data.negatives_from"):
+    if not recipe.data.negatives_from:
         return []
     shares, batch = recipe.data.negatives_from, recipe.train.global_batch_size
     steps = total_steps(recipe, sources)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from data.collate import PairBatch
-from trainer.config.read_keys import is_read
 from trainer.config.schema import Recipe
 from trainer.costs.objective_costs import costs_of
 from trainer.losses.tile_settings import PASSAGES_ALONE, MarginFilter, ScoreTeacher
@@ -122,7 +121,7 @@ def contrastive_loss(
         terms.append(replace(_infonce(recipe), kl_weight=chosen.kl_weight, teacher=teacher))
     else:
         terms.append(_infonce(recipe))
-    if is_read(recipe, "objective.asymmetric_weight") and chosen.asymmetric_weight:
+    if chosen.asymmetric_weight:
         plain = _infonce(recipe, parts=PASSAGES_ALONE)
         terms.append(Asymmetric(chosen.asymmetric_weight, plain, chosen.similarity == "cosine"))
     if kl == "margins":
@@ -157,14 +156,12 @@ def _spread_out(recipe: Recipe) -> list[SpreadOut]:
 def _infonce(recipe: Recipe, *, parts: tuple[str, ...] = ()) -> InfoNCE:
     """parts: in place of the recipe's own `objective.negatives`."""
     chosen = recipe.objective
-    filters = chosen.filter_false_negatives and is_read(recipe, "objective.filter_false_negatives")
-    margin = MarginFilter(chosen.false_negative_margin, chosen.filter_by) if filters else None
+    margin = MarginFilter(chosen.false_negative_margin, chosen.filter_by) if chosen.filter_false_negatives else None
     negatives = Negatives(chosen.mask_false_negatives, margin, parts or tuple(chosen.negatives))
-    hardness = chosen.hardness if is_read(recipe, "objective.hardness") else 0.0
     return InfoNCE(
         chosen.temperature,
         negatives,
         recipe.train.score_memory_mib,
-        hardness=hardness,
+        hardness=chosen.hardness,
         in_a_ring=costs_of(recipe).exchange == "ring",
     )

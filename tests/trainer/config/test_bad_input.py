@@ -441,7 +441,7 @@ def test_a_key_that_nothing_reads_may_leave_a_runs_recipe(values: Values, tmp_pa
 
 
 def test_a_masked_run_is_resumed_with_the_similarity_of_its_model(masked_values: Values, tmp_path: Path) -> None:
-    """It trains nothing by it, but its evaluations and whoever searches with its model compare by it."""
+    """The training does not read the similarity, but the run's evaluations and searches with its model do."""
     values = changed(masked_values, "run.resume", "auto")
     output = tmp_path / "run"
     output.mkdir()
