@@ -167,12 +167,12 @@ def is_unicode(text: str) -> bool:
 
 
 def file_name(text: str) -> str:
-    """The text with every character replaced that a file name should not have."""
+    """A file name made from the text: letters, digits and -_.+ stay, and all other characters become underscores."""
     return "".join(c if c.isalnum() or c in "-_.+" else "_" for c in text)
 
 
 def one_file_name(names: Iterable[str]) -> tuple[str, str] | None:
-    """The first two different names of which `file_name` makes the same; None if there are no such two."""
+    """The first two different names from which `file_name` makes the same file name; None if there are no such two."""
     by_file: dict[str, str] = {}
     for name in names:
         if (other := by_file.setdefault(file_name(name), name)) != name:

@@ -77,7 +77,7 @@ def peak_flops(device: torch.device) -> float:
         listed = listed_peak_flops(name)
         if listed is not None:
             return listed
-        log.info("the data sheet of %s is not known here; mfu is relative to a large matrix product", name)
+        log.info("no data sheet of %s is listed; mfu is relative to the speed of a large matrix product", name)
         return 2 * 4096**3 / _product_seconds(4096, torch.bfloat16, device)
     dtype = torch.float32 if bf16_slowdown(device) > 1 else torch.bfloat16
     return 2 * 1024**3 / _product_seconds(1024, dtype, device)

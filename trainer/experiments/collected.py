@@ -96,14 +96,14 @@ def latency_file(study: Study) -> Path:
 
 
 class Latencies(NamedTuple):
-    """Milliseconds a query by size, and the model that was timed, of the study as it was at that time."""
+    """The model that was timed, and its milliseconds a query at each size. The study may have changed since."""
 
     model: str = ""
     milliseconds: Mapping[Size, float] = MappingProxyType({})
 
 
 def latencies_of(study: Study) -> Latencies:
-    """Empty before they are measured."""
+    """The latencies that the study's last measurement wrote; without one, there is no model and no size."""
     path = latency_file(study)
     if not path.is_file():
         return Latencies()

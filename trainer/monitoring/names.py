@@ -28,8 +28,8 @@ STEP: Mapping[str, str] = {
     "grad_norm": "The gradient's norm before clipping, in the last step; absent if it is not finite. With Muon, "
     "from ZeRO stage 1 on except in bf16 at stage 1, Muon's orthogonal steps are in it in place of their gradients.",
     "tokens_per_second": "Tokens of all ranks a second, without padding.",
-    "mfu": "Model FLOPs utilisation, from 0 to 1: the share of the peak in the GPU's data sheet. Of a device that "
-    "trainer/costs/gpus.py does not list, the peak is a large matrix product's, timed at the start.",
+    "mfu": "Model FLOPs utilisation, from 0 to 1: the share of the peak speed in the GPU's data sheet. For a "
+    "device that trainer/costs/gpus.py does not list, the peak is that of a large matrix product, timed at the start.",
     "padding_share": "The share of padding in the tokens that were computed.",
     "data_wait_share": "The share of the time that was spent waiting for data.",
     "memory_mib": "Rank 0's memory in MiB: the peak on its GPU, or what the process occupies on a CPU.",

@@ -1,4 +1,4 @@
-"""A GPU is known by the whole name of its product, even where this name contains that of another product."""
+"""A GPU's peak is found by its full product name, because one product's name may contain another's: GH200 and H200."""
 
 from __future__ import annotations
 

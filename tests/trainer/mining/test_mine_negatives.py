@@ -297,7 +297,7 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bytes(pairs: Path, model: Path,
 
 
 def test_other_rows_to_skip_are_another_command(pairs: Path, model: Path, tmp_path: Path) -> None:
-    """The output would have tuples of rows that are to be left out now."""
+    """If mining went on, its output would contain tuples of rows that the changed file leaves out."""
     skipped, output = tmp_path / "rows.txt", tmp_path / "out"
     skipped.write_text("0\n1\n")
     run(pairs, model, output, "--skip-rows", str(skipped))
@@ -471,7 +471,7 @@ def test_the_output_of_one_address_is_not_continued_with_another(
     plan = command.plan_tuples
 
     def plan_here(inputs: object, *options: Any, scratch: Path) -> Any:
-        """The input splits of the file that stands for each address."""
+        """Plan the file of pairs, whichever address was given."""
         return plan([str(pairs)], *options, scratch=scratch)
 
     monkeypatch.setattr(command, "plan_tuples", plan_here)

@@ -20,7 +20,7 @@ _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
 def check_task_names(names: Sequence[str]) -> None:
-    """Refuse two tasks of one name, by which results are told apart, and two whose files would have one name."""
+    """Refuse two tasks with the same name, or with names that give their results the same file name."""
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two of the tasks are named {name!r}; rename one of the files or folders")
